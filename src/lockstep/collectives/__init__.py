@@ -1,0 +1,1 @@
+"""Sums along one fixed tree, over several ways to move bytes."""

@@ -1,0 +1,94 @@
+"""What every way to exchange data between workers promises."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy.typing as npt
+
+Leaves = Sequence[npt.NDArray[Any]]
+"""The arrays of one partial or total, in an order that all members share."""
+
+
+class Span(NamedTuple):
+    """The replicas `start <= r < stop`: a subtree of the reduce tree, or a worker's range."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A member has been waiting for `seconds` in `what` for `workers` (ids), which have not arrived."""
+
+    what: str
+    workers: tuple[int, ...]
+    seconds: float
+
+
+class WaitObserver(Protocol):
+    """Hears, every few seconds, for whom a member waits."""
+
+    def __call__(self, waiting: Waiting) -> None:
+        """Take note of one report; called on the waiting thread, must not block."""
+
+
+@dataclass(frozen=True)
+class WaitPolicy:
+    """How long a member waits for its peers.
+
+    Attributes:
+        report_every: seconds between two reports to the observer.
+        timeout: seconds after which the wait ends in `PeerStuckError`.
+    """
+
+    report_every: float = 5.0
+    timeout: float = 600.0
+
+
+class Communicator(Protocol):
+    """One member's end of the exchange between the workers of one view.
+
+    Every member calls the same methods in the same order. `what` names the call in messages ("step 12
+    of fit 1"). Every method except `abort` and `close` waits for the other members and raises
+
+    * `PeerLostError` once the view was aborted (a worker ended, its script raised), with the reason;
+    * `PeerStuckError` when the policy's timeout has passed, naming the workers that did not arrive.
+    """
+
+    def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
+        """Sum the leaves of all replicas along the plan's tree.
+
+        Args:
+            partials: for spans that together are exactly the replicas this member owns, each a subtree
+                of the plan's tree: the sum over that span. All members give leaves of equal shapes and
+                dtypes (float16, bfloat16, float32, float64 or integers; sizes of 0 are fine).
+            check: at most 64 bytes that must be equal on all members.
+            what: names the call in messages.
+
+        Returns:
+            Read-only arrays with the sum over all replicas, valid until this member's next call of any
+            method. The bits depend on the partials and the tree only: not on members, timing or transport.
+
+        Raises:
+            DisagreementError: `check`, shapes or dtypes differ; the message names the workers.
+            SharedMemoryError: the memory for the exchange cannot be had; raised on every member.
+        """
+
+    def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
+        """Give every member the blobs of all members, in the order of the view's workers."""
+
+    def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
+        """Give every member the blob of the member at position `root`; the others pass None."""
+
+    def barrier(self, *, what: str = "barrier") -> None:
+        """Return once every member has called it."""
+
+    def abort(self, reason: str) -> None:
+        """End this view for all members: whoever waits, or calls later, raises `PeerLostError(reason)`.
+
+        Safe to call from any thread, more than once (the first reason stays), and after `close`.
+        """
+
+    def close(self) -> None:
+        """Release this member's resources. Arrays that `reduce` returned become invalid."""

@@ -1,0 +1,1 @@
+"""Which examples a replica sees: pure arithmetic, without Keras."""

@@ -1,0 +1,75 @@
+"""Every error that Lockstep raises on purpose.
+
+    LockstepError
+    |-- InputError             what the user gave is wrong; the message says what to change
+    |   |-- ConfigError        a command line, an environment variable
+    |   |-- ScopeError         a model used outside the strategy it belongs to
+    |   |-- DataError          an input that cannot be split over replicas
+    |   `-- ModelError         a step that cannot be computed by replicas
+    |-- PeerError              another worker is the cause
+    |   |-- PeerLostError      it ended, or its script raised
+    |   |-- PeerStuckError     it did not arrive in the stated time
+    |   `-- DisagreementError  it computes something else than this worker
+    |-- UnfitError             this machine or environment cannot do it
+    |   |-- BackendError       the Keras backend is missing or not supported
+    |   `-- SharedMemoryError  too little memory to exchange gradients in
+    `-- InternalError          a bug in Lockstep
+
+Errors of other libraries are mapped to these where they enter.
+"""
+
+
+class LockstepError(Exception):
+    """Base of all of Lockstep's own errors."""
+
+
+class InputError(LockstepError):
+    """What the user gave is wrong."""
+
+
+class ConfigError(InputError):
+    """A command line or an environment variable is wrong."""
+
+
+class ScopeError(InputError):
+    """A model is used outside the strategy it belongs to, or belongs to none."""
+
+
+class DataError(InputError):
+    """An input cannot be split over replicas."""
+
+
+class ModelError(InputError):
+    """A model's step cannot be computed by replicas."""
+
+
+class PeerError(LockstepError):
+    """Another worker is the cause."""
+
+
+class PeerLostError(PeerError):
+    """A worker ended, or its script raised, while others still needed it."""
+
+
+class PeerStuckError(PeerError):
+    """A worker did not arrive in the stated time."""
+
+
+class DisagreementError(PeerError):
+    """A worker computes something else than this one."""
+
+
+class UnfitError(LockstepError):
+    """This machine or environment cannot do what was asked."""
+
+
+class BackendError(UnfitError):
+    """The Keras backend is missing or not supported."""
+
+
+class SharedMemoryError(UnfitError):
+    """There is too little memory to exchange gradients in."""
+
+
+class InternalError(LockstepError):
+    """A bug in Lockstep."""
