@@ -1,0 +1,108 @@
+"""What the members of one view say when they arrive in a call, and whether that agrees. Pure."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lockstep.errors import DisagreementError, LockstepError
+
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a member says of the call that it makes.
+
+    Attributes:
+        kind: the method.
+        what: the caller's name for this call; not compared.
+        check: must be equal on all members.
+        root: of a broadcast.
+        layout: digest of the leaves' shapes and dtypes.
+    """
+
+    kind: str
+    what: str
+    check: bytes = b""
+    root: int = 0
+    layout: bytes = b""
+
+    def __str__(self) -> str:
+        return self.kind if self.what == self.kind else f"{self.kind} for {self.what}"
+
+
+def compare(
+    calls: Sequence[Call], workers: Sequence[int], describe: Callable[[], Sequence[Sequence[str]]]
+) -> None:
+    """Make sure that all members make the same call.
+
+    Args:
+        calls: one for each member.
+        workers: the members' worker ids.
+        describe: gives each member's leaves, a line each; asked for only where layouts differ.
+
+    Raises:
+        DisagreementError: they do not; names the workers in each camp and what differs.
+    """
+    if all(call == calls[0] for call in calls[1:]):
+        return
+    kinds = _camps([(call.kind, call.root) for call in calls], workers)
+    if len(kinds) > 1:
+        raise DisagreementError(_different_calls(calls, workers, kinds))
+    if len({call.layout for call in calls}) > 1:
+        raise DisagreementError(_different_leaves(calls[0], workers, describe()))
+    checks = _camps([call.check for call in calls], workers)
+    if len(checks) > 1:
+        texts = [f"{name_workers(ids)} from {check.hex() or 'nothing'}" for check, ids in checks]
+        raise DisagreementError(
+            f"the workers do not compute from the same data in {calls[0]}: {' while '.join(texts)}. "
+            "Every worker must read the same batches: seed what is shuffled or generated"
+        )
+
+
+def _different_calls(
+    calls: Sequence[Call], workers: Sequence[int], camps: list[tuple[tuple[str, int], list[int]]]
+) -> str:
+    texts = []
+    for (kind, root), ids in camps:
+        call = calls[list(workers).index(ids[0])]
+        origin = f" from worker {workers[root]}" if kind == "broadcast" else ""
+        texts.append(f"{name_workers(ids)} {'calls' if len(ids) == 1 else 'call'} {call}{origin}")
+    return (
+        f"{' while '.join(texts)}. Every worker must run the same script along the same path: look for "
+        "a branch that depends on the worker, on the time or on unseeded random numbers"
+    )
+
+
+def _different_leaves(call: Call, workers: Sequence[int], described: Sequence[Sequence[str]]) -> str:
+    longest = max(len(lines) for lines in described)
+    for leaf in range(longest):
+        camps = _camps([lines[leaf] if leaf < len(lines) else "missing" for lines in described], workers)
+        if len(camps) > 1:
+            break
+    texts = " while ".join(f"{line} on {name_workers(ids)}" for line, ids in camps)
+    return (
+        f"the workers give different arrays to {call}: array {leaf} is {texts}. "
+        "Every worker must build the same model and feed it batches of the same shape"
+    )
+
+
+def _camps(keys: Sequence[Key], workers: Sequence[int]) -> list[tuple[Key, list[int]]]:
+    camps: dict[Key, list[int]] = {}
+    for key, worker in zip(keys, workers, strict=True):
+        camps.setdefault(key, []).append(worker)
+    return list(camps.items())
+
+
+def farewell(worker: int, call: Call, error: BaseException) -> str:
+    """Say why `worker` ended its view in the middle of a call."""
+    if isinstance(error, LockstepError):
+        return f"worker {worker} gave up: {error}"
+    return f"worker {worker} left {call} with {type(error).__name__}: {error}"
+
+
+def name_workers(workers: Sequence[int]) -> str:
+    """Name workers by their ids, in prose."""
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    return f"workers {', '.join(map(str, workers[:-1]))} and {workers[-1]}"

@@ -1,0 +1,143 @@
+"""What the leaves of a partial look like, where they lie in memory, and who sums which of them. Pure."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, NamedTuple, Self, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.contract import Leaves
+from lockstep.errors import ModelError
+from lockstep.topology import split_evenly
+
+ALIGNMENT = 64
+"""Bytes: a cache line, the widest vector, and what backends ask for to take an array without a copy."""
+
+_SUMMABLE = frozenset(
+    ["float16", "bfloat16", "float32", "float64"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
+
+
+_Layout = TypeVar("_Layout", bound="Layout")
+
+
+class Piece(NamedTuple):
+    """The elements `start <= i < stop` of a flattened leaf; never empty."""
+
+    leaf: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Shapes and dtypes of leaves, and their places in one stretch of memory.
+
+    Attributes:
+        shapes: a shape for each leaf.
+        dtypes: a dtype for each leaf.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[np.dtype[Any], ...]
+
+    @classmethod
+    def of(cls, leaves: Leaves) -> Self:
+        """Describe `leaves`; what was worked out for an equal layout is found again."""
+        return _intern(cls, tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
+
+    def check(self) -> None:
+        """Make sure that all leaves can be summed.
+
+        Raises:
+            ModelError: a dtype is none of those the contract lists.
+        """
+        for index, dtype in enumerate(self.dtypes):
+            if dtype.name not in _SUMMABLE or not dtype.isnative:
+                raise ModelError(
+                    f"array {index} of those to be summed over replicas has dtype {dtype}; only floating "
+                    "point numbers of 16 to 64 bits and integers can be summed: convert it first"
+                )
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each leaf."""
+        return tuple(
+            dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each leaf starts: a multiple of `ALIGNMENT`."""
+        offsets, end = [], 0
+        for size in self.sizes:
+            offsets.append(end)
+            end += aligned(size)
+        return tuple(offsets)
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of all leaves, a multiple of `ALIGNMENT`."""
+        return sum(aligned(size) for size in self.sizes)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes that are equal for equal layouts."""
+        return hashlib.blake2b("\n".join(self.describe()).encode(), digest_size=16).digest()
+
+    def describe(self) -> list[str]:
+        """Say for each leaf, in a line, what it is."""
+        return [f"{dtype.name} {shape}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
+
+    def bounds(self, members: int) -> tuple[tuple[int, int], ...]:
+        """Give each member an even share of the bytes `[0, size)`, bounded by multiples of `ALIGNMENT`."""
+        ends, end = [], 0
+        for lines in split_evenly(self.size // ALIGNMENT, members):
+            ends.append((end, end + lines * ALIGNMENT))
+            end = ends[-1][1]
+        return tuple(ends)
+
+    def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
+        """Return the elements that lie in the bytes `[start, stop)`, multiples of `ALIGNMENT`."""
+        pieces = []
+        for leaf, (offset, size, dtype) in enumerate(zip(self.offsets, self.sizes, self.dtypes, strict=True)):
+            first, last = max(start - offset, 0), min(stop - offset, size)
+            if first < last:
+                pieces.append(Piece(leaf, first // dtype.itemsize, last // dtype.itemsize))
+        return tuple(pieces)
+
+    def views(self, memory: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[Any], ...]:
+        """Return the leaves in `memory`, flat, as writable views."""
+        return tuple(
+            memory[offset : offset + size].view(dtype)
+            for offset, size, dtype in zip(self.offsets, self.sizes, self.dtypes, strict=True)
+        )
+
+    def shaped(self, flat: Sequence[npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], ...]:
+        """Return flat leaves in their shapes, read-only."""
+        leaves = tuple(leaf.reshape(shape) for leaf, shape in zip(flat, self.shapes, strict=True))
+        for leaf in leaves:
+            leaf.flags.writeable = False
+        return leaves
+
+
+@lru_cache(maxsize=64)
+def _intern(cls: type[_Layout], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> _Layout:
+    return cls(shapes, dtypes)
+
+
+def aligned(size: int) -> int:
+    """Round `size` up to a multiple of `ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def allocate(size: int) -> npt.NDArray[np.uint8]:
+    """Return `size` bytes of this process's memory that start at a multiple of `ALIGNMENT`."""
+    memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size]

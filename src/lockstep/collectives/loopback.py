@@ -1,0 +1,209 @@
+"""The exchange between members that are threads of one process, or a single member on its own."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lockstep.collectives.arguments import check_length, common_layout, outgoing
+from lockstep.collectives.calls import Call, compare, farewell
+from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
+from lockstep.collectives.layout import Layout, allocate
+from lockstep.collectives.plan import ReducePlan, Sum
+from lockstep.collectives.summing import Adder, Array, flat
+from lockstep.collectives.waiting import Clock, Patience
+from lockstep.errors import InternalError, LockstepError, PeerLostError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What a member brings to a meeting; `load` depends on the kind of the call."""
+
+    call: Call
+    describe: Callable[[], list[str]]
+    load: Any
+
+
+@dataclass
+class _Meeting:
+    """One call of all members: what they brought, and what came out."""
+
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    outcome: Any = None
+    error: LockstepError | None = None
+    over: bool = False
+
+
+class Hub:
+    """Joins the members of one view that are threads of this process.
+
+    The last member to arrive does the work of a call while the others wait; a single member never
+    waits, and its total is a view of its partial where that is the whole sum.
+    """
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        policy: WaitPolicy | None = None,
+        observe: WaitObserver | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self._policy = policy or WaitPolicy()
+        self._observe = observe
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._meeting = _Meeting()
+        self._reason: str | None = None
+        self._left: set[int] = set()
+        self._total = _Total()
+
+    def member(self, position: int) -> "LoopbackCommunicator":
+        """Return the end of the member at `position` among the view's workers."""
+        return LoopbackCommunicator(self, position)
+
+    def abort(self, reason: str) -> None:
+        """End the view for all members; the first reason stays."""
+        with self._changed:
+            if self._reason is None:
+                self._reason = reason
+            self._changed.notify_all()
+
+    def leave(self, position: int) -> None:
+        """Let the others know that this member makes no more calls."""
+        with self._changed:
+            self._left.add(position)
+            self._changed.notify_all()
+
+    def meet(self, position: int, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]) -> Result:
+        """Wait for all members, and return what `work` made of what they brought.
+
+        Raises:
+            InternalError: this member was closed.
+            LockstepError: as the contract says, or what `work` raised, on every member.
+        """
+        with self._changed:
+            if position in self._left:
+                raise InternalError(f"{entry.call} on a communicator that was closed")
+            if self._reason is not None:
+                raise PeerLostError(self._reason)
+            meeting = self._meeting
+            meeting.entries[position] = entry
+            if len(meeting.entries) == self.plan.members:
+                self._work(meeting, work)
+            else:
+                self._wait(meeting, position, entry.call)
+        if meeting.error is not None:
+            raise type(meeting.error)(*meeting.error.args)
+        outcome: Result = meeting.outcome
+        return outcome
+
+    def _work(self, meeting: _Meeting, work: Callable[[Sequence[_Entry]], Result]) -> None:
+        self._meeting = _Meeting()
+        entries = [meeting.entries[position] for position in range(self.plan.members)]
+        try:
+            calls = [entry.call for entry in entries]
+            compare(calls, self.plan.workers, lambda: [entry.describe() for entry in entries])
+            meeting.outcome = work(entries)
+        except LockstepError as error:
+            meeting.error = error
+        except BaseException as error:
+            self.abort(f"{entries[0].call} ended in {type(error).__name__}: {error}")
+            raise
+        meeting.over = True
+        meeting.entries.clear()
+        self._changed.notify_all()
+
+    def _wait(self, meeting: _Meeting, position: int, call: Call) -> None:
+        workers = self.plan.workers
+        patience = Patience(lambda: str(call), self._policy, self._observe, self._clock)
+        try:
+            while not meeting.over:
+                if self._reason is not None:
+                    raise PeerLostError(self._reason)
+                missing = [other for other in range(len(workers)) if other not in meeting.entries]
+                for other in missing:
+                    if other in self._left:
+                        raise PeerLostError(f"worker {workers[other]} has left while others wait in {call}")
+                self._changed.wait(patience.spend(tuple(workers[other] for other in missing)))
+        except BaseException as error:
+            # This member's part of the call can't be taken back, so the view can't go on without it.
+            self.abort(farewell(workers[position], call, error))
+            raise
+
+    def add_up(self, entries: Sequence[_Entry]) -> Leaves:
+        """Sum the partials of all members along the tree."""
+        given = {span: leaves for entry in entries for span, leaves in entry.load.items()}
+        return self._total.of(Sum.of(self.plan.whole, given), given)
+
+
+class _Total:
+    """Makes totals; keeps the memory of the last one for the next of the same layout."""
+
+    def __init__(self) -> None:
+        self._adder = Adder()
+        self._layout = Layout((), ())
+        self._flat: tuple[Array, ...] = ()
+        self._shaped: tuple[Array, ...] = ()
+
+    def of(self, plan: Sum, given: Mapping[Span, Leaves]) -> Leaves:
+        operands = [given[span] for span in plan.operands]
+        layout = Layout.of(operands[0])
+        if not plan.steps:
+            return layout.shaped([leaf.view() for leaf in flat(operands[0])])
+        if layout != self._layout:
+            self._layout, self._flat = layout, layout.views(allocate(layout.size))
+            self._shaped = layout.shaped(self._flat)
+        flattened = [flat(leaves) for leaves in operands]
+        with np.errstate(all="ignore"):
+            for leaf, out in enumerate(self._flat):
+                self._adder.add(plan, [operand[leaf] for operand in flattened], out)
+        return self._shaped
+
+
+class LoopbackCommunicator:
+    """One member's end of a `Hub`; a `Communicator`."""
+
+    def __init__(self, hub: Hub, position: int) -> None:
+        self._hub = hub
+        self._position = position
+
+    def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
+        """Sum the leaves of all replicas; see `Communicator`.
+
+        The total of a single partial is a view of it.
+        """
+        check_length(check)
+        layout = common_layout(self._hub.plan, self._position, partials)
+        call = Call("reduce", what, check, layout=layout.digest)
+        return self._hub.meet(self._position, _Entry(call, layout.describe, partials), self._hub.add_up)
+
+    def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
+        """Give every member the blobs of all members; see `Communicator`."""
+        return list(self._meet(Call("gather", what), blob))
+
+    def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
+        """Give every member the blob of the member at `root`; see `Communicator`."""
+        blob = outgoing(blob, is_root=self._position == root)
+        return self._meet(Call("broadcast", what, root=root), blob)[root]
+
+    def barrier(self, *, what: str = "barrier") -> None:
+        """Return once every member has called it; see `Communicator`."""
+        self._meet(Call("barrier", what), b"")
+
+    def _meet(self, call: Call, blob: bytes) -> list[bytes]:
+        entry = _Entry(call, list, blob)
+        return self._hub.meet(self._position, entry, lambda entries: [each.load for each in entries])
+
+    def abort(self, reason: str) -> None:
+        """End this view for all members; see `Communicator`."""
+        self._hub.abort(reason)
+
+    def close(self) -> None:
+        """Make no more calls; members that wait for this one raise `PeerLostError`."""
+        self._hub.leave(self._position)

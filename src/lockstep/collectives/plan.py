@@ -1,0 +1,174 @@
+"""Who sums what, in which order. Pure: no I/O, no clock.
+
+All sums follow one binary tree over the replicas `[0, R)`. A span of more than one replica is the sum
+of its two halves, split at the largest power of two smaller than its length; so every left half is a
+perfect tree, and the tree depends on R alone. A worker may add up beforehand only what is a whole
+subtree: that is what keeps the bits of the total free of the number of workers.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple, Self
+
+from lockstep.collectives.contract import Span
+from lockstep.errors import InternalError
+from lockstep.topology import View
+
+
+def halves(span: Span) -> tuple[Span, Span]:
+    """Return the two subtrees of a span of at least two replicas."""
+    length = span.stop - span.start
+    middle = span.start + (1 << ((length - 1).bit_length() - 1))
+    return Span(span.start, middle), Span(middle, span.stop)
+
+
+def cover(owned: range | Span, replicas: int) -> tuple[Span, ...]:
+    """Return the maximal subtrees of the tree over `replicas` that lie inside `owned`, in order."""
+    inside = Span(owned.start, owned.stop)
+    if inside.start >= inside.stop:
+        return ()
+    return _cover(inside, Span(0, replicas))
+
+
+def _cover(inside: Span, node: Span) -> tuple[Span, ...]:
+    if inside.start <= node.start and node.stop <= inside.stop:
+        return (node,)
+    if node.stop <= inside.start or inside.stop <= node.start:
+        return ()
+    left, right = halves(node)
+    return _cover(inside, left) + _cover(inside, right)
+
+
+class Step(NamedTuple):
+    """One addition: `register[out] = register[left] + register[right]`."""
+
+    left: int
+    right: int
+    out: int
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The additions that make one span from its parts, in tree order.
+
+    Attributes:
+        operands: the parts, in order of their replicas; part `i` is register `i`.
+        steps: additions; the last one makes the whole span. Empty where the only part is the span.
+        scratch: how many registers the steps use after the operands'. The last step's `out` is the
+            register that follows these.
+    """
+
+    operands: tuple[Span, ...]
+    steps: tuple[Step, ...]
+    scratch: int
+
+    @classmethod
+    def of(cls, span: Span, parts: Collection[Span]) -> Self:
+        """Plan the sum over `span`, a subtree, from `parts`.
+
+        Raises:
+            InternalError: the parts are not disjoint subtrees that make up the span.
+        """
+        return cls(*_additions(span, tuple(sorted(parts))))
+
+
+@lru_cache(maxsize=256)
+def _additions(span: Span, operands: tuple[Span, ...]) -> tuple[tuple[Span, ...], tuple[Step, ...], int]:
+    registers = {part: index for index, part in enumerate(operands)}
+    steps: list[Step] = []
+    used: set[Span] = set()
+
+    def evaluate(node: Span, depth: int) -> int:
+        if node in registers:
+            used.add(node)
+            return registers[node]
+        if node.stop - node.start == 1:
+            raise InternalError(f"no partial for replica {node.start} among {_text(operands)}")
+        first, second = halves(node)
+        left = evaluate(first, depth)
+        # The left result may occupy the scratch register `depth` until it is added.
+        right = evaluate(second, depth + 1)
+        steps.append(Step(left, right, len(operands) + depth))
+        return len(operands) + depth
+
+    evaluate(span, 0)
+    if used != set(operands):
+        spare = _text(sorted(set(operands) - used))
+        raise InternalError(f"partials over {spare} do not fit into the tree over {_text([span])}")
+    scratch = 1 + max((step.out for step in steps[:-1]), default=len(operands) - 1) - len(operands)
+    if steps:
+        steps[-1] = steps[-1]._replace(out=len(operands) + scratch)
+    return operands, tuple(steps), scratch
+
+
+def _text(spans: Collection[Span]) -> str:
+    return ", ".join(f"[{span.start}, {span.stop})" for span in spans) or "nothing"
+
+
+@dataclass(frozen=True)
+class ReducePlan:
+    """How the members of one view make a total.
+
+    Attributes:
+        replicas: R, the number of replicas.
+        workers: ids of the members' workers, in the order of their positions.
+        owned: the contiguous span of replicas of each member.
+        published: the subtrees each member sums on its own and publishes: the cover of its span.
+    """
+
+    replicas: int
+    workers: tuple[int, ...]
+    owned: tuple[Span, ...]
+    published: tuple[tuple[Span, ...], ...]
+
+    @classmethod
+    def of(cls, view: View) -> Self:
+        """Plan the sums of `view`.
+
+        Raises:
+            InternalError: a worker owns no replica, or the owners are not in the order of the workers.
+        """
+        ranges = [view.replicas_of(worker) for worker in view.workers]
+        ends = [0, *(owned.stop for owned in ranges)]
+        if any(not owned or owned.start != end for owned, end in zip(ranges, ends, strict=False)):
+            raise InternalError(f"owners {view.owners} do not give each of {view.workers} one range in order")
+        if ends[-1] != view.replicas:
+            raise InternalError(f"owners {view.owners} are not all among the workers {view.workers}")
+        owned = tuple(Span(each.start, each.stop) for each in ranges)
+        published = tuple(cover(span, view.replicas) for span in owned)
+        return cls(view.replicas, view.workers, owned, published)
+
+    @property
+    def members(self) -> int:
+        """W, the number of members."""
+        return len(self.workers)
+
+    @property
+    def whole(self) -> Span:
+        """The root of the tree: all replicas."""
+        return Span(0, self.replicas)
+
+    def total(self, position: int, partials: Collection[Span]) -> Sum:
+        """Plan the total from one member's own `partials` and what the others publish.
+
+        Raises:
+            InternalError: `partials` do not make up what the member owns.
+        """
+        foreign = [span for other, spans in enumerate(self.published) if other != position for span in spans]
+        return Sum.of(self.whole, [*partials, *foreign])
+
+    def merges(self, position: int, partials: Collection[Span]) -> tuple[Sum, ...]:
+        """Plan the sums that make each span a member publishes from its `partials`.
+
+        Raises:
+            InternalError: `partials` do not make up what the member owns.
+        """
+        owned = self.owned[position]
+        for span in partials:
+            if not owned.start <= span.start < span.stop <= owned.stop:
+                raise InternalError(f"a partial over {_text([span])} given by the owner of {_text([owned])}")
+        return tuple(
+            Sum.of(span, [part for part in partials if span.start <= part.start < span.stop])
+            for span in self.published[position]
+        )

@@ -1,0 +1,52 @@
+"""A wait that tells for whom it waits, and ends."""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from lockstep.collectives.calls import name_workers
+from lockstep.collectives.contract import Waiting, WaitObserver, WaitPolicy
+from lockstep.errors import PeerStuckError
+
+SLICE = 0.2
+"""Seconds that a member blocks at most before it looks again whether its view has been aborted."""
+
+
+class Clock(Protocol):
+    """Tells the time."""
+
+    def __call__(self) -> float:
+        """Return seconds; never goes back."""
+
+
+class Patience:
+    """One wait of one member: reports and gives up as the policy says."""
+
+    def __init__(
+        self, what: Callable[[], str], policy: WaitPolicy, observe: WaitObserver | None, clock: Clock
+    ) -> None:
+        self._what = what
+        self._policy = policy
+        self._observe = observe
+        self._clock = clock
+        self._start = clock()
+        self._reports = 0
+
+    def spend(self, missing: tuple[int, ...]) -> float:
+        """Report if that is due; return the seconds to block before the next call, at most `SLICE`.
+
+        Args:
+            missing: ids of the workers that have not arrived.
+
+        Raises:
+            PeerStuckError: the policy's timeout has passed.
+        """
+        waited, policy = self._clock() - self._start, self._policy
+        if waited >= policy.timeout:
+            raise PeerStuckError(
+                f"waited {waited:.1f} s for {name_workers(missing)} in {self._what()}. Look at what "
+                f"{'it is' if len(missing) == 1 else 'they are'} doing (py-spy dump), or allow a longer wait"
+            )
+        if self._observe is not None and waited >= (self._reports + 1) * policy.report_every:
+            self._reports = int(waited // policy.report_every)
+            self._observe(Waiting(self._what(), missing, waited))
+        return min(SLICE, policy.timeout - waited, policy.report_every)
