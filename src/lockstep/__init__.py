@@ -1,3 +1,23 @@
 """Train a single-process Keras program on any number of workers, with the same result to the last bit."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lockstep.keras.digest import digest
+    from lockstep.strategy.mirrored import MultiWorkerMirroredStrategy
+
 __version__ = "0.1.0.dev0"
+__all__ = ["MultiWorkerMirroredStrategy", "__version__", "digest"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name when it is first used: `import lockstep` loads neither Keras nor a backend."""
+    if name == "MultiWorkerMirroredStrategy":
+        from lockstep.strategy.mirrored import MultiWorkerMirroredStrategy
+
+        return MultiWorkerMirroredStrategy
+    if name == "digest":
+        from lockstep.keras.digest import digest
+
+        return digest
+    raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -1,0 +1,48 @@
+"""A global batch and the share of it that each replica sees."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+from lockstep.topology import split_evenly
+
+
+@dataclass(frozen=True)
+class Share:
+    """The examples of one replica.
+
+    Attributes:
+        replica: the replica's id.
+        examples: how many; 0 where the batch is smaller than the number of replicas.
+        weight: `examples` divided by the examples of the global batch.
+        data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
+    """
+
+    replica: int
+    examples: int
+    weight: float
+    data: Callable[[], Any]
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """The examples of one step.
+
+    Attributes:
+        examples: how many, over all replicas.
+        read: reads the rows `start <= row < stop` of this batch.
+        check: bytes that are equal on all workers that see the same batch.
+    """
+
+    examples: int
+    read: Callable[[slice], Any]
+    check: Callable[[], bytes]
+
+    def share(self, replica: int, replicas: int) -> Share:
+        """Return the contiguous rows of `replica`; the shares of `replicas` differ by at most one row."""
+        counts = split_evenly(self.examples, replicas)
+        start = list(accumulate(counts, initial=0))[replica]
+        rows = slice(start, start + counts[replica])
+        weight = counts[replica] / self.examples
+        return Share(replica, counts[replica], weight, lambda: self.read(rows))

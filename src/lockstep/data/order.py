@@ -1,0 +1,51 @@
+"""The order in which a job visits its examples: a function of (seed, pass), never of a global state.
+
+Every worker computes the same order from the same numbers, and a position in it can be found again
+without having drawn what came before.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = slice | npt.NDArray[np.int64]
+Shuffle = bool | Literal["batch"]
+
+
+@dataclass(frozen=True)
+class Order:
+    """Batches over `count` items.
+
+    Attributes:
+        count: number of items (examples of arrays, or batches of a `PyDataset`).
+        batch_size: items in a batch; the last batch of a pass may be smaller.
+        shuffle: False keeps the items' order, True permutes all of them in each pass, "batch" permutes
+            them inside each batch.
+        seed: numbers from which the permutations follow.
+    """
+
+    count: int
+    batch_size: int
+    shuffle: Shuffle
+    seed: tuple[int, ...]
+
+    @property
+    def batches(self) -> int:
+        """Number of batches in a pass."""
+        return -(-self.count // self.batch_size)
+
+    def visit(self, number: int) -> Iterator[Indices]:
+        """Yield the items of each batch of pass `number`; slices where nothing is shuffled."""
+        generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, number])))
+        everything = generator.permutation(self.count) if self.shuffle is True else None
+        for start in range(0, self.count, self.batch_size):
+            stop = min(start + self.batch_size, self.count)
+            if everything is not None:
+                yield everything[start:stop]
+            elif self.shuffle:
+                yield start + generator.permutation(stop - start)
+            else:
+                yield slice(start, stop)

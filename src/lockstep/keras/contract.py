@@ -1,0 +1,60 @@
+"""What a Keras backend must do so that replicas can compute a model's steps."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Protocol
+
+import numpy.typing as npt
+
+from lockstep.data.batch import Share
+
+Kind = Literal["train", "test", "predict"]
+Partial = Mapping[str, Any]
+"""A replica's part of a step: arrays of the backend by name, the same names for every replica."""
+
+Total = dict[str, npt.NDArray[Any]]
+"""The sum of all replicas' parts, by the same names; valid until the next reduce."""
+
+
+class Program(Protocol):
+    """One step of one model, of one kind, in two halves with the sum over the replicas between them.
+
+    `state` is what the backend's Keras threads through its steps, or None where it lives in variables.
+    """
+
+    def compute(self, state: Any, share: Share) -> Partial:
+        """Compute the part of one replica that has examples, without changing `state`.
+
+        Raises:
+            ModelError: what the step changes cannot be combined over replicas.
+        """
+
+    def apply(self, state: Any, total: Total) -> tuple[Any, Any]:
+        """Apply the sum; return (logs or None, new state). Reads `total` until `settle` returns at most."""
+
+    def outputs(self) -> list[tuple[int, Any]]:
+        """Return and forget the outputs (replica, nest of arrays) of the computes since the last call.
+
+        Only programs that predict have outputs.
+        """
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return the arrays of `state` by names that a person recognises."""
+
+
+class Backend(Protocol):
+    """One Keras backend."""
+
+    def program(self, model: Any, kind: Kind) -> Program:
+        """Prepare a step of `model`, whose variables exist already."""
+
+    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
+        """Wrap `step(state, batch) -> (logs or outputs, state)` as what Keras's own loop calls.
+
+        The result runs `model.steps_per_execution` steps a call.
+        """
+
+    def settle(self) -> None:
+        """Return once no `apply` that was started still reads its total."""
+
+    def concrete(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array as NumPy sees it, without a copy where the backend's memory allows it."""

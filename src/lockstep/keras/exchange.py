@@ -1,0 +1,150 @@
+"""How a step goes: compute the replicas this worker owns, sum over all of them, apply the total.
+
+The same for every backend. The program of a step computes and applies; the communicator sums.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.contract import Leaves, Span
+from lockstep.data.batch import GlobalBatch
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import DisagreementError, InternalError
+from lockstep.job import Job
+from lockstep.keras.agreement import agree
+from lockstep.keras.calls import Calls
+from lockstep.keras.contract import Backend, Partial, Program
+
+CHECK_EVERY = 100
+"""Steps between two comparisons of the workers' states."""
+
+_Packed = list[tuple[str, list[int], bytes]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names, shapes and dtypes of a program's partials, equal for all replicas and workers."""
+
+    names: tuple[str, ...]
+    zeros: tuple[npt.NDArray[Any], ...]
+
+    def leaves(self, partial: Mapping[str, npt.NDArray[Any]]) -> Leaves:
+        """Return the arrays of `partial` in the layout's order."""
+        if partial.keys() != set(self.names):
+            raise InternalError(
+                f"a replica's part has {sorted(partial)}, where the first one had {list(self.names)}"
+            )
+        return [partial[name] for name in self.names]
+
+
+class Exchange:
+    """The steps of one model, of one kind, in one job."""
+
+    def __init__(self, job: Job, backend: Backend, program: Program, calls: Calls) -> None:
+        self._job = job
+        self._backend = backend
+        self._program = program
+        self._owned = job.view.replicas_of(job.worker)
+        self._layout: Layout | None = None
+        self._nest: Any = None
+        self._calls = calls
+
+    def advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
+        """Take one step of a program that trains or tests; return (logs, state)."""
+        started = self._compute(state, batch)
+        logs, state = self._reduce(state, batch, started)
+        self._next_step(state)
+        return logs, state
+
+    def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
+        """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
+        started = self._compute(state, batch)
+        outputs = self._program.outputs()
+        if self._nest is None:
+            self._nest = outputs[0][1]
+        rows = self._gather([nest for replica, nest in outputs if replica in started])
+        if self._layout and self._layout.names:
+            _, state = self._reduce(state, batch, started)
+        self._calls.current.steps += 1
+        return rows, state
+
+    def _compute(self, state: Any, batch: GlobalBatch) -> dict[int, Partial]:
+        """Start the computation of the owned replicas that have examples.
+
+        A worker whose replicas have no examples in the first batch computes replica 0 as well, without
+        contributing it: that is how it learns what a partial looks like.
+        """
+        replicas = self._job.view.replicas
+        shares = [batch.share(replica, replicas) for replica in self._owned]
+        started = {share.replica: self._program.compute(state, share) for share in shares if share.examples}
+        if self._layout is None:
+            partial = next(iter(started.values()), None)
+            if partial is None:
+                partial = self._program.compute(state, batch.share(0, replicas))
+            names = tuple(sorted(partial))
+            zeros = tuple(np.zeros_like(self._backend.concrete(partial[name])) for name in names)
+            self._layout = Layout(names, zeros)
+        return started
+
+    def _reduce(self, state: Any, batch: GlobalBatch, started: Mapping[int, Partial]) -> tuple[Any, Any]:
+        layout = self._layout
+        if layout is None:
+            raise InternalError("a step is reduced before any replica was computed")
+        partials: dict[Span, Leaves] = {}
+        for replica in self._owned:
+            partial = started.get(replica)
+            partials[Span(replica, replica + 1)] = (
+                layout.zeros
+                if partial is None
+                else layout.leaves({name: self._backend.concrete(value) for name, value in partial.items()})
+            )
+        check = batch.check() if len(self._job.view.workers) > 1 else b""
+        self._backend.settle()
+        try:
+            total = self._job.communicator.reduce(partials, check=check, what=self._calls.where())
+        except DisagreementError as error:
+            raise DisagreementError(
+                f"{error}; the workers do not see the same examples, or compute different steps: look for a "
+                "shuffle or a generator without a seed, and for files or code that depend on the worker"
+            ) from error
+        return self._program.apply(state, dict(zip(layout.names, total, strict=True)))
+
+    def _next_step(self, state: Any) -> None:
+        call = self._calls.current
+        call.steps += 1
+        if call.steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
+            arrays = self._program.named_state(state)
+            agree(self._job, f"after step {call.steps} of {call.name}", state_facts(self._backend, arrays))
+
+    def _gather(self, own: Sequence[Any]) -> Any:
+        """Join the outputs of all workers, each a nest of arrays, along the rows."""
+        parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
+        if len(self._job.view.workers) > 1:
+            packed = [[(str(a.dtype), list(a.shape), a.tobytes()) for a in part] for part in parts]
+            blobs = self._job.communicator.gather(msgspec.msgpack.encode(packed), what=self._calls.where())
+            parts = [_unpack(part) for blob in blobs for part in _decode(blob)]
+        leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]
+        return keras.tree.pack_sequence_as(self._nest, leaves)
+
+
+def state_facts(backend: Backend, arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Describe each variable's shape, dtype and value in a fact of its own."""
+    facts = {}
+    for name, value in arrays.items():
+        array = backend.concrete(value)
+        facts[f"variable {name}"] = f"{array.dtype}{list(array.shape)} #{digest_arrays([array]).hex()[:16]}"
+    return facts
+
+
+def _decode(blob: bytes) -> list[_Packed]:
+    return msgspec.msgpack.decode(blob, type=list[_Packed])
+
+
+def _unpack(part: _Packed) -> list[npt.NDArray[Any]]:
+    return [np.frombuffer(data, dtype=dtype).reshape(shape) for dtype, shape, data in part]

@@ -1,0 +1,252 @@
+"""The user's inputs as global batches, behind Keras's own interface for data adapters.
+
+The only file that touches the private parts of Keras's input handling: it borrows how Keras checks and
+converts inputs, and replaces the order in which they are visited.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+
+from lockstep.data.batch import GlobalBatch
+from lockstep.data.digest import digest_arrays, sample_rows
+from lockstep.data.order import Indices, Order, Shuffle
+from lockstep.errors import DataError
+
+
+class GlobalInput(DataAdapter):  # type: ignore[misc]
+    """An input that yields one `GlobalBatch` a step, the same on every worker.
+
+    Args:
+        inner: Keras's adapter, which knows sizes and conversions.
+        joint: with one replica there is nothing to split: yield what Keras would instead.
+    """
+
+    def __init__(self, inner: DataAdapter, *, joint: bool) -> None:
+        self._inner = inner
+        self._joint = joint
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield the global batches of the next pass over the input."""
+        raise NotImplementedError
+
+    def facts(self) -> dict[str, str]:
+        """Return what must be equal on all workers before the first batch."""
+        raise NotImplementedError
+
+    def first(self) -> Any:
+        """Return a batch, to build a model with; does not count as a pass."""
+        raise NotImplementedError
+
+    def get_jax_iterator(self) -> Iterator[Any]:
+        """Yield what the train function of the JAX backend takes."""
+        for batch in self.batches():
+            yield batch.read(slice(0, batch.examples)) if self._joint else batch
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches in a pass; None where it never ends."""
+        batches: int | None = self._inner.num_batches
+        return batches
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples in a global batch, where that is known."""
+        size: int | None = self._inner.batch_size
+        return size
+
+    def on_epoch_begin(self) -> None:
+        """Tell the user's input that an epoch begins."""
+        self._inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Tell the user's input that an epoch has ended."""
+        self._inner.on_epoch_end()
+
+
+class ArrayInput(GlobalInput):
+    """Arrays that can be indexed: a worker reads its own replicas' rows only."""
+
+    def __init__(
+        self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: tuple[int, ...], *, joint: bool
+    ) -> None:
+        super().__init__(inner, joint=joint)
+        self._rows = array_slicing.convert_to_sliceable(inner._inputs, target_backend="jax")
+        self._order = Order(inner._num_samples, inner._batch_size, shuffle, seed)
+        self._passes = 0
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield the global batches of the next pass."""
+        number = self._passes
+        self._passes += 1
+        for step, indices in enumerate(self._order.visit(number)):
+            yield self._batch(indices, step)
+
+    def facts(self) -> dict[str, str]:
+        """Describe shapes and types, and a sample of the rows."""
+        order = self._order
+        sample = self._take(sample_rows(order.count))
+        shapes = [f"{leaf.dtype}{[order.count, *leaf.shape[1:]]}" for leaf in _leaves(sample)]
+        return {
+            "data": " ".join(shapes),
+            "data order": f"batches of {order.batch_size}, shuffle {order.shuffle}, seed {order.seed}",
+            "data sample": digest_arrays(_leaves(sample)).hex()[:16],
+        }
+
+    def first(self) -> Any:
+        """Return the first rows in the arrays' order."""
+        return self._take(slice(0, min(self._order.count, self._order.batch_size)))
+
+    def _batch(self, indices: Indices, step: int) -> GlobalBatch:
+        if isinstance(indices, slice):
+            start, count = indices.start, indices.stop - indices.start
+            return GlobalBatch(
+                count,
+                lambda rows: self._take(slice(start + rows.start, start + rows.stop)),
+                lambda: self._check(np.arange(start, start + count), step),
+            )
+        return GlobalBatch(
+            len(indices),
+            lambda rows: self._take(indices[rows]),
+            lambda: self._check(indices, step),
+        )
+
+    def _check(self, indices: Any, step: int) -> bytes:
+        """Hash which rows this step reads, and the first of them: no worker reads the others' rows."""
+        return digest_arrays([np.array(step), indices, *_leaves(self._take(indices[:1]))])
+
+    def _take(self, indices: Any) -> Any:
+        def take(rows: Any) -> Any:
+            return None if rows is None else rows.convert_to_jax_compatible(rows[indices])
+
+        return keras.tree.map_structure(take, self._rows)
+
+
+class DatasetInput(GlobalInput):
+    """A `PyDataset`: every worker reads each batch, which is the global batch, and hashes it."""
+
+    def __init__(self, dataset: "Reordered", class_weight: Any, *, joint: bool) -> None:
+        super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight, shuffle=False), joint=joint)
+        self._dataset = dataset
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield the global batches of the next pass."""
+        if not self._inner.enqueuer:
+            self._dataset.begin_pass()
+        for step, data in enumerate(self._inner.get_jax_iterator()):
+            yield whole_batch(data, step)
+
+    def facts(self) -> dict[str, str]:
+        """Describe the number of batches; each batch is compared when it is read."""
+        return {"data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"}
+
+    def first(self) -> Any:
+        """Return the first batch in the dataset's own order."""
+        return self._inner._standardize_batch(self._dataset.inner[0])
+
+    def on_epoch_begin(self) -> None:
+        """Choose the order before Keras's own readers start, if it uses any."""
+        if self._inner.enqueuer:
+            self._dataset.begin_pass()
+        super().on_epoch_begin()
+
+
+class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
+    """A `PyDataset` whose batches are visited in the job's order."""
+
+    def __init__(self, inner: keras.utils.PyDataset, shuffle: bool, seed: tuple[int, ...]) -> None:
+        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
+        self.inner = inner
+        self._shuffle = shuffle and inner.num_batches is not None
+        self._seed = seed
+        self._passes = 0
+        self._order: list[int] = []
+
+    def begin_pass(self) -> None:
+        """Draw the order of the next pass."""
+        if self._shuffle:
+            order = Order(self.inner.num_batches, 1, True, self._seed).visit(self._passes)
+            self._order = [int(index[0]) for index in order if not isinstance(index, slice)]
+        self._passes += 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self.inner[self._order[index] if self._shuffle else index]
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches; None where the dataset never ends."""
+        batches: int | None = self.inner.num_batches
+        return batches
+
+    def on_epoch_begin(self) -> None:
+        """Pass it on."""
+        self.inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Pass it on."""
+        self.inner.on_epoch_end()
+
+
+def global_input(
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    batch_size: int | None,
+    steps: int | None,
+    shuffle: Shuffle,
+    class_weight: Any = None,
+    seed: tuple[int, ...],
+    joint: bool,
+) -> GlobalInput:
+    """Turn what `fit` or `evaluate` was given into global batches.
+
+    Raises:
+        DataError: an input of this type is not supported.
+        ValueError: Keras's own complaints about sizes and combinations.
+    """
+    if x is not None and can_convert_arrays((x, y, sample_weight)):
+        inner = ArrayDataAdapter(
+            x, y, sample_weight, batch_size, steps, shuffle=shuffle, class_weight=class_weight
+        )
+        return ArrayInput(inner, shuffle, seed, joint=joint)
+    if isinstance(x, keras.utils.PyDataset):
+        if y is not None or sample_weight is not None:
+            raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
+        return DatasetInput(Reordered(x, bool(shuffle), seed), class_weight, joint=joint)
+    raise DataError(
+        f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas yet; "
+        "give arrays (NumPy, JAX, pandas), nests of them, or a keras.utils.PyDataset"
+    )
+
+
+def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
+    """Split off the last `fraction` of the rows, as Keras does: ((x, y, weight), (x, y, weight))."""
+    training, validation = array_slicing.train_validation_split(
+        (x, y, sample_weight), validation_split=fraction
+    )
+    return training, validation
+
+
+def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
+    """Wrap a batch of which every worker holds all rows."""
+    leaves = _leaves(data)
+
+    def read(rows: slice) -> Any:
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
+
+    return GlobalBatch(
+        leaves[0].shape[0],
+        read,
+        lambda: digest_arrays([np.array(step), *(np.asarray(leaf) for leaf in leaves)]),
+    )
+
+
+def _leaves(data: Any) -> list[Any]:
+    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]

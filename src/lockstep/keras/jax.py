@@ -1,0 +1,269 @@
+"""Keras on JAX: the only file that touches the private parts of its JAX trainer.
+
+Keras's own `train_step` runs once a replica, traced with `optimizer.stateless_apply` replaced by a
+recorder; a second compiled function applies the sum. Between the two the gradients are in Python.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.data.batch import Share
+from lockstep.errors import ModelError
+from lockstep.keras.contract import Kind, Partial, Total
+from lockstep.keras.digest import named_arrays
+
+_GOLDEN = np.uint32(0x9E3779B9)
+"""2**32 divided by the golden ratio: spreads consecutive replica ids over the keys."""
+
+
+class JaxBackend:
+    """Keras's JAX backend behind the contract `lockstep.keras.contract.Backend`."""
+
+    def __init__(self) -> None:
+        self._pending: list[jax.Array] = []
+
+    def program(self, model: Any, kind: Kind) -> "JaxProgram":
+        """Prepare a step of a built model."""
+        refuse_unsupported(model, kind)
+        return JaxProgram(model, kind, self._pending)
+
+    def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
+        """Return `f(state, iterator) -> (logs or outputs, state)`, as `JAXTrainer` calls it."""
+
+        def function(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            results = []
+            for batch in islice(iterator, model.steps_per_execution):
+                result, state = step(state, batch)
+                results.append(result)
+            if not results:
+                raise StopIteration
+            if kind != "predict":
+                return results[-1], state
+            return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *results), state
+
+        return function
+
+    def settle(self) -> None:
+        """Wait for the updates that were started: they read their total in place."""
+        jax.block_until_ready(self._pending)
+        self._pending.clear()
+
+    def concrete(self, array: Any) -> npt.NDArray[Any]:
+        """Wait for `array` and view it in place (on a CPU), or copy it to the host."""
+        return np.asarray(array)
+
+
+class JaxProgram:
+    """One kind of step of one model; see `lockstep.keras.contract.Program`.
+
+    `state` is Keras's own tuple for the kind: (trainable, non-trainable, optimizer, metrics variables)
+    for train, without the optimizer's for test, and without the metrics' for predict.
+    """
+
+    def __init__(self, model: Any, kind: Kind, pending: list[jax.Array]) -> None:
+        compiled = model.jit_compile and not model.run_eagerly
+        self._model = model
+        self._kind = kind
+        self._compiled = compiled
+        self._seeds = seed_positions(model)
+        self._compute = jax.jit(self._traced_compute) if compiled else self._traced_compute
+        self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
+        self._log_names: tuple[str, ...] = ()
+        self._outputs: list[tuple[int, Any]] = []
+        self._pending = pending
+
+    def compute(self, state: Any, share: Share) -> Partial:
+        """Compute one replica's part; returns before the arrays are ready."""
+        replica, weight = np.uint32(share.replica), np.float32(share.weight)
+        partial: Partial
+        partial, outputs = self._compute(state, share.data(), replica, weight)
+        if self._kind == "predict":
+            self._outputs.append((share.replica, outputs))
+        return partial
+
+    def apply(self, state: Any, total: Total) -> tuple[Any, Any]:
+        """Apply the sum to the state, whose memory is given up; returns before the arrays are ready."""
+        if not self._compiled:
+            # Uncompiled operations may keep the array itself, and the total's memory is used again.
+            total = {name: jnp.array(value, copy=True) for name, value in total.items()}
+        logs, state, done = self._apply(state, total)
+        self._pending.append(done)
+        return logs, state
+
+    def outputs(self) -> list[tuple[int, Any]]:
+        """Return and forget the outputs computed since the last call."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return the arrays that Keras threads through its steps by the paths of their variables."""
+        return named_arrays(self._variables(), [value for group in state for value in group])
+
+    def _variables(self) -> list[Any]:
+        model = self._model
+        groups = [model.trainable_variables, model.non_trainable_variables]
+        if self._kind == "train":
+            groups.append(model.optimizer.variables)
+        if self._kind != "predict":
+            groups.append(model.metrics_variables)
+        return [variable for group in groups for variable in group]
+
+    def _traced_compute(self, state: Any, data: Any, replica: Any, weight: Any) -> tuple[Any, Any]:
+        trainable, before, *rest = state
+        mixed = self._mix_seeds(before, replica)
+        gradients: list[Any] = []
+        metrics: list[Any] = []
+        outputs: Any = None
+        logs: dict[str, Any] = {}
+        if self._kind == "train":
+            optimizer, metrics = rest
+            with recorded_apply(self._model.optimizer) as record:
+                logs, (_, after, _, metrics) = self._model.train_step(
+                    (trainable, mixed, optimizer, _zeros(metrics)), data
+                )
+            gradients = only_application(record)
+        elif self._kind == "test":
+            logs, (_, after, metrics) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
+        else:
+            outputs, after = self._model.predict_step((trainable, mixed), data)
+        partial = {f"gradient/{i}": g * weight.astype(g.dtype) for i, g in enumerate(gradients)}
+        partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
+        partial |= self._changes(mixed, after, replica, weight)
+        partial |= self._own_logs(logs, metrics, weight)
+        return partial, outputs
+
+    def _traced_apply(self, state: Any, total: dict[str, Any]) -> tuple[Any, Any, Any]:
+        logs, state = self._applied(state, total)
+        # Ready when the whole computation is; unlike the state, nobody else can give its memory away.
+        return logs, state, jnp.zeros(())
+
+    def _applied(self, state: Any, total: dict[str, Any]) -> tuple[Any, Any]:
+        trainable, before, *rest = state
+        after = [
+            value + total[f"state/{i}"] if f"state/{i}" in total else value for i, value in enumerate(before)
+        ]
+        if self._kind == "predict":
+            return None, (trainable, after)
+        metrics = [value + total[f"metric/{i}"] for i, value in enumerate(rest[-1])]
+        logs = self._logs(metrics, total)
+        if self._kind == "test":
+            return logs, (trainable, after, metrics)
+        gradients = [total[f"gradient/{i}"] for i in range(len(trainable))]
+        trainable, optimizer = self._model.optimizer.stateless_apply(rest[0], gradients, trainable)
+        return logs, (trainable, after, optimizer, metrics)
+
+    def _mix_seeds(self, variables: list[Any], replica: Any) -> list[Any]:
+        """Give each replica random keys of its own; replica 0 keeps the model's."""
+        mixed = list(variables)
+        for i in self._seeds:
+            mixed[i] = variables[i].at[0].set(variables[i][0] ^ (replica * _GOLDEN))
+        return mixed
+
+    def _changes(self, before: list[Any], after: list[Any], replica: Any, weight: Any) -> dict[str, Any]:
+        """Return what the step did to the layers' state, in the form in which it adds up.
+
+        Variables that the step did not touch come back as the same object.
+        """
+        changes = {}
+        for i, (old, new) in enumerate(zip(before, after, strict=True)):
+            if new is old:
+                continue
+            if i in self._seeds:
+                # Every replica advances its key by the same amount: replica 0 speaks for all.
+                changes[f"state/{i}"] = jnp.where(replica == 0, new - old, jnp.zeros_like(old))
+            elif jnp.issubdtype(old.dtype, jnp.floating):
+                changes[f"state/{i}"] = (new - old) * weight.astype(old.dtype)
+            else:
+                raise ModelError(
+                    f"the step changes the {old.dtype} variable "
+                    f"{self._model.non_trainable_variables[i].path!r}: only floating-point layer state can "
+                    "be averaged over replicas; keep counters in a metric, or in a float32 variable"
+                )
+        return changes
+
+    def _own_logs(self, logs: dict[str, Any], metrics: list[Any], weight: Any) -> dict[str, Any]:
+        """Return the logs that the user's own step made, beyond the metrics' results, weighted."""
+        self._log_names = tuple(logs)
+        if not logs:
+            return {}
+        own = logs.keys() - self._results(metrics).keys()
+        return {f"log/{name}": jnp.asarray(logs[name], jnp.float32) * weight for name in sorted(own)}
+
+    def _logs(self, metrics: list[Any], total: dict[str, Any]) -> dict[str, Any]:
+        # A copy, since an output that is an input would be the total's own memory.
+        own = {name: jnp.copy(total[f"log/{name}"]) for name in self._log_names if f"log/{name}" in total}
+        logs = self._results(metrics) | own
+        return {name: logs[name] for name in self._log_names}
+
+    def _results(self, metrics: list[Any]) -> dict[str, Any]:
+        mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
+        with keras.StatelessScope(state_mapping=mapping):
+            results: dict[str, Any] = self._model.get_metrics_result()
+        return results
+
+
+@contextmanager
+def recorded_apply(optimizer: Any) -> Iterator[list[list[Any]]]:
+    """Within the block `optimizer.stateless_apply` notes its gradients and changes nothing."""
+    record: list[list[Any]] = []
+
+    def note(optimizer_variables: Any, grads: list[Any], trainable_variables: Any) -> tuple[Any, Any]:
+        record.append(list(grads))
+        return trainable_variables, optimizer_variables
+
+    # Past the optimizer's own __setattr__, which tracks what it is given.
+    vars(optimizer)["stateless_apply"] = note
+    try:
+        yield record
+    finally:
+        del vars(optimizer)["stateless_apply"]
+
+
+def only_application(record: list[list[Any]]) -> list[Any]:
+    """Return the gradients of the one application that a step must have.
+
+    Raises:
+        ModelError: the step applied its optimizer never or several times.
+    """
+    if len(record) != 1:
+        raise ModelError(
+            f"train_step applied the model's optimizer {len(record)} times; on the JAX backend it has to "
+            "call self.optimizer.stateless_apply exactly once, with the gradients of all trainable variables"
+        )
+    return record[0]
+
+
+def seed_positions(model: Any) -> frozenset[int]:
+    """Find which of `model.non_trainable_variables` are states of random generators."""
+    generators = [seed for layer in model._flatten_layers() for seed in layer._seed_generators]
+    states = {id(generator.state) for generator in generators}
+    return frozenset(i for i, v in enumerate(model.non_trainable_variables) if id(v) in states)
+
+
+def refuse_unsupported(model: Any, kind: Kind) -> None:
+    """Raise ModelError for what this backend cannot combine over replicas."""
+    if keras.distribution.distribution() is not None:
+        raise ModelError(
+            "keras.distribution is set: Lockstep distributes the step itself; "
+            "remove keras.distribution.set_distribution"
+        )
+    if kind != "train":
+        return
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ModelError(
+                f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
+                "which cannot be averaged over replicas"
+            )
+
+
+def _zeros(variables: list[Any]) -> list[Any]:
+    return [jnp.zeros_like(variable) for variable in variables]
