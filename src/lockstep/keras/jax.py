@@ -15,13 +15,17 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.batch import Share
+from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
 from lockstep.keras.digest import named_arrays
 
 _GOLDEN = np.uint32(0x9E3779B9)
 """2**32 divided by the golden ratio: spreads consecutive replica ids over the keys."""
+
+# Keras may hand a batch to `jax.device_put` before it reaches the train function. A global batch is no
+# array: as a node without children it passes through untouched.
+jax.tree_util.register_pytree_node(GlobalBatch, lambda batch: ((), batch), lambda batch, _: batch)
 
 
 class JaxBackend:

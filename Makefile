@@ -1,0 +1,43 @@
+# Everything runs in .venv, which is made when it is first needed. Any Python 3.11 or newer will do.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test test-all check bench clean
+
+demo: .venv/demo
+	$(BIN)/python examples/demo.py
+
+test: .venv/dev
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: .venv/dev
+	$(BIN)/python -m pytest
+
+check: .venv/dev
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py
+
+bench: .venv/bench
+	$(BIN)/python bench/run.py
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv/python:
+	$(PYTHON) -c 'import sys; sys.exit("Lockstep needs Python 3.11 or newer: make PYTHON=...") if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv .venv
+	touch $@
+
+.venv/demo: .venv/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[jax,demo]'
+	touch $@
+
+.venv/dev: .venv/python pyproject.toml
+	$(BIN)/python -m pip install --quiet --editable '.[jax,demo,test,dev]'
+	touch $@ .venv/demo
+
+.venv/bench: .venv/dev
+	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	touch $@
