@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,6 @@ _SUMMABLE = frozenset(
     ["float16", "bfloat16", "float32", "float64"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
-
-
-_Layout = TypeVar("_Layout", bound="Layout")
 
 
 class Piece(NamedTuple):
@@ -45,10 +42,10 @@ class Layout:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[np.dtype[Any], ...]
 
-    @classmethod
-    def of(cls, leaves: Leaves) -> Self:
+    @staticmethod
+    def of(leaves: Leaves) -> "Layout":
         """Describe `leaves`; what was worked out for an equal layout is found again."""
-        return _intern(cls, tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
+        return _intern(tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
 
     def check(self) -> None:
         """Make sure that all leaves can be summed.
@@ -127,8 +124,8 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
-def _intern(cls: type[_Layout], shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> _Layout:
-    return cls(shapes, dtypes)
+def _intern(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[np.dtype[Any], ...]) -> Layout:
+    return Layout(shapes, dtypes)
 
 
 def aligned(size: int) -> int:

@@ -149,6 +149,11 @@ class ReducePlan:
         """The root of the tree: all replicas."""
         return Span(0, self.replicas)
 
+    def foreign(self, position: int) -> tuple[Span, ...]:
+        """Return the spans that the others publish, in order."""
+        others = [spans for other, spans in enumerate(self.published) if other != position]
+        return tuple(span for spans in others for span in spans)
+
     def total(self, position: int, partials: Collection[Span]) -> Sum:
         """Plan the total from one member's own `partials` and what the others publish.
 

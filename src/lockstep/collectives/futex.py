@@ -1,0 +1,85 @@
+"""Words in shared memory that processes can wait for: futex(2), which Python has no function for.
+
+All functions take the address of an aligned 32-bit word in memory that is mapped shared.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+
+from lockstep.errors import UnfitError
+
+_NUMBERS = {"x86_64": 202, "aarch64": 98}
+_WAIT, _WAKE, _WAKE_OP = 0, 1, 5
+_ADD_ONE = (1 << 28) | (1 << 12)
+"""`FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)`: add 1 to the word."""
+_EVERYBODY = 2**31 - 1
+
+LOADS_IN_ORDER = platform.machine() == "x86_64"
+"""Whether a processor never reads data before a word that it read earlier in the program."""
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syscall = _libc.syscall
+_syscall.restype = ctypes.c_long
+_number = ctypes.c_long(_NUMBERS.get(platform.machine(), -1))
+
+
+def require() -> None:
+    """Make sure that this machine's futex is known.
+
+    Raises:
+        UnfitError: it is not.
+    """
+    if _number.value < 0:
+        raise UnfitError(
+            f"workers on one host exchange data on {' and '.join(_NUMBERS)} with Linux only; "
+            f"this machine is {platform.machine()}"
+        )
+
+
+def wait(address: int, expected: int, seconds: float) -> None:
+    """Block while the word is `expected`, until it is woken, for at most `seconds`, or until a signal.
+
+    Signals are handled as soon as this returns, so an interrupt gets through.
+    """
+    whole = int(seconds)
+    limit = _Timespec(whole, int((seconds - whole) * 1e9))
+    _call(address, _WAIT, expected, ctypes.byref(limit), None, 0)
+
+
+def add_one(address: int) -> None:
+    """Add 1 to the word and wake all who wait for it.
+
+    The kernel adds atomically and in order: whoever sees the new word also sees what was written before.
+    """
+    _call(address, _WAKE_OP, _EVERYBODY, ctypes.c_long(0), ctypes.c_void_p(address), _ADD_ONE)
+
+
+def wake(address: int) -> None:
+    """Wake all who wait for the word."""
+    _call(address, _WAKE, _EVERYBODY, None, None, 0)
+
+
+def confirm(address: int, seen: int) -> None:
+    """Order what this thread reads from now on after its reading of `seen` from the word.
+
+    A processor with weak memory ordering may have read other data before it read the word in a spin.
+    To wait for a value that the word no longer has returns at once, but passes a full barrier.
+    """
+    if not LOADS_IN_ORDER:
+        wait(address, (seen - 1) & 0xFFFFFFFF, 0.0)
+
+
+_EXPECTED = frozenset([0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT])
+
+
+def _call(address: int, operation: int, value: int, *rest: object) -> None:
+    result = _syscall(_number, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), *rest)
+    if result < 0 and ctypes.get_errno() not in _EXPECTED:
+        raise OSError(ctypes.get_errno(), f"futex: {os.strerror(ctypes.get_errno())}")

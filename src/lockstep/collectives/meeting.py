@@ -1,0 +1,181 @@
+"""How the processes that share an arena meet: they arrive, say what they call, and wait for the others."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from lockstep.collectives import futex
+from lockstep.collectives.arena import MAILBOX, SLOT, Arena
+from lockstep.collectives.calls import Call, compare, farewell
+from lockstep.collectives.contract import WaitObserver, WaitPolicy
+from lockstep.collectives.slots import decode, encode
+from lockstep.collectives.waiting import Clock, Patience
+from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
+
+SPIN = 100e-6
+"""Seconds to look again and again before blocking: about the difference between members that start a
+call together. Useless, and harmful, where there are fewer cores than members."""
+
+_BEHIND = 1 << 31
+"""Arrivals are counted modulo 2**32: differences from here on are negative numbers."""
+
+
+class Meeting:
+    """One member's end of the meetings in an arena. Not for use by several threads, except `abort`."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        position: int,
+        workers: Sequence[int],
+        policy: WaitPolicy,
+        observe: WaitObserver | None,
+        clock: Clock,
+    ) -> None:
+        self._arena = arena
+        self._position = position
+        self._workers = tuple(workers)
+        self._others = [other for other in range(len(workers)) if other != position]
+        self._policy = policy
+        self._observe = observe
+        self._clock = clock
+        self._spin = SPIN if len(workers) <= (os.cpu_count() or 1) else 0.0
+        self._arrival = 0
+        self._closed = False
+
+    @contextlib.contextmanager
+    def calling(self, call: Call) -> Iterator[None]:
+        """Surround everything a member does in one call.
+
+        A member that leaves a call halfway can't take back what it has said in it, so the view ends
+        with that, unless all members leave it in the same place.
+
+        Raises:
+            InternalError: this member is closed.
+            PeerLostError: the view has ended.
+        """
+        if self._closed:
+            raise InternalError(f"{call} on a communicator that was closed")
+        self._raise_if_over()
+        try:
+            yield
+        except (DisagreementError, SharedMemoryError):
+            raise
+        except BaseException as error:
+            self._arena.abort(farewell(self._workers[self._position], call, error))
+            raise
+
+    def meet(
+        self, call: Call, blob: bytes = b"", describe: Callable[[], Sequence[str]] = list
+    ) -> list[bytes]:
+        """Wait for all members, and return the blobs they brought.
+
+        Args:
+            call: what this member calls.
+            blob: what it brings.
+            describe: says what its leaves are, a line each; asked for where layouts differ.
+
+        Raises:
+            DisagreementError: the calls differ; on every member.
+            PeerLostError, PeerStuckError: as the contract says.
+        """
+        arena, arrival = self._arena, self._arrival + 1
+        own = encode(call, len(blob))
+        start = arena.slot(self._position, arrival)
+        arena.control[start : start + len(own)] = own
+        self._send(blob, 0)
+        self.sync(call)
+        slots = [arena.slot(position, arrival) for position in range(len(self._workers))]
+        if all(arena.control[start : start + len(own)] == own for start in slots):
+            lengths = [len(blob)] * len(slots)
+        else:
+            lengths = self._compare(slots, describe)
+        return self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
+
+    def sync(self, call: Call) -> None:
+        """Arrive, and return once all members have."""
+        self._arrival = (self._arrival + 1) % (1 << 32)
+        futex.add_one(self._arena.address(self._position))
+        if not self._spun():
+            self._block(call)
+
+    def abort(self, reason: str) -> None:
+        """End the view for all members."""
+        self._arena.abort(reason)
+
+    def close(self) -> None:
+        """Make no more calls."""
+        if not self._closed:
+            self._closed = True
+            if not self._arena.control.closed:
+                self._arena.leave(self._position)
+
+    def _compare(self, slots: Sequence[int], describe: Callable[[], Sequence[str]]) -> list[int]:
+        control = self._arena.control
+        said = [decode(control[start : start + SLOT]) for start in slots]
+
+        def described() -> list[list[str]]:
+            blobs = self.meet(Call("describe", "describe"), "\n".join(describe()).encode())
+            return [text.decode().splitlines() for text in blobs]
+
+        compare([call for call, _ in said], self._workers, described)
+        return [length for _, length in said]
+
+    def _send(self, blob: bytes, part: int) -> None:
+        """Put a part of `blob` where the others find it after the next arrival."""
+        data = blob[part * MAILBOX : (part + 1) * MAILBOX]
+        start = self._arena.mailbox(self._position, self._arrival + 1)
+        self._arena.control[start : start + len(data)] = data
+
+    def _receive(self, call: Call, blob: bytes, lengths: Sequence[int]) -> list[bytes]:
+        received: list[list[bytes]] = [[] for _ in lengths]
+        rounds = -(-max(lengths) // MAILBOX)
+        for part in range(rounds):
+            if part > 0:
+                self._send(blob, part)
+                self.sync(call)
+            for other in self._others:
+                start = self._arena.mailbox(other, self._arrival)
+                size = min(max(lengths[other] - part * MAILBOX, 0), MAILBOX)
+                received[other].append(self._arena.control[start : start + size])
+        received[self._position] = [blob]
+        return [b"".join(parts) for parts in received]
+
+    def _has_arrived(self, position: int) -> bool:
+        return (self._arena.arrivals(position) - self._arrival) % (1 << 32) < _BEHIND
+
+    def _spun(self) -> bool:
+        """Look for the others for a short while, without giving up the core; say whether all are here."""
+        end = time.perf_counter() + self._spin
+        for other in self._others:
+            while not self._has_arrived(other):
+                if time.perf_counter() >= end:
+                    return False
+        for other in self._others:
+            futex.confirm(self._arena.address(other), self._arena.arrivals(other))
+        return True
+
+    def _block(self, call: Call) -> None:
+        patience = Patience(lambda: str(call), self._policy, self._observe, self._clock)
+        while True:
+            # Whether somebody left is read before whether he arrived: he may do one after the other.
+            left = [other for other in self._others if self._arena.has_left(other)]
+            seen = [(other, self._arena.arrivals(other)) for other in self._others]
+            missing = [(other, count) for other, count in seen if not self._has_arrived(other)]
+            for other, count in seen:
+                futex.confirm(self._arena.address(other), count)
+            if not missing:
+                return
+            self._raise_if_over()
+            for other, _ in missing:
+                if other in left:
+                    raise PeerLostError(f"worker {self._workers[other]} has left while others wait in {call}")
+            seconds = patience.spend(tuple(self._workers[other] for other, _ in missing))
+            first, count = missing[0]
+            futex.wait(self._arena.address(first), count, seconds)
+
+    def _raise_if_over(self) -> None:
+        reason = self._arena.reason()
+        if reason is not None:
+            raise PeerLostError(reason)

@@ -1,0 +1,120 @@
+"""The exchange between members that are processes on one host."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from lockstep.collectives.arena import Arena
+from lockstep.collectives.arguments import check_length, common_layout, outgoing
+from lockstep.collectives.calls import Call
+from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
+from lockstep.collectives.layout import Layout
+from lockstep.collectives.meeting import Meeting
+from lockstep.collectives.memory import Available, available_memory
+from lockstep.collectives.places import Places, run
+from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.room import Room, Sizes
+from lockstep.collectives.summing import Adder, flat
+from lockstep.collectives.waiting import Clock
+from lockstep.errors import InternalError, SharedMemoryError
+
+Result = TypeVar("Result")
+
+
+class SharedCommunicator:
+    """One member's end of the exchange in an `Arena`; a `Communicator`.
+
+    The members meet twice in a reduction: once when all have published what others sum, and once when
+    all have summed their slices. The arena stays open when this is closed, so that `abort` still works.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        position: int,
+        plan: ReducePlan,
+        policy: WaitPolicy | None = None,
+        observe: WaitObserver | None = None,
+        clock: Clock = time.monotonic,
+        available: Available = available_memory,
+    ) -> None:
+        if arena.members != plan.members:
+            raise InternalError(f"an arena for {arena.members} members and a plan for {plan.members}")
+        self._position = position
+        self._plan = plan
+        self._meeting = Meeting(arena, position, plan.workers, policy or WaitPolicy(), observe, clock)
+        self._room = Room(arena, available)
+        self._adder = Adder()
+        self._places: dict[Layout, Places] = {}
+
+    def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
+        """Sum the leaves of all replicas; see `Communicator`."""
+        check_length(check)
+        layout = common_layout(self._plan, self._position, partials)
+        call = Call("reduce", what, check, layout=layout.digest)
+        with self._meeting.calling(call):
+            places = self._places_of(layout)
+            needed = Sizes(layout.size, places.size)
+            if not self._room.fits(needed):
+                self._meeting.meet(call, describe=layout.describe)
+                self._grow(call, needed)
+            own = {span: flat(leaves) for span, leaves in partials.items()}
+            work, total = self._room.work(layout, self._plan, places, self._position, tuple(partials))
+            run(work.publish, own, self._adder)
+            self._meeting.meet(call, describe=layout.describe)
+            run(work.total, own, self._adder)
+            self._meeting.sync(call)
+            self._room.turn()
+        return total
+
+    def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
+        """Give every member the blobs of all members; see `Communicator`."""
+        call = Call("gather", what)
+        with self._meeting.calling(call):
+            return self._meeting.meet(call, blob)
+
+    def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
+        """Give every member the blob of the member at `root`; see `Communicator`."""
+        sent = outgoing(blob, is_root=self._position == root)
+        call = Call("broadcast", what, root=root)
+        with self._meeting.calling(call):
+            return self._meeting.meet(call, sent)[root]
+
+    def barrier(self, *, what: str = "barrier") -> None:
+        """Return once every member has called it; see `Communicator`."""
+        call = Call("barrier", what)
+        with self._meeting.calling(call):
+            self._meeting.meet(call)
+
+    def abort(self, reason: str) -> None:
+        """End this view for all members; see `Communicator`."""
+        self._meeting.abort(reason)
+
+    def close(self) -> None:
+        """Make no more calls; members that wait for this one raise `PeerLostError`."""
+        self._meeting.close()
+        self._room.clear()
+
+    def _places_of(self, layout: Layout) -> Places:
+        if layout not in self._places:
+            self._places[layout] = Places.of(layout, self._plan)
+        return self._places[layout]
+
+    def _grow(self, call: Call, needed: Sizes) -> None:
+        """Grow the memory: one member takes it for all, then each maps it."""
+        sizes = self._room.enlarged(needed)
+        self._together(call, lambda: self._room.take(sizes) if self._position == 0 else None)
+        self._room.use(sizes, self._together(call, lambda: self._room.map(sizes)))
+
+    def _together(self, call: Call, act: Callable[[], Result]) -> Result:
+        """Act, and raise on every member what failed on any."""
+        failed, results = "", list[Result]()
+        try:
+            results.append(act())
+        except SharedMemoryError as error:
+            failed = str(error)
+        texts = self._meeting.meet(Call("memory", call.what), failed.encode())
+        for text in texts:
+            if text:
+                raise SharedMemoryError(text.decode())
+        return results[0]
