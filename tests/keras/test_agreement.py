@@ -1,0 +1,22 @@
+from lockstep.keras.agreement import describe_difference
+
+
+def test_equal_facts_have_no_difference() -> None:
+    assert describe_difference((0, 1), [{"call": "fit 1"}, {"call": "fit 1"}]) is None
+
+
+def test_the_first_difference_names_both_workers_the_fact_and_what_to_look_for() -> None:
+    facts = [
+        {"call": "fit 1", "variable a": "1", "variable b": "2"},
+        {"call": "fit 1", "variable a": "1", "variable b": "2"},
+        {"call": "fit 1", "variable a": "1", "variable b": "3"},
+    ]
+    text = describe_difference((0, 1, 5), facts)
+    assert text is not None
+    assert text.startswith("worker 0 has variable b = 2 where worker 5 has 3; the models differ")
+
+
+def test_a_fact_that_only_one_worker_has_is_a_difference() -> None:
+    text = describe_difference((0, 1), [{"call": "fit 1"}, {"call": "fit 1", "variable b": "3"}])
+    assert text is not None
+    assert text.startswith("worker 0 has variable b = nothing where worker 1 has 3")

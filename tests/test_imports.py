@@ -1,0 +1,85 @@
+"""The import table: which package may import which. Dependencies point one way."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+ROOT = Path(lockstep.__file__).parent
+FRAMEWORKS = {"keras", "jax", "tensorflow", "torch"}
+
+BASE = {"errors", "topology", "config", "clock", "paths", "events"}
+ALLOWED: dict[str, set[str]] = {
+    "errors": set(),
+    "clock": set(),
+    "topology": {"errors"},
+    "config": {"errors", "topology"},
+    "paths": {"errors"},
+    "events": {"clock"},
+    "collectives": BASE,
+    "control": BASE,
+    "data": BASE,
+    "job": BASE | {"collectives"},
+    "keras": BASE | {"data", "job", "collectives"},
+    "strategy": BASE | {"keras", "job"},
+    "worker": BASE | {"collectives", "control", "job"},
+    "cli": BASE | {"collectives", "control"},
+    "__main__": {"cli"},
+    "__init__": {"keras", "strategy"},
+}
+
+
+def imported(path: Path) -> set[str]:
+    """Absolute names of all modules that a file imports, wherever in the file."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+            names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def unit(path: Path) -> str:
+    """The row of the table that a file belongs to: its package, or its own name at the top."""
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_dependencies_point_one_way(path: Path) -> None:
+    own = unit(path)
+    inside = {name.split(".")[1] for name in imported(path) if name.startswith("lockstep.")}
+    units = {part for part in inside if (ROOT / part).is_dir() or (ROOT / f"{part}.py").exists()}
+    assert units - {own} <= ALLOWED[own]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_keras_package_imports_a_framework(path: Path) -> None:
+    frameworks = {name.split(".")[0] for name in imported(path)} & FRAMEWORKS
+    assert not frameworks or unit(path) == "keras"
+
+
+def test_private_parts_of_keras_are_touched_in_stated_files_only() -> None:
+    files = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.rglob("*.py")
+        if any(name.startswith("keras.src") for name in imported(path))
+    }
+    assert files == {"keras/inputs.py"}
+
+
+@pytest.mark.parametrize("module", ["lockstep", "lockstep.cli", "lockstep.worker", "lockstep.job"])
+def test_importing_loads_no_framework(module: str) -> None:
+    script = f"import sys, {module}; print(sorted({FRAMEWORKS!r} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "[]\n"
+
+
+def test_public_names() -> None:
+    assert sorted(lockstep.__all__) == ["MultiWorkerMirroredStrategy", "__version__", "digest"]
