@@ -16,14 +16,11 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import Layout, Piece
 from lockstep.collectives.plan import ReducePlan, Sum
-from lockstep.collectives.summing import Adder, Array
-
-Bytes = npt.NDArray[np.uint8]
+from lockstep.collectives.summing import Adder, Array, Bytes
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from lockstep.collectives.arena import Arena
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import Layout
 from lockstep.collectives.memory import Available
-from lockstep.collectives.places import Bytes, Places, Work
+from lockstep.collectives.places import Places, Work
 from lockstep.collectives.plan import ReducePlan
-from lockstep.collectives.summing import Array
+from lockstep.collectives.summing import Array, Bytes
 
 _KEPT = 32
 """For how many layouts and turns the work is kept; a job has a handful."""

@@ -7,20 +7,22 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.contract import Leaves, Span
-from lockstep.collectives.layout import Layout, allocate
+from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
 
 BLOCK = 1 << 17
 """Bytes a register holds: a handful of registers fit into a core's own cache."""
 
 Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
 
 
 class Adder:
     """Runs planned sums; owns the scratch registers, so each thread needs its own."""
 
     def __init__(self) -> None:
-        self._scratch: list[npt.NDArray[np.uint8]] = []
+        self._blocks: list[Bytes] = []
+        self._lines: list[Bytes] = []
 
     def add(self, plan: Sum, operands: Sequence[Array], out: Array) -> None:
         """Write the sum of `operands` to `out`, all flat and of one dtype and length.
@@ -28,20 +30,37 @@ class Adder:
         `out` may be one of the operands, but may not overlap one otherwise: only the last addition
         writes to it. Integers wrap; infinities and NaNs are results like others. Callers silence
         NumPy's floating-point warnings (`np.errstate`), once for many sums.
+
+        The bits of an element do not depend on where in an array it stands, if arrays are divided at
+        multiples of `ALIGNMENT` bytes. This takes care because the sum of two different NaNs is one of
+        them, and NumPy picks another one in the few elements that do not fill a vector than elsewhere.
+        So these are put into a whole line.
         """
         if not plan.steps:
             if out is not operands[0]:
                 np.copyto(out, operands[0])
-        elif len(plan.steps) == 1:
+            return
+        rest = out.size % (ALIGNMENT // out.dtype.itemsize) if out.dtype.kind not in "iu" else 0
+        if rest:
+            self._add_line(plan, [operand[-rest:] for operand in operands], out[-rest:])
+            operands, out = [operand[:-rest] for operand in operands], out[:-rest]
+        if len(plan.steps) == 1:
             np.add(operands[0], operands[1], out=out)
         else:
             self._add_blocks(plan, operands, out)
 
+    def _add_line(self, plan: Sum, operands: Sequence[Array], out: Array) -> None:
+        count = len(operands) + plan.scratch + 1
+        registers = [line.view(out.dtype) for line in _at_least(self._lines, count, ALIGNMENT)]
+        for register, operand in zip(registers, operands, strict=False):
+            register[: out.size] = operand
+        for left, right, target in plan.steps:
+            np.add(registers[left], registers[right], out=registers[target])
+        out[:] = registers[count - 1][: out.size]
+
     def _add_blocks(self, plan: Sum, operands: Sequence[Array], out: Array) -> None:
-        while len(self._scratch) < plan.scratch:
-            self._scratch.append(allocate(BLOCK))
+        scratch = [block.view(out.dtype) for block in _at_least(self._blocks, plan.scratch, BLOCK)]
         length = BLOCK // out.dtype.itemsize
-        scratch = [register.view(out.dtype) for register in self._scratch[: plan.scratch]]
         for start in range(0, out.size, length):
             stop = min(start + length, out.size)
             registers = [operand[start:stop] for operand in operands]
@@ -49,6 +68,13 @@ class Adder:
             registers.append(out[start:stop])
             for left, right, target in plan.steps:
                 np.add(registers[left], registers[right], out=registers[target])
+
+
+def _at_least(memory: list[Bytes], count: int, size: int) -> list[Bytes]:
+    while len(memory) < count:
+        memory.append(allocate(size))
+        memory[-1].fill(0)
+    return memory[:count]
 
 
 def flat(leaves: Leaves) -> list[Array]:
