@@ -1,0 +1,201 @@
+"""The command `lockstep`. No logic: it parses, composes and calls."""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from lockstep import __version__
+from lockstep.config import usable_cores, visible_gpus
+from lockstep.control.devices import assign, parse_devices, spread
+from lockstep.control.run_folder import claim_folder, fresh_folder
+from lockstep.control.script import Script
+from lockstep.control.spec import Devices, JobSpec, Tee
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.paths import RunPaths
+from lockstep.topology import place
+
+_WITHOUT_GPU = 2
+_BACKENDS = ("jax", "tensorflow", "torch")
+
+
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    try:
+        cli(prog_name="lockstep", standalone_mode=False)
+    except click.ClickException as error:
+        _refuse(error.format_message())
+    except click.Abort:
+        sys.exit(130)
+    except ConfigError as error:
+        _refuse(str(error))
+
+
+def _refuse(message: str) -> None:
+    click.echo(f"lockstep: {message}", err=True)
+    sys.exit(2)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train a single-process Keras program on any number of workers, with the same result to the last bit."""
+
+
+@cli.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Processes that compute. Never changes the result.  [default: one a visible GPU, else 2]",
+)
+@click.option(
+    "--replicas",
+    type=click.IntRange(min=1),
+    metavar="R",
+    help="Parts that every batch is split into: the result depends on it.  [default: N]",
+)
+@click.option(
+    "--threads-per-worker",
+    "threads",
+    type=click.IntRange(min=1),
+    metavar="T",
+    help="Threads that compute one replica: the result depends on it.  [default: usable cores // R, or 1]",
+)
+@click.option("--backend", type=click.Choice(_BACKENDS), help="Keras backend; sets KERAS_BACKEND.")
+@click.option(
+    "--devices",
+    metavar="LIST",
+    help="GPUs: a comma separates workers, + joins several of one worker, a single entry is for all.  "
+    "[default: one visible GPU a worker]",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Everything random follows from it.",
+)
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="The run's own folder.  [default: runs/<script>-<time>]",
+)
+@click.option(
+    "--tee",
+    type=click.Choice(get_args(Tee)),
+    default="chief",
+    show_default=True,
+    help="Whose output the terminal shows; the logs have all of it.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A worker for which others wait longer is stuck, and ends the job.",
+)
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(**options: Any) -> None:
+    """Run SCRIPT on several workers of this machine; ARGUMENTS are the script's own.
+
+    \b
+    lockstep run -n 2 train.py
+    lockstep run -n 2 --replicas 8 train.py --epochs 3
+    lockstep run -n 2 -m package.train --epochs 3
+
+    The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
+    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started.
+    """
+    script = Script(options["script"], options["module"], options["arguments"])
+    script.check()
+    _check_backend(options["backend"])
+    spec = _spec(options)
+    claim_folder(spec.run_dir)
+    click.echo(f"lockstep: {spec.describe()}", err=True)
+    from lockstep.control.command import run_under_agent
+
+    sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None and importlib.util.find_spec(backend) is None:
+        raise ConfigError(
+            f"--backend {backend}: not installed for {sys.executable}; install it there, or choose another"
+        )
+
+
+def _spec(options: dict[str, Any]) -> JobSpec:
+    entries = parse_devices(options["devices"]) if options["devices"] is not None else None
+    gpus = visible_gpus()
+    wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
+    workers = options["workers"] or min(wanted, options["replicas"] or wanted)
+    replicas = options["replicas"] or workers
+    place(replicas, tuple(range(workers)))
+    devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
+    name = options["script"] if options["module"] else Path(options["script"]).stem
+    return JobSpec(
+        target=options["script"],
+        module=options["module"],
+        arguments=options["arguments"],
+        workers=workers,
+        replicas=replicas,
+        threads=options["threads"] or max(1, usable_cores() // replicas),
+        seed=options["seed"],
+        timeout=options["timeout"],
+        run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
+        tee=options["tee"],
+        backend=options["backend"],
+        devices=devices,
+    )
+
+
+def _be_agent(spec: JobSpec, command: socket.socket) -> int:
+    from lockstep.clock import SystemClock
+    from lockstep.control.agent import Agent
+    from lockstep.control.console import Console
+    from lockstep.control.descendants import LinuxDescendants
+    from lockstep.control.launcher import LocalLauncher
+    from lockstep.control.output import Sink
+    from lockstep.control.supervision import Limits, State
+    from lockstep.events import EventLog
+
+    paths = RunPaths(spec.run_dir.absolute())
+    console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
+    try:
+        exchange = _open_exchange(spec.workers)
+    except LockstepError as error:
+        console.say(str(error))
+        return 1
+    with EventLog.open(paths.events, SystemClock()) as events:
+        agent = Agent(
+            spec=spec,
+            paths=paths,
+            pid=os.getpid(),
+            launcher=LocalLauncher(),
+            exchange=exchange,
+            command=command,
+            console=console,
+            events=events,
+            clock=SystemClock(),
+            descendants=LinuxDescendants(),
+            state=State(frozenset(range(spec.workers)), Limits(timeout=spec.timeout)),
+        )
+        return agent.run()
+
+
+def _open_exchange(workers: int) -> Any:
+    from lockstep.collectives.shared import Arena
+    from lockstep.control.agent import Exchange
+
+    arena = Arena.create(workers)
+    return Exchange(arena.fd, arena.abort)

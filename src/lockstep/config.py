@@ -1,0 +1,207 @@
+"""The environment: the only module of the package that reads it, and what workers find in theirs."""
+
+import json
+import os
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from lockstep.errors import ConfigError
+
+_PREFIX = "LOCKSTEP_"
+_FIRST_PORT = 20000
+_TF_CONFIG_AT_START = os.environ.get("TF_CONFIG")
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a worker is told by the agent that starts it.
+
+    Attributes:
+        worker: the worker's id, from 0.
+        workers: number of workers the job starts with.
+        replicas: number of replicas of the job.
+        seed: everything random in the job follows from it.
+        threads: number of threads that compute one replica.
+        timeout: seconds after which a worker that others wait for is stuck.
+        run_dir: the run's own folder, absolute.
+        agent: process id of the agent.
+        control: inherited descriptor of the socket to the agent.
+        arena: inherited descriptor of the memory that the workers share.
+    """
+
+    worker: int
+    workers: int
+    replicas: int
+    seed: int
+    threads: int
+    timeout: float
+    run_dir: Path
+    agent: int
+    control: int
+    arena: int
+
+
+def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
+    """Parse the `LOCKSTEP_*` variables.
+
+    Raises:
+        ConfigError: one is missing or wrong; the message names it.
+    """
+    config = WorkerConfig(
+        worker=_parse(environ, "WORKER", _count),
+        workers=_parse(environ, "WORKERS", _positive),
+        replicas=_parse(environ, "REPLICAS", _positive),
+        seed=_parse(environ, "SEED", _count),
+        threads=_parse(environ, "THREADS", _positive),
+        timeout=_parse(environ, "TIMEOUT", _seconds),
+        run_dir=_parse(environ, "RUN_DIR", _folder),
+        agent=_parse(environ, "AGENT", _positive),
+        control=_parse(environ, "CONTROL_FD", _count),
+        arena=_parse(environ, "ARENA_FD", _count),
+    )
+    if config.worker >= config.workers:
+        raise ConfigError(
+            f"{_PREFIX}WORKER is {config.worker}, but the {config.workers} workers count from 0"
+        )
+    return config
+
+
+def forget_worker(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the `LOCKSTEP_*` variables, so that a worker's children do not take themselves for it."""
+    for name in [name for name in environ if name.startswith(_PREFIX)]:
+        del environ[name]
+
+
+def worker_environment(
+    config: WorkerConfig,
+    inherited: Mapping[str, str] = os.environ,
+    *,
+    backend: str | None = None,
+    devices: str | None = None,
+    shared: bool = False,
+) -> dict[str, str]:
+    """Return the whole environment of a worker.
+
+    Args:
+        config: what `read_worker` will give in the worker.
+        inherited: what the worker has besides.
+        backend: the Keras backend, None to leave it.
+        devices: the worker's `CUDA_VISIBLE_DEVICES`, None to leave it.
+        shared: whether other workers use the same devices.
+    """
+    environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
+    environment |= _lockstep_variables(config) | _thread_variables(config.threads)
+    environment["PYTHONHASHSEED"] = str(config.seed % 2**32)
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment["TF_CONFIG"] = tf_config(config.worker, config.replicas)
+    if backend is not None:
+        environment["KERAS_BACKEND"] = backend
+    if devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    if shared:
+        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    return environment
+
+
+def tf_config(worker: int, replicas: int) -> str:
+    """Return the `TF_CONFIG` of a worker: one address a replica, the same for the job's whole life.
+
+    The addresses only name the replicas; nothing listens there.
+    """
+    addresses = [f"127.0.0.1:{_FIRST_PORT + replica}" for replica in range(replicas)]
+    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}})
+
+
+def tf_config_given() -> str | None:
+    """Return the `TF_CONFIG` this process was started with, None if there was none."""
+    return _TF_CONFIG_AT_START
+
+
+def tf_config_now() -> str | None:
+    """Return the `TF_CONFIG` of this moment: the script may have set its own."""
+    return os.environ.get("TF_CONFIG")
+
+
+def visible_gpus(
+    environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
+) -> tuple[str, ...]:
+    """Return the GPUs that CUDA would show, without asking any framework."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        found = len(list(driver.iterdir())) if driver.is_dir() else 0
+        return tuple(str(number) for number in range(found))
+    names = [name.strip() for name in listed.split(",")]
+    # CUDA itself stops at the first name that it does not know; "-1" and "" are how people hide GPUs.
+    hidden = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    return tuple(names[:hidden])
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
+    values = {
+        "WORKER": config.worker,
+        "WORKERS": config.workers,
+        "REPLICAS": config.replicas,
+        "SEED": config.seed,
+        "THREADS": config.threads,
+        "TIMEOUT": config.timeout,
+        "RUN_DIR": config.run_dir,
+        "AGENT": config.agent,
+        "CONTROL_FD": config.control,
+        "ARENA_FD": config.arena,
+    }
+    return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}
+
+
+def _thread_variables(threads: int) -> dict[str, str]:
+    # The number of threads decides in which order a backend adds, so it is part of the result. NPROC
+    # is what XLA's CPU client reads; "dynamic" would let OpenMP and MKL take fewer threads at will.
+    names = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+    fixed = {"TF_NUM_INTEROP_THREADS": "1", "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
+    return {name: str(threads) for name in names} | fixed
+
+
+def _parse(environ: Mapping[str, str], name: str, convert: Callable[[str], Value]) -> Value:
+    name = _PREFIX + name
+    if name not in environ:
+        raise ConfigError(f"{name} is not set: a worker is started by `lockstep run`, not by hand")
+    try:
+        return convert(environ[name])
+    except ValueError as error:
+        raise ConfigError(f"{name} is {environ[name]!r}: {error}") from None
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("expected a whole number, 0 or more")
+    return int(text)
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError("expected a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError("expected seconds") from None
+    if not 0 < seconds < float("inf"):
+        raise ValueError("expected seconds, more than 0")
+    return seconds
+
+
+def _folder(text: str) -> Path:
+    if not text.startswith("/"):
+        raise ValueError("expected an absolute path")
+    return Path(text)

@@ -1,0 +1,71 @@
+"""The person's terminal: what workers write, and what Lockstep says of them."""
+
+from collections.abc import Callable
+
+from lockstep.control.output import LinePrefixer, Sink
+from lockstep.control.spec import Tee
+
+_FULL = 1024 * 1024
+
+Write = Callable[[bytes], None]
+
+
+class Console:
+    """Shows the output of the chief as it is, or of all workers line by line.
+
+    Args:
+        stdout: takes what workers write to stdout.
+        stderr: takes what workers write to stderr, and notes.
+        tee: whose output is shown.
+        chief: the worker whose output is shown as it is.
+    """
+
+    def __init__(self, stdout: Sink, stderr: Sink, tee: Tee, chief: int) -> None:
+        self.sinks = (stdout, stderr)
+        self._tee = tee
+        self._chief = chief
+        self._prefixers: list[LinePrefixer] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether the reader is so far behind that workers should wait for it."""
+        return any(sink.pending > _FULL for sink in self.sinks)
+
+    @property
+    def pending(self) -> int:
+        """Bytes that the reader has not taken yet."""
+        return sum(sink.pending for sink in self.sinks)
+
+    def shows(self, worker: int) -> bool:
+        """Whether the output of `worker` is shown."""
+        return self._tee == "all" or worker == self._chief
+
+    def outlets(self, worker: int) -> tuple[Write, Write]:
+        """Return where the stdout and the stderr of `worker` go."""
+        if not self.shows(worker):
+            return _nowhere, _nowhere
+        stdout, stderr = self.sinks
+        if self._tee == "chief":
+            return stdout.write, stderr.write
+        prefix = f"[worker {worker}] ".encode()
+        prefixers = LinePrefixer(prefix, stdout.write), LinePrefixer(prefix, stderr.write)
+        self._prefixers += prefixers
+        return prefixers[0].write, prefixers[1].write
+
+    def say(self, text: str) -> None:
+        """Show a note, a line or several."""
+        self.sinks[1].write(f"lockstep: {text}\n".encode(errors="backslashreplace"))
+
+    def end_lines(self) -> None:
+        """Show last lines that have no end."""
+        for prefixer in self._prefixers:
+            prefixer.close()
+
+    def flush(self) -> None:
+        """Pass on what can be passed on now."""
+        for sink in self.sinks:
+            sink.flush()
+
+
+def _nowhere(data: bytes) -> None:
+    """The logs have it."""

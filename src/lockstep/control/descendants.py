@@ -1,0 +1,107 @@
+"""The processes below this one, whoever started them."""
+
+import contextlib
+import os
+import time
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import psutil
+
+_LOOK_EVERY = 0.01
+
+
+class Descendants(Protocol):
+    """Every process that this one, or one below it, started."""
+
+    def reap(self, owned: frozenset[int]) -> None:
+        """Let go of adopted processes that have ended; `owned` ones are reaped by their owner."""
+
+    def end(self, grace: float) -> tuple[int, ...]:
+        """Give all of them `grace` seconds to end, then kill them until none is left.
+
+        Returns:
+            Process ids that even SIGKILL did not end.
+        """
+
+
+class LinuxDescendants:
+    """The descendants of a process that adopts orphans, so that none can escape.
+
+    Args:
+        spare: process ids of children that are none of our business, nor what is below them.
+        patience: seconds of killing after which `end` gives up.
+    """
+
+    def __init__(self, spare: frozenset[int] = frozenset(), patience: float = 1.0) -> None:
+        self._spare = spare
+        self._patience = patience
+
+    def reap(self, owned: frozenset[int]) -> None:
+        """Reap ended children up to the first that has an owner."""
+        with contextlib.suppress(ChildProcessError):
+            while (child := _ended_child()) and child not in owned:
+                os.waitpid(child, 0)
+
+    def end(self, grace: float) -> tuple[int, ...]:
+        """Wait, then kill, until the kernel knows no child of this process any more."""
+        start = time.monotonic()
+        while left := self._living():
+            waited = time.monotonic() - start
+            if waited > grace + self._patience:
+                return tuple(sorted(process.pid for process in left))
+            if waited >= grace:
+                _kill(left)
+            time.sleep(_LOOK_EVERY)
+        return ()
+
+    def _living(self) -> "list[psutil.Process]":
+        self.reap(self._spare)
+        if not _has_children():
+            return []
+        # Imported only where something is left, which is rare.
+        import psutil
+
+        spared = {process.pid for pid in self._spare for process in _family(pid)}
+        below = psutil.Process().children(recursive=True)
+        return [process for process in below if process.pid not in spared]
+
+
+def children_now() -> frozenset[int]:
+    """Return the process ids of this process's children."""
+    if not _has_children():
+        return frozenset()
+    import psutil
+
+    return frozenset(child.pid for child in psutil.Process().children())
+
+
+def _has_children() -> bool:
+    try:
+        _ended_child()
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _ended_child() -> int | None:
+    ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    return ended.si_pid if ended else None
+
+
+def _family(pid: int) -> "list[psutil.Process]":
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return [process, *process.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill(processes: "list[psutil.Process]") -> None:
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.kill()

@@ -1,0 +1,42 @@
+"""What a person is told of how a job ended."""
+
+from collections.abc import Callable, Mapping
+
+from lockstep.control.member import Member
+from lockstep.control.supervision import Evidence, Verdict
+
+_LOG_LINES = 20
+_FRAMES = 10
+
+
+def explain(
+    verdict: Verdict,
+    members: Mapping[int, Member],
+    shown: Callable[[int], bool],
+    name_log: Callable[[int], str],
+) -> str:
+    """Return the verdict's message with its evidence.
+
+    Args:
+        verdict: how the job ended.
+        members: the workers.
+        shown: whether the terminal has had the worker's output already.
+        name_log: the path of a worker's log as the person knows it.
+    """
+    lines = [verdict.message]
+    for worker in verdict.workers if verdict.evidence is not Evidence.NONE else ():
+        member = members[worker]
+        if verdict.evidence is Evidence.STACK:
+            lines += _stack(member)
+        elif not shown(worker):
+            lines += [f"  | {line}" for line in member.log.tail(_LOG_LINES)]
+        lines.append(f"  log: {name_log(worker)}")
+    return "\n".join(lines)
+
+
+def _stack(member: Member) -> list[str]:
+    frames = member.innermost_frames(_FRAMES)
+    if not frames:
+        return [f"  worker {member.worker} gave no stack"]
+    heading = f"  worker {member.worker} is here (most recent call first):"
+    return [heading, *(f"    {frame}" for frame in frames)]

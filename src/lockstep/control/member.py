@@ -1,0 +1,97 @@
+"""One worker as its agent sees it."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.control.console import Write
+from lockstep.control.launcher import Handle
+from lockstep.control.messages import MAX_PACKET
+from lockstep.control.output import Log
+from lockstep.control.stack import STACK_SIGNAL, innermost
+
+_PIECE = 64 * 1024
+_MOST_PIECES = 64
+
+
+@dataclass
+class Stream:
+    """One of the two pipes that a worker writes into."""
+
+    descriptor: int
+    log: Log
+    show: Write
+    ended: bool = False
+
+    def read(self) -> bool:
+        """Pass one piece on; return whether there may be more now."""
+        try:
+            data = os.read(self.descriptor, _PIECE)
+        except BlockingIOError:
+            return False
+        self.log.write(data)
+        self.show(data)
+        self.ended = not data
+        return bool(data)
+
+    def drain(self) -> None:
+        """Pass on what is there, with an end even if a process below the worker writes without one."""
+        pieces = 0
+        while pieces < _MOST_PIECES and not self.ended and self.read():
+            pieces += 1
+
+
+@dataclass
+class Member:
+    """A worker that was started.
+
+    Attributes:
+        worker: its id.
+        handle: its process.
+        log: its log.
+        streams: stdout and stderr.
+        stack: the file it writes its stack to when asked.
+        ready: whether it has come as far as its script.
+        exited: whether its process has ended.
+    """
+
+    worker: int
+    handle: Handle
+    log: Log
+    streams: tuple[Stream, Stream]
+    stack: Path
+    ready: bool = False
+    exited: bool = False
+    _stack_start: int | None = None
+
+    def receive(self, take: Callable[[bytes], None]) -> bool:
+        """Give every packet that has come to `take`; return whether more can come."""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while packet := self.handle.control.recv(MAX_PACKET):
+                take(packet)
+            return False
+        return True
+
+    def ask_for_stack(self) -> None:
+        """Ask the worker for its stack; one that is not ready would not survive the question."""
+        if self.ready:
+            self._stack_start = self._stack_size()
+            self.handle.send_signal(STACK_SIGNAL)
+
+    def innermost_frames(self, frames: int) -> list[str]:
+        """Return the stack that it was asked for, the innermost frame first; empty if there is none."""
+        if self._stack_start is None or not self.stack.exists():
+            return []
+        return innermost(self.stack.read_bytes()[self._stack_start :].decode(errors="replace"), frames)
+
+    def close(self) -> None:
+        """Close what belongs to it, and remove a stack file that was never written to."""
+        self.handle.close()
+        self.log.close()
+        if self._stack_size() == 0:
+            self.stack.unlink(missing_ok=True)
+
+    def _stack_size(self) -> int:
+        return self.stack.stat().st_size if self.stack.exists() else 0

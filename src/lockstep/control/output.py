@@ -1,0 +1,123 @@
+"""What workers write: into their logs, and to the terminal."""
+
+import errno
+import os
+import re
+import select
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+_PIECE = 4096
+_MAX_LINE = 64 * 1024
+_TAIL = 64 * 1024
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]|\x1b\[[0-9;]*[A-Za-z]")
+
+
+class Sink:
+    """A terminal, pipe or file that may take its time; writing never blocks.
+
+    What is written waits in `pending` until `flush` finds that it can be taken. Once the reader is gone
+    everything is thrown away: the logs have it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.pending = 0
+        self._queue: deque[bytes] = deque()
+        self._gone = False
+
+    def write(self, data: bytes) -> None:
+        """Take `data`, and pass on what can be passed on now."""
+        if self._gone or not data:
+            return
+        self._queue.append(data)
+        self.pending += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Pass on what can be passed on now."""
+        while self._queue and self._is_ready():
+            piece, rest = self._queue[0][:_PIECE], self._queue[0][_PIECE:]
+            try:
+                written = os.write(self.descriptor, piece)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF):
+                    raise
+                self._give_up()
+                return
+            self.pending -= written
+            self._queue.popleft()
+            if remaining := piece[written:] + rest:
+                self._queue.appendleft(remaining)
+
+    def _is_ready(self) -> bool:
+        # A pipe that polls as writable takes PIPE_BUF bytes without blocking.
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLOUT)
+        return bool(poll.poll(0))
+
+    def _give_up(self) -> None:
+        self._gone = True
+        self._queue.clear()
+        self.pending = 0
+
+
+class LinePrefixer:
+    """Passes on complete lines, each with a prefix, so that those of several workers do not mix."""
+
+    def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
+        self._prefix = prefix
+        self._write = write
+        self._open = b""
+
+    def write(self, data: bytes) -> None:
+        """Take `data`; a line without end is passed on once it is 64 KiB long."""
+        *lines, self._open = (self._open + data).split(b"\n")
+        if len(self._open) > _MAX_LINE:
+            lines.append(self._open)
+            self._open = b""
+        self._write(b"".join(self._prefix + line + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Pass on a last line that has no end."""
+        if self._open:
+            self.write(b"\n")
+
+
+class Log:
+    """A worker's log file, which it shares with earlier runs in the same folder."""
+
+    def __init__(self, path: Path, descriptor: int, start: int) -> None:
+        self.path = path
+        self._descriptor = descriptor
+        self._start = start
+
+    @classmethod
+    def open(cls, path: Path) -> "Log":
+        """Open `path` to append."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        return cls(path, descriptor, os.fstat(descriptor).st_size)
+
+    def write(self, data: bytes) -> None:
+        """Append `data`."""
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def tail(self, lines: int) -> list[str]:
+        """Return the last lines that this run wrote, fit for a terminal."""
+        size = os.fstat(self._descriptor).st_size
+        start = max(self._start, size - _TAIL)
+        text = os.pread(self._descriptor, size - start, start).decode(errors="replace")
+        return [_plain(line) for line in text.rstrip("\n").split("\n")][-lines:] if text else []
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)
+
+
+def _plain(line: str) -> str:
+    # Of a progress bar that redraws itself only the last drawing is worth showing.
+    return _CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2])

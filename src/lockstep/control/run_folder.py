@@ -1,0 +1,56 @@
+"""The folder of one run: finding a name for it, and keeping others out."""
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+from lockstep.paths import RunPaths
+
+
+def fresh_folder(base: Path, name: str, wall: float) -> Path:
+    """Make a new folder `base/<name>-<time>`, with a number behind it if that is taken.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall))
+    number = 1
+    while True:
+        folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
+        except FileExistsError:
+            number += 1
+        except OSError as error:
+            raise _unusable(folder, error) from None
+        else:
+            return folder
+
+
+def claim_folder(folder: Path) -> int:
+    """Make `folder` where it does not exist, and lock it.
+
+    Returns:
+        A descriptor; the folder is ours until every process that has it has closed it.
+
+    Raises:
+        ConfigError: it cannot be written to, or another live run works there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(RunPaths(folder).lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise _unusable(folder, error) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ConfigError(f"another run works in {folder}; wait for it, or give another --run-dir") from None
+    return descriptor
+
+
+def _unusable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"the run's folder {folder} cannot be used: {error.strerror}; give another --run-dir")

@@ -1,0 +1,152 @@
+"""Running a script or a module as `python` itself would."""
+
+import builtins
+import importlib.machinery
+import importlib.util
+import io
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        module: whether it is a module (`python -m`).
+        arguments: what follows in `sys.argv`.
+    """
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> "Script":
+        """Read `[-m] target arguments...`."""
+        module = arguments[0] == "-m"
+        target, *rest = arguments[1:] if module else arguments
+        return cls(target, module, tuple(rest))
+
+    @property
+    def command_line(self) -> tuple[str, ...]:
+        """What `parse` reads."""
+        return (*(("-m",) if self.module else ()), self.target, *self.arguments)
+
+    def check(self) -> None:
+        """See that it can be found, without running or importing anything.
+
+        Raises:
+            ConfigError: it cannot.
+        """
+        if self.module:
+            find_module(self.target, [str(Path.cwd()), *sys.path])
+        else:
+            _check_file(Path(self.target))
+
+    def run(self) -> None:
+        """Become the program: `__main__`, `sys.argv` and `sys.path` are as `python` would make them."""
+        first = str(Path.cwd()) if self.module else str(Path(os.path.realpath(self.target)).parent)
+        sys.path.insert(0, first)
+        main = ModuleType("__main__")
+        attributes = self._module_attributes() if self.module else self._file_attributes()
+        sys.argv[:] = [self.target if not self.module else attributes["__file__"], *self.arguments]
+        vars(main).update(attributes, __annotations__={}, __builtins__=builtins)
+        sys.modules["__main__"] = main
+        exec(self._code(attributes), vars(main))
+
+    def _file_attributes(self) -> dict[str, Any]:
+        path = str(Path(self.target).absolute())
+        return {
+            "__file__": path,
+            "__cached__": None,
+            "__loader__": SourceFileLoader("__main__", path),
+            "__spec__": None,
+        }
+
+    def _module_attributes(self) -> dict[str, Any]:
+        spec = find_module(self.target, sys.path)
+        return {
+            "__file__": spec.origin,
+            "__cached__": spec.cached,
+            "__loader__": spec.loader,
+            "__package__": spec.parent,
+            "__spec__": spec,
+        }
+
+    def _code(self, attributes: dict[str, Any]) -> CodeType:
+        if not self.module:
+            with io.open_code(attributes["__file__"]) as file:
+                return compile(file.read(), attributes["__file__"], "exec", dont_inherit=True)
+        spec: ModuleSpec = attributes["__spec__"]
+        # `python -m` imports the packages around the module before it runs it.
+        if spec.parent:
+            importlib.import_module(spec.parent)
+        code: CodeType = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+        return code
+
+
+def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
+    """Find what `python -m name` would run, without importing the packages around it.
+
+    Raises:
+        ConfigError: there is no such module, or it is a package without `__main__`.
+    """
+    spec: ModuleSpec | None = None
+    search: Sequence[str] | None = path
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:end]), search) if search is not None else None
+        if spec is None:
+            raise ConfigError(f"-m {name}: there is no module {'.'.join(parts[:end])!r} here or installed")
+        search = spec.submodule_search_locations
+    if spec is None or search is None:
+        return _runnable(name, spec)
+    main = _find(f"{name}.__main__", search)
+    if main is None:
+        raise ConfigError(f"-m {name}: it is a package without a module `__main__`; name one of its modules")
+    return _runnable(name, main)
+
+
+def user_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` from the script's first frame on: without Lockstep's own frames, if any is left."""
+    own = (str(Path(__file__)), str(Path(__file__).parents[1] / "worker.py"))
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+def _runnable(name: str, spec: ModuleSpec | None) -> ModuleSpec:
+    if spec is None or not hasattr(spec.loader, "get_code"):
+        raise ConfigError(f"-m {name}: it has no Python code to run")
+    return spec
+
+
+def _find(name: str, path: Sequence[str]) -> ModuleSpec | None:
+    top = "." not in name
+    for finder in sys.meta_path:
+        if finder is importlib.machinery.PathFinder:
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+        else:
+            spec = finder.find_spec(name, None if top else path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a Python script")
+    if not path.exists():
+        raise ConfigError(f"there is no script {path} (looked in {Path.cwd()})")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"the script {path} cannot be read")

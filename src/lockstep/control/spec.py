@@ -1,0 +1,75 @@
+"""What a person asked for: one job on this host."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.topology import View, place
+
+Tee = Literal["chief", "all"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs of one worker.
+
+    Attributes:
+        visible: the worker's `CUDA_VISIBLE_DEVICES`.
+        shared: whether another worker uses one of them.
+    """
+
+    visible: str
+    shared: bool
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One job, with nothing left to decide.
+
+    Attributes:
+        target: path of the script, or name of the module.
+        module: whether `target` is a module.
+        arguments: of the script.
+        workers: number of workers.
+        replicas: number of replicas.
+        threads: number of threads that compute one replica.
+        seed: everything random in the job follows from it.
+        timeout: seconds after which a worker that others wait for is stuck.
+        run_dir: the run's own folder, as the person wrote it.
+        tee: whose output the terminal shows.
+        backend: the Keras backend, None to leave it.
+        devices: of each worker; empty to leave them.
+    """
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    workers: int
+    replicas: int
+    threads: int
+    seed: int
+    timeout: float
+    run_dir: Path
+    tee: Tee = "chief"
+    backend: str | None = None
+    devices: tuple[Devices, ...] = ()
+
+    @property
+    def view(self) -> View:
+        """Who owns which replica at the start."""
+        return place(self.replicas, tuple(range(self.workers)))
+
+    def describe(self) -> str:
+        """Say in one line what is about to run."""
+        parts = [
+            f"{_number(self.workers, 'worker')}, {_number(self.replicas, 'replica')}, "
+            f"{_number(self.threads, 'thread')} each, seed {self.seed}"
+        ]
+        if self.replicas > 1:
+            parts.append(f"the same bits with any 1 to {self.replicas} workers")
+        parts.append(f"logs in {self.run_dir}")
+        return "; ".join(parts)
+
+
+def _number(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")

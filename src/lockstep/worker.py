@@ -1,0 +1,106 @@
+"""One worker: joins its job, then becomes the user's script. Started by the agent, not by hand.
+
+The modules that this file composes are imported late: the first thing to do is to tie this process's
+life to the agent's.
+"""
+
+import os
+import random
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Sequence
+
+from lockstep.config import WorkerConfig, forget_worker, read_worker
+from lockstep.control.client import Client
+from lockstep.control.prctl import die_with
+from lockstep.control.script import Script, user_traceback
+from lockstep.control.stack import write_when_asked
+from lockstep.paths import RunPaths
+
+_REPORT_EVERY = 0.5
+_GRACE_FOR_AGENT = 60.0
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the script of `arguments` as the worker that the environment describes."""
+    config = read_worker()
+    die_with(config.agent)
+    for descriptor in (config.control, config.arena):
+        os.set_inheritable(descriptor, False)
+    write_when_asked(RunPaths(config.run_dir).stack(config.worker))
+    client = Client(socket.socket(fileno=config.control))
+    _enter_job(config, client)
+    forget_worker()
+    client.started()
+    _run(Script.parse(arguments), client)
+
+
+def _enter_job(config: WorkerConfig, client: Client) -> None:
+    import numpy as np
+
+    from lockstep import job
+    from lockstep.collectives.contract import Waiting, WaitPolicy
+    from lockstep.collectives.plan import ReducePlan
+    from lockstep.collectives.shared import Arena, SharedCommunicator
+    from lockstep.topology import place
+
+    def observe(waiting: Waiting) -> None:
+        client.waiting(waiting.what, waiting.workers, waiting.seconds)
+
+    random.seed(config.seed)
+    np.random.seed(config.seed % 2**32)
+    view = place(config.replicas, tuple(range(config.workers)))
+    # The agent judges who is stuck, for it can show where; the communicator only if the agent does not.
+    policy = WaitPolicy(report_every=_REPORT_EVERY, timeout=config.timeout + _GRACE_FOR_AGENT)
+    communicator = SharedCommunicator(
+        Arena.attach(config.arena), config.worker, ReducePlan.of(view), policy, observe
+    )
+    job.enter(job.Job(view, config.worker, config.seed, config.threads, communicator, client.report))
+    os.register_at_fork(after_in_child=_leave_job)
+
+
+def _leave_job() -> None:
+    """A process that the script forks is no worker: it must not take part in the exchange."""
+    from lockstep import job
+    from lockstep.collectives.loopback import Hub
+    from lockstep.collectives.plan import ReducePlan
+    from lockstep.topology import place
+
+    seed, threads, view = job.current().seed, job.current().threads, place(1, (0,))
+    communicator = Hub(ReducePlan.of(view)).member(0)
+    job.enter(job.Job(view, 0, seed, threads, communicator, _nobody_listens))
+
+
+def _nobody_listens(event: str, **fields: object) -> None:
+    """Nobody watches the children of a script."""
+
+
+def _run(script: Script, client: Client) -> None:
+    try:
+        script.run()
+    except SystemExit as leaving:
+        # Python gives it the meaning it always has; only the end of a good run is worth telling.
+        if leaving.code in (None, 0):
+            client.finished()
+        raise
+    except BaseException as error:
+        sys.exit(_fail(error, client))
+    client.finished()
+
+
+def _fail(error: BaseException, client: Client) -> int:
+    from lockstep.errors import PeerLostError, PeerStuckError
+
+    error = error.with_traceback(user_traceback(error.__traceback__))
+    sys.excepthook(type(error), error, error.__traceback__)
+    status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    summary = traceback.format_exception_only(error)[-1].strip()
+    text = "".join(traceback.format_exception(error))
+    client.failed(status, summary, text, isinstance(error, PeerLostError | PeerStuckError))
+    return status
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
