@@ -235,7 +235,8 @@ class Agent:
     def _decide(self, event: rules.Event) -> None:
         decision = rules.decide(self.state, event, self.clock.now())
         if decision.actions:
-            self.events.write("decision", reason=decision.reason, actions=[str(a) for a in decision.actions])
+            actions = [type(action).__name__ for action in decision.actions]
+            self.events.write("decision", reason=decision.reason, actions=actions)
         self.state = decision.state
         for action in decision.actions:
             self._act(action)

@@ -1,11 +1,15 @@
 """The Python stack of a worker, even of one that holds the interpreter."""
 
 import faulthandler
+import re
 import signal
 from pathlib import Path
 
 STACK_SIGNAL = signal.SIGRTMAX - 1
 """Asks a worker for its stack; nobody else uses this signal."""
+
+# The frames that start a script; the person did not write them.
+_STARTING = re.compile(r'File "(.*/lockstep/(worker|control/script)\.py|<frozen runpy>)"')
 
 
 def write_when_asked(path: Path) -> None:
@@ -28,7 +32,7 @@ def innermost(dump: str, frames: int) -> list[str]:
     current = next((start for start in starts if lines[start].startswith("Current")), starts[-1])
     section = lines[current + 1 :]
     end = next((number for number, line in enumerate(section) if not line.startswith("  ")), len(section))
-    return [line.strip() for line in section[:end]][:frames]
+    return [line.strip() for line in section[:end] if not _STARTING.search(line)][:frames]
 
 
 def _is_heading(line: str) -> bool:

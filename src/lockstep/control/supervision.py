@@ -318,7 +318,7 @@ def _time_passed(state: State, now: float) -> Decision:
         case Stage.RUNNING if state.suspect:
             return _end(state, state.suspect, now)
         case Stage.LOOKING if state.verdict:
-            return _end(state, state.verdict, now)
+            return _end_stuck(state, state.verdict, now)
         case Stage.ENDING:
             return _signal_all(state, signal.SIGTERM, now, "some workers did not end after the abort")
         case Stage.TERMINATING:
@@ -332,6 +332,15 @@ def _end(state: State, verdict: Verdict, now: float) -> Decision:
     if not state.running:
         return _finish(state, verdict.message)
     return Decision(state, (Abort(verdict.message),), verdict.message)
+
+
+def _end_stuck(state: State, verdict: Verdict, now: float) -> Decision:
+    # Who is stuck hears no abort.
+    decision = _end(state, verdict, now)
+    stuck = sorted(state.running.intersection(verdict.workers))
+    return replace(
+        decision, actions=decision.actions + tuple(Signal(worker, signal.SIGTERM) for worker in stuck)
+    )
 
 
 def _signal_all(state: State, number: int, now: float, reason: str) -> Decision:
