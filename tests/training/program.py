@@ -1,0 +1,340 @@
+"""A program like a user's: trains what its arguments name, and prints what came out, exactly.
+
+    program.py [--plain] [--exact] [--save FOLDER] NAME...
+
+--plain trains without Lockstep. --exact leaves out what is random or computed per replica (shuffling,
+Dropout, BatchNormalization), so that replicas and plain Keras must agree. --save writes weights,
+figures and predictions to FOLDER/NAME-<process id>.npz.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+
+layers = keras.layers
+
+
+@dataclass
+class Trained:
+    model: keras.Model
+    x: Any
+    y: Any
+    batch_size: int = 50
+    weight: Any = None
+
+
+@dataclass
+class Context:
+    scope: Callable[[], contextlib.AbstractContextManager[None]]
+    exact: bool
+
+    @property
+    def shuffle(self) -> bool:
+        return not self.exact
+
+    def random(self, *some: keras.Layer) -> list[keras.Layer]:
+        """The layers, unless replicas and plain Keras have to agree."""
+        return [] if self.exact else list(some)
+
+
+def images(count: int = 330) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(count, 8, 8, 1)).astype("float32"), generator.integers(0, 4, count)
+
+
+def table(count: int = 330) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(1)
+    x = generator.normal(size=(count, 12)).astype("float32")
+    return x, (x[:, 0] + 0.3 * generator.normal(size=count) > 0).astype("float32")
+
+
+def cnn(context: Context) -> Trained:
+    """Conv2D, BatchNormalization, Dropout, L2 and clipped Adam; an uneven last batch; validation data."""
+    with context.scope():
+        model = keras.Sequential(
+            [
+                layers.Input((8, 8, 1)),
+                layers.Conv2D(6, 3, activation="relu", kernel_regularizer="l2"),
+                *context.random(layers.BatchNormalization(), layers.Dropout(0.25)),
+                layers.Flatten(),
+                layers.Dense(16, activation="relu", kernel_regularizer=keras.regularizers.L2(1e-3)),
+                *context.random(layers.Dropout(0.25)),
+                layers.Dense(4),
+            ]
+        )
+        model.compile(
+            optimizer=keras.optimizers.Adam(3e-3, clipnorm=1.0),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    x, y = images()
+    model.fit(x, y, batch_size=50, epochs=8, shuffle=context.shuffle, validation_data=images(90), verbose=2)
+    return Trained(model, x, y)
+
+
+def weighted(context: Context) -> Trained:
+    """Sample weights, metrics with vector state, a learning-rate schedule, global clipping, weight decay."""
+    x, y = table()
+    weight = np.linspace(0.1, 2, len(x)).astype("float32")
+    with context.scope():
+        model = keras.Sequential([layers.Dense(16, activation="tanh"), layers.Dense(1, activation="sigmoid")])
+        schedule = keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.8)
+        model.compile(
+            optimizer=keras.optimizers.AdamW(schedule, weight_decay=1e-3, global_clipnorm=0.5),
+            loss="binary_crossentropy",
+            metrics=[keras.metrics.AUC(num_thresholds=20), "mae"],
+            weighted_metrics=["accuracy", keras.metrics.Precision(), keras.metrics.Recall()],
+        )
+    model.fit(
+        x,
+        y,
+        batch_size=32,
+        epochs=6,
+        sample_weight=weight,
+        shuffle="batch" if context.shuffle else False,
+        verbose=2,
+    )
+    return Trained(model, x, y, 32, weight)
+
+
+def callbacks(context: Context) -> Trained:
+    """Class weights, a validation split, callbacks that decide from logs and change the model."""
+    x, y = table()
+    seen: list[str] = []
+
+    class Notes(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(f"{batch} {sorted(logs.items())}")
+
+        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
+            seen.append(f"test {batch} {sorted(logs.items())}")
+
+    with context.scope():
+        model = keras.Sequential([layers.Input((12,)), layers.Dense(8, activation="relu"), layers.Dense(1)])
+        model.compile(
+            optimizer=keras.optimizers.SGD(0.2, momentum=0.9, nesterov=True),
+            loss=keras.losses.BinaryCrossentropy(from_logits=True),
+            metrics=["binary_accuracy"],
+        )
+    model.fit(
+        x,
+        y,
+        batch_size=40,
+        epochs=12,
+        validation_split=0.2,
+        class_weight={0: 0.4, 1: 1.7},
+        shuffle=context.shuffle,
+        verbose=2,
+        callbacks=[
+            Notes(),
+            keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+            keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.5),
+            keras.callbacks.EarlyStopping(patience=2, restore_best_weights=True),
+        ],
+    )
+    if not context.exact:
+        print("logs", hashlib.sha256("\n".join(seen).encode()).hexdigest())
+    return Trained(model, x, y, 40)
+
+
+def mixed(context: Context) -> Trained:
+    """Mixed precision with a dynamic loss scale; unless exact, it overflows at first."""
+    x, y = images(110)
+    with context.scope():
+        policy = keras.DTypePolicy("mixed_float16")
+        model = keras.Sequential(
+            [
+                layers.Input((8, 8, 1)),
+                layers.Conv2D(4, 3, activation="relu", dtype=policy),
+                layers.Flatten(dtype=policy),
+                layers.Dense(4, dtype="float32"),
+            ]
+        )
+        model.compile(
+            optimizer=keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.Adam(1e-3),
+                initial_scale=2.0 ** (4 if context.exact else 30),
+                dynamic_growth_steps=4,
+            ),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=["accuracy"],
+        )
+    model.fit(x, y, batch_size=25, epochs=5, shuffle=context.shuffle, verbose=2)
+    return Trained(model, x, y, 25)
+
+
+def uncompiled(context: Context, **options: Any) -> Trained:
+    """`jit_compile=False`: the same functions, not compiled."""
+    x, y = table(64)
+    with context.scope():
+        model = keras.Sequential(
+            [
+                layers.Input((12,)),
+                layers.Dense(8, activation="relu"),
+                *context.random(layers.BatchNormalization(), layers.Dropout(0.5)),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(optimizer="adam", loss="mse", metrics=["mae"], **(options or {"jit_compile": False}))
+    model.fit(x, y, batch_size=24, epochs=2, shuffle=context.shuffle, verbose=2)
+    return Trained(model, x, y, 24)
+
+
+def eager(context: Context) -> Trained:
+    """`run_eagerly=True`."""
+    return uncompiled(context, run_eagerly=True)
+
+
+def several(context: Context) -> Trained:
+    """`steps_per_execution` that does not divide the number of steps."""
+    return uncompiled(context, steps_per_execution=2)
+
+
+class Batches(keras.utils.PyDataset):
+    def __init__(self, x: np.ndarray, y: np.ndarray, **options: Any) -> None:
+        super().__init__(**options)
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return -(-len(self.x) // 30)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = slice(index * 30, (index + 1) * 30)
+        return self.x[rows], self.y[rows]
+
+
+def dataset(context: Context) -> Trained:
+    """A `PyDataset`, read by threads, for training and validation."""
+    x, y = table(200)
+    with context.scope():
+        model = keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(1)])
+        model.compile(optimizer="adam", loss="mse")
+    # With readers in threads, Keras visits the first epoch's batches of an unbuilt model in another order.
+    data = Batches(x, y, workers=1 if context.exact else 2, max_queue_size=3)
+    model.fit(data, epochs=3, shuffle=context.shuffle, validation_data=Batches(x[:70], y[:70]), verbose=2)
+    model.fit(Batches(x, y), epochs=2, steps_per_epoch=4, shuffle=context.shuffle, verbose=2)
+    return Trained(model, x, y, 30)
+
+
+def nested(context: Context) -> Trained:
+    """A dictionary of inputs, two outputs with losses and metrics of their own."""
+    x, y = table(150)
+    with context.scope():
+        left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
+        hidden = layers.Dense(8, activation="tanh")(layers.Concatenate()([left, right]))
+        outputs = {
+            "first": layers.Dense(1, name="first")(hidden),
+            "second": layers.Dense(3, name="second")(hidden),
+        }
+        model = keras.Model({"left": left, "right": right}, outputs)
+        model.compile(
+            optimizer="rmsprop",
+            loss={"first": "mse", "second": "mae"},
+            loss_weights={"first": 1.0, "second": 0.3},
+            metrics={"first": ["mae"], "second": [keras.metrics.RootMeanSquaredError()]},
+        )
+    inputs = {"left": x[:, :6], "right": x[:, 6:]}
+    targets = {"first": y, "second": np.stack([y, -y, 2 * y], axis=1)}
+    model.fit(inputs, targets, batch_size=20, epochs=3, shuffle=context.shuffle, verbose=2)
+    return Trained(model, inputs, targets, 20)
+
+
+def tiny(context: Context) -> Trained:
+    """Batches with fewer examples than replicas: some replicas never have any."""
+    x, y = table(17)
+    with context.scope():
+        model = keras.Sequential(
+            [
+                layers.Input((12,)),
+                layers.Dense(4, activation="relu"),
+                *context.random(layers.BatchNormalization(), layers.Dropout(0.5)),
+                layers.Dense(1),
+            ]
+        )
+        model.compile(optimizer="adam", loss="mse", metrics=["mae"])
+    model.fit(x, y, batch_size=3, epochs=3, shuffle=context.shuffle, verbose=2)
+    for _ in range(2):
+        model.train_on_batch(x[:2], y[:2])
+    return Trained(model, x, y, 2)
+
+
+def custom(context: Context) -> Trained:
+    """A subclass with a `train_step` of its own that reports a figure that is no metric."""
+    x, y = table(90)
+
+    class Custom(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = layers.Dense(1)
+
+        def call(self, inputs: Any) -> Any:
+            return self.dense(inputs)
+
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, state = super().train_step(state, data)
+            return {**logs, "doubled": 2 * keras.ops.mean(data[1])}, state
+
+    with context.scope():
+        model = Custom()
+        model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
+    model.fit(x, y, batch_size=20, epochs=2, shuffle=context.shuffle, verbose=2)
+    return Trained(model, x, y, 20)
+
+
+TRAININGS = [cnn, weighted, callbacks, mixed, uncompiled, eager, several, dataset, nested, tiny, custom]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("names", nargs="*")
+    arguments = parser.parse_args()
+    scope = contextlib.nullcontext if arguments.plain else lockstep.MultiWorkerMirroredStrategy().scope
+    context = Context(scope, arguments.exact)
+    known = {training.__name__: training for training in TRAININGS}
+    for name in arguments.names or known:
+        keras.utils.set_random_seed(7)
+        trained = known[name](context)
+        report(name, trained, arguments.save)
+
+
+def report(name: str, trained: Trained, folder: Path | None) -> None:
+    model = trained.model
+    figures = model.evaluate(
+        trained.x,
+        trained.y,
+        batch_size=trained.batch_size,
+        sample_weight=trained.weight,
+        verbose=0,
+        return_dict=True,
+    )
+    rows = keras.tree.flatten(model.predict(trained.x, batch_size=trained.batch_size, verbose=0))
+    evaluated = " ".join(f"{key}={float(value).hex()}" for key, value in sorted(figures.items()))
+    predicted = hashlib.sha256(b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in rows)).hexdigest()
+    print(f"result {name} {lockstep.digest(model)} {predicted} {evaluated}")
+    if folder:
+        history = {f"history {key}": np.asarray(value) for key, value in model.history.history.items()}
+        weights = np.concatenate([np.ravel(np.asarray(value)) for value in model.get_weights()])
+        np.savez(
+            folder / f"{name}-{os.getpid()}.npz",
+            weights=weights,
+            figures=[float(figures[key]) for key in sorted(figures)],
+            rows=np.concatenate([np.ravel(leaf) for leaf in rows]),
+            **history,
+        )
+
+
+if __name__ == "__main__":
+    main()
