@@ -1,20 +1,20 @@
 """The exchange between members that are threads of one process, or a single member on its own."""
 
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
+from lockstep.clock import Clock, SystemClock
 from lockstep.collectives.arguments import check_length, common_layout, outgoing
 from lockstep.collectives.calls import Call, compare, farewell
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
 from lockstep.collectives.summing import Adder, Array, flat
-from lockstep.collectives.waiting import Clock, Patience
+from lockstep.collectives.waiting import Patience
 from lockstep.errors import InternalError, LockstepError, PeerLostError
 
 Result = TypeVar("Result")
@@ -51,12 +51,12 @@ class Hub:
         plan: ReducePlan,
         policy: WaitPolicy | None = None,
         observe: WaitObserver | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock | None = None,
     ) -> None:
         self.plan = plan
         self._policy = policy or WaitPolicy()
         self._observe = observe
-        self._clock = clock
+        self._clock = clock or SystemClock()
         self._changed = threading.Condition()
         self._meeting = _Meeting()
         self._reason: str | None = None

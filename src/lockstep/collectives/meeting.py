@@ -5,12 +5,13 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from lockstep.clock import Clock
 from lockstep.collectives import futex
 from lockstep.collectives.arena import MAILBOX, SLOT, Arena
 from lockstep.collectives.calls import Call, compare, farewell
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.slots import decode, encode
-from lockstep.collectives.waiting import Clock, Patience
+from lockstep.collectives.waiting import Patience
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
 
 SPIN = 100e-6

@@ -1,9 +1,9 @@
 """The exchange between members that are processes on one host."""
 
-import time
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from lockstep.clock import Clock, SystemClock
 from lockstep.collectives.arena import Arena
 from lockstep.collectives.arguments import check_length, common_layout, outgoing
 from lockstep.collectives.calls import Call
@@ -15,10 +15,11 @@ from lockstep.collectives.places import Places, run
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.room import Room, Sizes
 from lockstep.collectives.summing import Adder, flat
-from lockstep.collectives.waiting import Clock
 from lockstep.errors import InternalError, SharedMemoryError
 
 Result = TypeVar("Result")
+
+__all__ = ["Arena", "SharedCommunicator"]
 
 
 class SharedCommunicator:
@@ -35,14 +36,16 @@ class SharedCommunicator:
         plan: ReducePlan,
         policy: WaitPolicy | None = None,
         observe: WaitObserver | None = None,
-        clock: Clock = time.monotonic,
+        clock: Clock | None = None,
         available: Available = available_memory,
     ) -> None:
         if arena.members != plan.members:
             raise InternalError(f"an arena for {arena.members} members and a plan for {plan.members}")
         self._position = position
         self._plan = plan
-        self._meeting = Meeting(arena, position, plan.workers, policy or WaitPolicy(), observe, clock)
+        self._meeting = Meeting(
+            arena, position, plan.workers, policy or WaitPolicy(), observe, clock or SystemClock()
+        )
         self._room = Room(arena, available)
         self._adder = Adder()
         self._places: dict[Layout, Places] = {}

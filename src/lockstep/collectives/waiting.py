@@ -1,21 +1,14 @@
 """A wait that tells for whom it waits, and ends."""
 
 from collections.abc import Callable
-from typing import Protocol
 
+from lockstep.clock import Clock
 from lockstep.collectives.calls import name_workers
 from lockstep.collectives.contract import Waiting, WaitObserver, WaitPolicy
 from lockstep.errors import PeerStuckError
 
 SLICE = 0.2
 """Seconds that a member blocks at most before it looks again whether its view has been aborted."""
-
-
-class Clock(Protocol):
-    """Tells the time."""
-
-    def __call__(self) -> float:
-        """Return seconds; never goes back."""
 
 
 class Patience:
@@ -28,7 +21,7 @@ class Patience:
         self._policy = policy
         self._observe = observe
         self._clock = clock
-        self._start = clock()
+        self._start = clock.now()
         self._reports = 0
 
     def spend(self, missing: tuple[int, ...]) -> float:
@@ -40,7 +33,7 @@ class Patience:
         Raises:
             PeerStuckError: the policy's timeout has passed.
         """
-        waited, policy = self._clock() - self._start, self._policy
+        waited, policy = self._clock.now() - self._start, self._policy
         if waited >= policy.timeout:
             raise PeerStuckError(
                 f"waited {waited:.1f} s for {name_workers(missing)} in {self._what()}. Look at what "

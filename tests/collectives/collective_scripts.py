@@ -1,0 +1,220 @@
+"""What members do in tests. Imported by member processes, so it is kept light."""
+
+import hashlib
+import random
+import resource
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from collective_members import Member
+from collective_twin import Array, blob_of, leaves_of, sha, twin
+
+from lockstep.collectives.contract import Leaves, Span
+from lockstep.collectives.plan import ReducePlan, halves
+from lockstep.collectives.summing import merge
+
+
+class Reduce(NamedTuple):
+    seed: int
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    given: str = "replicas"
+
+
+class Gather(NamedTuple):
+    seed: int
+    sizes: tuple[int, ...]
+
+
+class Broadcast(NamedTuple):
+    seed: int
+    root: int
+    size: int
+
+
+class Barrier(NamedTuple):
+    pass
+
+
+Operation = Reduce | Gather | Broadcast | Barrier
+
+
+def partials_of(plan: ReducePlan, position: int, case: Reduce) -> dict[Span, Leaves]:
+    """What a member gives: a partial a replica, one for each span it publishes, or something between."""
+    owned = plan.owned[position]
+    single: dict[Span, Leaves] = {
+        Span(replica, replica + 1): leaves_of(case.seed, replica, case.shapes, case.dtypes)
+        for replica in range(owned.start, owned.stop)
+    }
+    if case.given == "replicas":
+        return single
+    if case.given == "merged":
+        return merge(plan, position, single)
+    coin = random.Random(case.seed * 97 + position)
+    spans = [part for span in plan.published[position] for part in _divide(span, coin)]
+    coin.shuffle(spans)
+    return {span: twin([single[Span(r, r + 1)] for r in range(span.start, span.stop)]) for span in spans}
+
+
+def _divide(span: Span, coin: random.Random) -> list[Span]:
+    if span.stop - span.start == 1 or coin.random() < 0.5:
+        return [span]
+    return [part for half in halves(span) for part in _divide(half, coin)]
+
+
+def perform_all(member: Member, operations: Sequence[Operation]) -> list[str]:
+    """Make each call, and return a digest of each result."""
+    return [_perform(member, operation) for operation in operations]
+
+
+def _perform(member: Member, operation: Operation) -> str:
+    communicator, position = member.communicator, member.position
+    match operation:
+        case Reduce():
+            return sha(reduce(member, operation))
+        case Gather(seed, sizes):
+            return digest(communicator.gather(blob_of(seed, position, sizes[position])))
+        case Broadcast(seed, root, size):
+            blob = blob_of(seed, root, size) if position == root else None
+            return digest([communicator.broadcast(blob, root=root)])
+        case Barrier():
+            communicator.barrier()
+            return ""
+
+
+def expected(plan: ReducePlan, operation: Operation) -> str:
+    """The digest that every member must return."""
+    match operation:
+        case Reduce(seed, shapes, dtypes):
+            return sha(twin([leaves_of(seed, replica, shapes, dtypes) for replica in range(plan.replicas)]))
+        case Gather(seed, sizes):
+            return digest([blob_of(seed, position, sizes[position]) for position in range(plan.members)])
+        case Broadcast(seed, root, size):
+            return digest([blob_of(seed, root, size)])
+        case Barrier():
+            return ""
+
+
+def digest(blobs: Sequence[bytes]) -> str:
+    return " ".join(hashlib.sha256(blob).hexdigest() for blob in blobs)
+
+
+def reduce(member: Member, case: Reduce, **options: Any) -> Leaves:
+    return member.communicator.reduce(partials_of(member.plan, member.position, case), **options)
+
+
+def keep_total(member: Member, first: Reduce, second: Reduce) -> list[str]:
+    """Member 0 looks at its total again when all others are already waiting in the next call."""
+    total = reduce(member, first)
+    digests = [sha(total)]
+    if member.position == 0:
+        for _ in range(member.plan.members - 1):
+            member.proceed()
+        digests.append(sha(total))
+    digests.append(sha(reduce(member, second)))
+    return digests
+
+
+def properties_of_total(member: Member, case: Reduce) -> list[tuple[bool, bool, int]]:
+    total = reduce(member, case)
+    return [(leaf.flags.writeable, leaf.flags.c_contiguous, leaf.ctypes.data % 64) for leaf in total]
+
+
+def reduce_strided(member: Member, case: Reduce) -> str:
+    """Partials that are read-only, not contiguous and not aligned."""
+    strange: dict[Span, Leaves] = {}
+    for span, leaves in partials_of(member.plan, member.position, case).items():
+        strange[span] = [_strange(leaf) for leaf in leaves]
+    return sha(member.communicator.reduce(strange))
+
+
+def _strange(leaf: Array) -> Array:
+    wide = np.zeros((*leaf.shape, 3), dtype=leaf.dtype)
+    wide[..., 1] = leaf
+    view = wide[..., 1]
+    view.flags.writeable = False
+    return view
+
+
+def different_calls(member: Member, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """Each member makes its own call; afterwards all make the same one."""
+    kind, options = calls[member.position]
+    try:
+        _call(member, kind, options)
+    except Exception as error:
+        member.communicator.barrier()
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _call(member: Member, kind: str, options: dict[str, Any]) -> None:
+    if kind == "reduce":
+        options = dict(options)
+        reduce(member, options.pop("case"), **options)
+    else:
+        getattr(member.communicator, kind)(**options)
+
+
+def call(member: Member, calls: Sequence[tuple[str, dict[str, Any]] | None]) -> None:
+    """Each member makes its own call, or waits to be released where it has none."""
+    mine = calls[member.position]
+    if mine is None:
+        member.proceed()
+    else:
+        _call(member, *mine)
+
+
+def abort_twice_then_call(member: Member, calls: Sequence[tuple[str, dict[str, Any]]]) -> None:
+    if member.position == 0:
+        member.communicator.abort("the first reason: ä")
+        member.communicator.abort("the second reason")
+    _call(member, *calls[member.position])
+
+
+def abort_after_close(member: Member) -> None:
+    if member.position == 0:
+        member.communicator.close()
+        member.communicator.close()
+        member.communicator.abort("closed first")
+    else:
+        member.proceed()
+        member.communicator.barrier()
+
+
+def call_after_close(member: Member, kind: str, options: dict[str, Any]) -> None:
+    member.communicator.barrier()
+    member.communicator.close()
+    _call(member, kind, options)
+
+
+def leave_early(member: Member) -> None:
+    member.communicator.barrier()
+    if member.position == 0:
+        member.communicator.close()
+    else:
+        member.communicator.gather(b"", what="evaluate 1")
+
+
+def too_big_then_small(member: Member, big: Reduce, small: Reduce) -> tuple[str, str]:
+    before = sha(reduce(member, small))
+    try:
+        reduce(member, big)
+    except Exception as error:
+        message = f"{type(error).__name__}: {error}"
+    else:
+        message = "no error"
+    assert sha(reduce(member, small)) == before
+    return message, before
+
+
+def limited_file_size(member: Member, big: Reduce, small: Reduce, limit: int) -> tuple[str, str]:
+    """The memfd cannot grow: a limit that the member which grows it has, for real."""
+    if member.position > 0:
+        return too_big_then_small(member, big, small)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        return too_big_then_small(member, big, small)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -1,0 +1,28 @@
+"""The worlds that the contract's tests run in."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# Member processes import the same modules, by their plain names.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from collective_members import Processes, Threads
+
+
+@pytest.fixture(scope="session")
+def processes() -> Iterator[Processes]:
+    world = Processes()
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="session", params=["loopback", "shared"])
+def world(request: pytest.FixtureRequest) -> Threads | Processes:
+    """Every implementation of the contract."""
+    if request.param == "loopback":
+        return Threads()
+    found: Processes = request.getfixturevalue("processes")
+    return found
