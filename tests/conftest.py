@@ -1,0 +1,4 @@
+import os
+
+# Before anything imports Keras.
+os.environ.setdefault("KERAS_BACKEND", "jax")

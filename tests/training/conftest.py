@@ -1,0 +1,88 @@
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lockstep import job
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.job import Job
+from lockstep.topology import place
+
+HERE = Path(__file__).parent
+REPLICAS_IN_PROCESS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command left behind."""
+
+    status: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    def log(self, worker: int) -> list[str]:
+        return (self.folder / f"worker-{worker}.log").read_text().splitlines()
+
+    def marked(self, worker: int, mark: str) -> list[str]:
+        """The lines of a worker's log that start with `mark`."""
+        return [line for line in self.log(worker) if line.startswith(mark)]
+
+
+@pytest.fixture(scope="session")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """JAX compiles what several tests need only once."""
+    cache = tmp_path_factory.mktemp("compiled")
+    return os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+
+
+@pytest.fixture(scope="session")
+def plain(environment: dict[str, str]) -> Callable[..., str]:
+    """Run a script of this folder without the command; return what it printed."""
+
+    def run(script: str, *arguments: str) -> str:
+        command = [sys.executable, str(HERE / script), *arguments]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def launch(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """Run a script of this folder with `lockstep run`."""
+
+    def run(options: str, script: str, *arguments: str) -> Run:
+        folder = tmp_path_factory.mktemp("run")
+        command = [sys.executable, "-m", "lockstep", "run", "--backend", "jax", "--run-dir", str(folder)]
+        command += [*options.split(), str(HERE / script), *arguments]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        return Run(result.returncode, result.stdout, result.stderr, folder)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def reports() -> list[tuple[str, dict[str, object]]]:
+    """The events that this process's job has reported."""
+    return []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def job_of_one_worker(reports: list[tuple[str, dict[str, object]]]) -> Job:
+    """Make this process the only worker of a job with several replicas."""
+    view = place(REPLICAS_IN_PROCESS, (0,))
+    hub = Hub(ReducePlan.of(view))
+    entered = Job(view, 0, 0, 1, hub.member(0), lambda event, **fields: reports.append((event, fields)))
+    job.enter(entered)
+    return entered
