@@ -23,7 +23,7 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared import SharedCommunicator
 from lockstep.topology import place
 
-DEADLINE = 60.0
+DEADLINE = 20.0
 
 
 class TickingClock(SystemClock):
