@@ -11,7 +11,7 @@ import lockstep
 
 worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 unseeded = np.random.default_rng()
-x = np.arange(64, dtype="float32").reshape(16, 4)
+x = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4)
 y = x.sum(axis=1)
 
 
@@ -69,7 +69,7 @@ def drift(model: keras.Model) -> None:
 
 
 def main() -> None:
-    cases: list[Callable[[keras.Model], None]] = [models, examples, batches, calls, sizes, epochs, drift]
+    cases: list[Callable[[keras.Model], None]] = [models, examples, batches, sizes, epochs, drift, calls]
     strategy = lockstep.MultiWorkerMirroredStrategy()
     for case in cases:
         with strategy.scope():

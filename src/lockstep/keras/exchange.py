@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Leaves, Span
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays
-from lockstep.errors import DisagreementError, InternalError
+from lockstep.errors import InternalError
 from lockstep.job import Job
 from lockstep.keras.agreement import agree
 from lockstep.keras.calls import Calls
@@ -106,13 +106,7 @@ class Exchange:
             )
         check = batch.check() if len(self._job.view.workers) > 1 else b""
         self._backend.settle()
-        try:
-            total = self._job.communicator.reduce(partials, check=check, what=self._calls.where())
-        except DisagreementError as error:
-            raise DisagreementError(
-                f"{error}; the workers do not see the same examples, or compute different steps: look for a "
-                "shuffle or a generator without a seed, and for files or code that depend on the worker"
-            ) from error
+        total = self._job.communicator.reduce(partials, check=check, what=self._calls.where())
         return self._program.apply(state, dict(zip(layout.names, total, strict=True)))
 
     def _next_step(self, state: Any) -> None:

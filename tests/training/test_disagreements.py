@@ -1,0 +1,40 @@
+"""Workers that compute different things find out at the first step at which they do, and say in what."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+HASH = r"#?[0-9a-f]{16,32}"
+
+EXPECTED = {
+    "models": rf"fit 1: worker 0 has variable sequential/only/kernel = float32\[4, 1\] {HASH} where worker 1 "
+    rf"has float32\[4, 1\] {HASH}; the models differ: .*",
+    "examples": rf"fit 2: worker 0 has data sample = {HASH} where worker 1 has {HASH}; the workers read "
+    "different examples: .*",
+    "batches": rf".* in reduce for step 3 of fit 3: worker 0 from {HASH} while worker 1 from {HASH}\. .*",
+    "sizes": r"fit 4: worker 0 has data = float32\[16, 4\] float32\[16\] where worker 1 has "
+    r"float32\[15, 4\] float32\[15\]; the workers read .*",
+    "epochs": "fit 5: worker 0 has call epochs = 0 to 1 where worker 1 has 0 to 2; all workers must make the "
+    "same calls .*",
+    "drift": rf"after step 100 of fit 6: worker 0 has variable .*only/bias = float32\[1\] {HASH} where "
+    rf"worker 1 has float32\[1\] {HASH}; the models differ: .*",
+    "calls": "(fit 7|evaluate 1): worker 0 has call = fit 7 where worker 1 has evaluate 1; all workers must "
+    "make the same calls .*",
+}
+
+
+@pytest.fixture(scope="module")
+def errors(launch: Callable[..., Any]) -> list[dict[str, str]]:
+    """For each worker: the error of each case."""
+    run = launch("-n 2", "disagreements.py")
+    assert run.status == 0, run.stderr
+    lines = [run.marked(worker, "case ") for worker in range(2)]
+    return [dict(line.removeprefix("case ").split(": ", 1) for line in own) for own in lines]
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_both_workers_name_the_difference(errors: list[dict[str, str]], case: str) -> None:
+    for own in errors:
+        assert re.fullmatch(f"DisagreementError: {EXPECTED[case]}", own[case]), own[case]

@@ -1,0 +1,95 @@
+"""The private parts of Keras that Lockstep stands on. A failure here means that Keras has changed."""
+
+import inspect
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+import pytest
+from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
+from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.epoch_iterator import EpochIterator
+
+from lockstep.data.batch import GlobalBatch
+
+CHANGED = f"Keras {keras.__version__} has changed a private part that {{}} stands on: {{}}"
+
+
+def model() -> keras.Model:
+    made = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(1)])
+    made.compile("sgd", "mse")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("file", "owner", "name"),
+    [
+        ("keras/hook.py", keras.Model, "_symbolic_build"),
+        ("keras/hook.py", keras.Model, "make_train_function"),
+        ("keras/hook.py", keras.Model, "make_test_function"),
+        ("keras/hook.py", keras.Model, "make_predict_function"),
+        ("keras/jax.py", keras.Model, "_flatten_layers"),
+        ("keras/jax.py", keras.Layer, "metrics_variables"),
+        ("keras/jax.py", keras.optimizers.Optimizer, "stateless_apply"),
+        ("keras/inputs.py", array_slicing, "convert_to_sliceable"),
+        ("keras/inputs.py", array_slicing, "train_validation_split"),
+        ("keras/inputs.py", PyDatasetAdapter, "_standardize_batch"),
+    ],
+)
+def test_a_part_is_there(file: str, owner: Any, name: str) -> None:
+    assert hasattr(owner, name), CHANGED.format(file, f"{owner.__name__}.{name}")
+
+
+def test_layers_list_their_random_generators() -> None:
+    generators = [len(layer._seed_generators) for layer in model()._flatten_layers()]
+    assert sum(generators) == 1, CHANGED.format("keras/jax.py", "Layer._seed_generators")
+
+
+def test_the_array_adapter_keeps_its_inputs() -> None:
+    adapter = ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2)
+    parts = adapter._num_samples, adapter._batch_size, len(adapter._inputs)
+    assert parts == (5, 2, 2), CHANGED.format("keras/inputs.py", "ArrayDataAdapter")
+    assert can_convert_arrays((np.zeros(3), None, None))
+
+
+def test_a_data_adapter_may_be_given_as_the_input() -> None:
+    class Mine(DataAdapter):  # type: ignore[misc]
+        num_batches = 1
+
+    mine = Mine()
+    assert EpochIterator(mine).data_adapter is mine, CHANGED.format("keras/hook.py", "get_data_adapter")
+
+
+def test_fit_validates_with_a_cached_input() -> None:
+    source = inspect.getsource(inspect.unwrap(keras.Model.fit))
+    assert "_use_cached_eval_dataset" in source, CHANGED.format("keras/hook.py", "Trainer.fit")
+
+
+def test_the_jax_train_step_applies_its_optimizer_without_state() -> None:
+    source = inspect.getsource(keras.Model.train_step)
+    assert source.count("optimizer.stateless_apply") == 1, CHANGED.format("keras/jax.py", "train_step")
+
+
+def test_jax_passes_a_global_batch_through_to_the_train_function() -> None:
+    import lockstep.keras.jax
+
+    assert lockstep.keras.jax.JaxBackend
+    batch = GlobalBatch(1, lambda rows: None, lambda: b"")
+    assert keras.tree.map_structure(jax.device_put, batch) is batch
+
+
+def test_an_unchanged_variable_comes_out_of_a_traced_step_as_the_same_object() -> None:
+    made = model()
+    state = [[v.value for v in group] for group in (made.trainable_variables, made.non_trainable_variables)]
+    same: list[bool] = []
+
+    def step(trainable: Any, rest: Any) -> Any:
+        outputs, after = made.predict_step((trainable, rest), (np.zeros((1, 2), "float32"),))
+        same.extend(new is old for old, new in zip(rest, after, strict=True))
+        return outputs
+
+    jax.jit(step)(*state)
+    assert same == [True], CHANGED.format("keras/jax.py", "StatelessScope")

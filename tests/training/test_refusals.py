@@ -1,0 +1,112 @@
+"""What replicas cannot compute is refused at the first step, by name."""
+
+import re
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import DataError, ModelError, ScopeError
+
+X = np.ones((9, 4), "float32")
+Y = np.ones((9, 1), "float32")
+
+
+@pytest.fixture(scope="module")
+def strategy() -> lockstep.MultiWorkerMirroredStrategy:
+    return lockstep.MultiWorkerMirroredStrategy()
+
+
+def build(cls: type[keras.Model] = keras.Sequential, **options: Any) -> keras.Model:
+    model = cls([keras.layers.Input((4,)), keras.layers.Dense(1)], name="wanted")
+    model.compile("sgd", "mse", **options)
+    return model
+
+
+def test_a_model_compiled_outside_the_scope_is_not_trained(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    model = build()
+    with pytest.raises(ScopeError, match="'wanted' was not compiled in the strategy's scope"):
+        model.fit(X, Y, verbose=0)
+    assert model.predict(X, verbose=0).shape == (9, 1)
+
+
+def test_the_number_of_replicas_is_the_jobs(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    assert strategy.num_replicas_in_sync == 3
+
+
+@pytest.mark.parametrize("inputs", [lambda: (row for row in X), lambda: "text", lambda: None])
+def test_inputs_that_cannot_be_split_are_refused(
+    strategy: lockstep.MultiWorkerMirroredStrategy, inputs: Any
+) -> None:
+    with strategy.scope():
+        model = build()
+    with pytest.raises(DataError, match=r"an input of type .* cannot be split over replicas"):
+        model.fit(inputs(), verbose=0)
+
+
+def test_an_optimizer_applied_twice_is_refused(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    class Twice(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            _, state = super().train_step(state, data)
+            return super().train_step(state, data)
+
+    with strategy.scope():
+        model = build(Twice)
+    with pytest.raises(ModelError, match="applied the model's optimizer 2 times"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_integer_state_that_a_step_changes_is_refused_by_name(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Counter(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, name="calls")
+
+        def call(self, inputs: Any) -> Any:
+            self.calls.assign_add(1)
+            return inputs
+
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), Counter(), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"changes the int32 variable '.*calls'"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_nan_passes_through_as_in_keras(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    x = X.copy()
+    x[4, 2] = np.nan
+    with strategy.scope():
+        model = build()
+    history = model.fit(x, Y, batch_size=9, epochs=2, verbose=0)
+    assert np.isnan(history.history["loss"]).all()
+    assert all(np.isnan(weight).any() for weight in model.get_weights())
+
+
+def test_a_recompiled_and_a_second_model_train_too(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    with strategy.scope():
+        first, second = build(), build()
+    first.fit(X, Y, verbose=0)
+    second.fit(X, Y, verbose=0)
+    first.compile("adam", "mae")
+    before = lockstep.digest(first)
+    first.fit(X, Y, verbose=0)
+    assert lockstep.digest(first) != before
+    assert lockstep.digest(first) != lockstep.digest(second)
+
+
+def test_calls_are_reported(
+    strategy: lockstep.MultiWorkerMirroredStrategy, reports: list[tuple[str, dict[str, Any]]]
+) -> None:
+    with strategy.scope():
+        model = build()
+    del reports[:]
+    model.fit(X, Y, validation_data=(X, Y), verbose=0)
+    model.evaluate(X, Y, verbose=0)
+    names = [re.sub(r" \d+", "", str(fields["name"])) for event, fields in reports if event == "call"]
+    assert names == ["fit", "validation within fit", "evaluate"]
