@@ -173,13 +173,17 @@ def abort_twice_then_call(member: Member, calls: Sequence[tuple[str, dict[str, A
 
 
 def abort_after_close(member: Member) -> None:
+    member.communicator.close()
+    member.communicator.close()
+    member.communicator.abort("closed first")
+
+
+def abort_after_close_of_one(member: Member) -> None:
     if member.position == 0:
-        member.communicator.close()
-        member.communicator.close()
-        member.communicator.abort("closed first")
+        abort_after_close(member)
     else:
         member.proceed()
-        member.communicator.barrier()
+        member.communicator.gather(b"")
 
 
 def call_after_close(member: Member, kind: str, options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from collective_scripts import (
     Gather,
     Operation,
     Reduce,
-    abort_after_close,
+    abort_after_close_of_one,
     abort_twice_then_call,
     call,
     call_after_close,
@@ -281,12 +281,11 @@ def test_abort_from_outside_while_members_wait(world: World, kind: str, options:
         assert {(wait.what, wait.workers) for wait in outcome.waits} >= {(f"{kind} for step 4", (2,))}
 
 
-def test_abort_after_close(world: World) -> None:
-    def listen(control: Control, position: int, _: Waiting) -> None:
-        raise AssertionError(f"member {position} waits")
-
-    outcomes = world.run(plan_of(1, 1), abort_after_close, listen=listen)
-    assert values(outcomes) == [None]
+def test_a_closed_member_can_end_the_view(world: World) -> None:
+    outcomes = world.run(plan_of(2, 2), abort_after_close_of_one, absent=[1])
+    assert outcomes[0].error is None
+    assert outcomes[1].error is PeerLostError
+    assert outcomes[1].message == "closed first"
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)

@@ -18,14 +18,14 @@ class Call:
         what: the caller's name for this call; not compared.
         check: must be equal on all members.
         root: of a broadcast.
-        layout: digest of the leaves' shapes and dtypes.
+        layout: 16 bytes, the digest of the leaves' shapes and dtypes; zeros where there are no leaves.
     """
 
     kind: str
     what: str
     check: bytes = b""
     root: int = 0
-    layout: bytes = b""
+    layout: bytes = bytes(16)
 
     def __str__(self) -> str:
         return self.kind if self.what == self.kind else f"{self.kind} for {self.what}"

@@ -1,0 +1,195 @@
+"""The tree, the slices and the work of each member, without members that run."""
+
+import numpy as np
+import pytest
+from collective_members import plan_of
+from collective_scripts import Reduce, partials_of
+from collective_twin import DTYPES, FLOATS, leaves_of, sha, twin
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep.collectives.contract import Span
+from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
+from lockstep.collectives.places import Places, Work, run
+from lockstep.collectives.plan import ReducePlan, Step, Sum, cover, halves
+from lockstep.collectives.summing import Adder, flat, merge
+from lockstep.errors import InternalError
+from lockstep.topology import View
+
+shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
+
+
+def subtrees(node: Span) -> list[Span]:
+    """All subtrees by definition, the larger ones first."""
+    if node.stop - node.start == 1:
+        return [node]
+    left = 1
+    while left * 2 < node.stop - node.start:
+        left *= 2
+    middle = node.start + left
+    inside = subtrees(Span(node.start, middle)) + subtrees(Span(middle, node.stop))
+    return [node, *inside]
+
+
+@pytest.mark.parametrize("replicas", range(1, 20))
+def test_cover_is_the_maximal_subtrees_in_order(replicas: int) -> None:
+    nodes = subtrees(Span(0, replicas))
+    for start in range(replicas):
+        for stop in range(start + 1, replicas + 1):
+            inside = [node for node in nodes if start <= node.start and node.stop <= stop]
+            maximal = [
+                node
+                for node in inside
+                if not any(other != node and other[0] <= node[0] and node[1] <= other[1] for other in inside)
+            ]
+            assert cover(range(start, stop), replicas) == cover(Span(start, stop), replicas)
+            assert list(cover(range(start, stop), replicas)) == sorted(maximal)
+    assert cover(range(0), replicas) == ()
+
+
+def test_the_left_half_is_a_perfect_tree() -> None:
+    assert halves(Span(3, 10)) == (Span(3, 7), Span(7, 10))
+    assert halves(Span(0, 8)) == (Span(0, 4), Span(4, 8))
+    assert halves(Span(0, 2)) == (Span(0, 1), Span(1, 2))
+
+
+def test_a_sum_is_planned_in_tree_order() -> None:
+    parts = [Span(r, r + 1) for r in range(5)]
+    plan = Sum.of(Span(0, 5), parts)
+    assert plan.operands == tuple(parts)
+    # ((0 + 1) + (2 + 3)) + 4, with two scratch registers, 5 and 6, and the result in 7.
+    assert plan.steps == (Step(0, 1, 5), Step(2, 3, 6), Step(5, 6, 5), Step(5, 4, 7))
+    assert plan.scratch == 2
+    assert Sum.of(Span(0, 4), [Span(0, 4)]) == Sum((Span(0, 4),), (), 0)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [Span(0, 1)],
+        [Span(0, 1), Span(1, 4)],
+        [Span(0, 2), Span(0, 1), Span(1, 2), Span(2, 4)],
+        [Span(0, 2), Span(2, 4), Span(4, 5)],
+        [Span(0, 0), Span(0, 4)],
+    ],
+)
+def test_parts_that_do_not_make_up_a_span(parts: list[Span]) -> None:
+    with pytest.raises(InternalError):
+        Sum.of(Span(0, 4), parts)
+
+
+def test_partials_of_others_are_refused() -> None:
+    plan = plan_of(4, 2)
+    for spans in ([Span(0, 4)], [Span(2, 4)], [Span(0, 1)], [], [Span(0, 2), Span(2, 3)]):
+        with pytest.raises(InternalError):
+            plan.merges(0, spans)
+
+
+def test_the_plan_of_a_view() -> None:
+    plan = plan_of(7, [4, 2, 9])
+    assert plan.owned == (Span(0, 3), Span(3, 5), Span(5, 7))
+    assert plan.published == (
+        (Span(0, 2), Span(2, 3)),
+        (Span(3, 4), Span(4, 5)),
+        (Span(5, 6), Span(6, 7)),
+    )
+    assert plan.workers == (4, 2, 9)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [View(1, (0, 1), (0, 0)), View(1, (0, 1), (1, 0)), View(1, (0, 1), (0, 1, 0)), View(1, (0,), (0, 5))],
+)
+def test_views_without_a_plan(view: View) -> None:
+    with pytest.raises(InternalError):
+        ReducePlan.of(view)
+
+
+def simulate(plan: ReducePlan, case: Reduce) -> list[str]:
+    """Run all members' work one after the other in memory that starts as NaNs."""
+    layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
+    places = Places.of(layout, plan)
+    total, outside = allocate(layout.size), allocate(places.size)
+    total.fill(0xFF)
+    outside.fill(0xFF)
+    adder, works, owns = Adder(), [], []
+    for position in range(plan.members):
+        partials = partials_of(plan, position, case)
+        works.append(Work.of(layout, plan, places, position, tuple(partials), (total, outside)))
+        owns.append({span: flat(leaves) for span, leaves in partials.items()})
+    for work, own in zip(works, owns, strict=True):
+        run(work.publish, own, adder)
+    for work, own in zip(works, owns, strict=True):
+        run(work.total, own, adder)
+    return [sha(layout.shaped(layout.views(total)))]
+
+
+@pytest.mark.parametrize("replicas", range(1, 17))
+def test_any_number_of_workers_gives_the_bits_of_the_twin(replicas: int) -> None:
+    case = Reduce(replicas, ((2, 67), (1,), (33,)), ("float32", "float64", "float16"))
+    want = sha(twin([leaves_of(case.seed, replica, case.shapes, case.dtypes) for replica in range(replicas)]))
+    for workers in range(1, replicas + 1):
+        for style in ("replicas", "merged", "mixed"):
+            assert simulate(plan_of(replicas, workers), case._replace(given=style)) == [want], (
+                workers,
+                style,
+            )
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_leaves_give_the_bits_of_the_twin(data: st.DataObject) -> None:
+    replicas = data.draw(st.integers(1, 16))
+    workers = data.draw(st.integers(1, replicas))
+    leaves = data.draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=4))
+    style = data.draw(st.sampled_from(["replicas", "merged", "mixed"]))
+    case = Reduce(
+        data.draw(st.integers(0, 99)), tuple(a for a, _ in leaves), tuple(b for _, b in leaves), style
+    )
+    want = sha(twin([leaves_of(case.seed, replica, case.shapes, case.dtypes) for replica in range(replicas)]))
+    assert simulate(plan_of(replicas, workers), case) == [want]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 100_003])
+def test_two_nans_add_up_to_the_same_one_everywhere(dtype: str, size: int) -> None:
+    one, other = (leaves_of(1, replica, ((1,),), (dtype,))[0] for replica in (0, 1))
+    one, other = np.full(size, np.nan, one.dtype), -np.full(size, np.nan, other.dtype)
+    case_plan, out = Sum.of(Span(0, 2), [Span(0, 1), Span(1, 2)]), np.empty_like(one)
+    Adder().add(case_plan, [one, other], out)
+    assert len({out[index].tobytes() for index in range(size)}) == 1
+    Adder().add(case_plan, [one, other], other)
+    assert other.tobytes() == out.tobytes()
+
+
+def test_merge_gives_the_published_spans_and_passes_on_what_is_one() -> None:
+    plan = plan_of(7, 3)
+    case = Reduce(3, ((5, 5), ()), ("float32", "bfloat16"))
+    partials = partials_of(plan, 0, case)
+    merged = merge(plan, 0, partials)
+    assert list(merged) == [Span(0, 2), Span(2, 3)]
+    assert merged[Span(2, 3)] is partials[Span(2, 3)]
+    assert sha(merged[Span(0, 2)]) == sha(twin([partials[Span(0, 1)], partials[Span(1, 2)]]))
+    assert merge(plan, 0, merged) == merged
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(leaves=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=6), members=st.integers(1, 9))
+def test_slices_share_out_every_element_once_and_evenly(
+    leaves: list[tuple[tuple[int, ...], str]], members: int
+) -> None:
+    layout = Layout.of(leaves_of(0, 0, [a for a, _ in leaves], [b for _, b in leaves]))
+    bounds = layout.bounds(members)
+    assert [start for start, _ in bounds] == [0, *(stop for _, stop in bounds[:-1])]
+    assert bounds[-1][1] == layout.size
+    sizes = [stop - start for start, stop in bounds]
+    assert max(sizes) - min(sizes) in (0, ALIGNMENT)
+    count = [
+        np.zeros(size // dtype.itemsize) for size, dtype in zip(layout.sizes, layout.dtypes, strict=True)
+    ]
+    for start, stop in bounds:
+        for piece in layout.pieces(start, stop):
+            assert piece.start < piece.stop
+            assert piece.start * layout.dtypes[piece.leaf].itemsize % ALIGNMENT == 0
+            count[piece.leaf][piece.start : piece.stop] += 1
+    assert all((each == 1).all() for each in count)

@@ -1,0 +1,202 @@
+"""What only members in different processes can meet: death, signals, limits, and memory that is shared."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from collective_members import Control, Processes, Settings, plan_of
+from collective_scripts import (
+    Reduce,
+    call,
+    expected,
+    limited_file_size,
+    too_big_then_small,
+)
+from test_contract import CALLS, each, quick_reports, values
+
+from lockstep.collectives import arena as arenas
+from lockstep.collectives.arena import REASON_LIMIT, Arena
+from lockstep.collectives.calls import Call
+from lockstep.collectives.contract import Waiting
+from lockstep.collectives.meeting import Meeting
+from lockstep.collectives.memory import available_memory, cgroup_rooms
+from lockstep.collectives.slots import decode, encode
+from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
+
+SMALL = Reduce(1, ((100,),), ("float32",))
+BIG = Reduce(2, ((1_000_000,),), ("float32",))
+
+
+@pytest.mark.parametrize(("kind", "options"), CALLS)
+def test_a_killed_member(processes: Processes, kind: str, options: dict[str, object]) -> None:
+    """It dies while the others wait for it; whoever watches it ends the view from outside."""
+    waiting = set()
+
+    def listen(control: Control, position: int, _: Waiting) -> None:
+        waiting.add(position)
+        if waiting == {0, 1}:
+            control.signal(2, signal.SIGKILL)
+            control.abort("worker 2 was ended by signal 9 (SIGKILL)")
+            waiting.clear()
+
+    calls = [each(kind, options, position) for position in (0, 1)]
+    outcomes = processes.run(
+        plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen
+    )
+    assert outcomes[2].error is ProcessLookupError
+    for outcome in outcomes[:2]:
+        assert outcome.error is PeerLostError
+        assert outcome.message == "worker 2 was ended by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize(("kind", "options"), CALLS)
+def test_an_interrupted_member_ends_the_view(
+    processes: Processes, kind: str, options: dict[str, object]
+) -> None:
+    waiting = set()
+
+    def listen(control: Control, position: int, _: Waiting) -> None:
+        if not waiting:
+            control.signal(0, signal.SIGINT)
+        waiting.add(position)
+
+    calls = [each(kind, {**options, "what": "step 7"}, position) for position in (0, 1)]
+    outcomes = processes.run(
+        plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
+    )
+    assert outcomes[0].error is KeyboardInterrupt
+    assert outcomes[1].error is PeerLostError
+    assert outcomes[1].message.startswith(f"worker 0 left {kind} for step 7 with KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_too_little_memory(processes: Processes, workers: int) -> None:
+    plan = plan_of(3, workers)
+    outcomes = processes.run(plan, too_big_then_small, BIG, SMALL, settings=Settings(available=1_000_000))
+    for message, before in values(outcomes):
+        assert message.startswith("SharedMemoryError: the exchange between workers needs ")
+        assert "1000000 bytes are available" in message
+        assert before == expected(plan, SMALL)
+    assert len({message for message, _ in values(outcomes)}) == 1
+
+
+def test_a_limit_that_is_found_only_when_memory_is_taken(processes: Processes) -> None:
+    plan = plan_of(2, 2)
+    limit = arenas.control_size(2) + 1_000_000
+    outcomes = processes.run(plan, limited_file_size, BIG, SMALL, limit)
+    for message, before in values(outcomes):
+        assert message.startswith("SharedMemoryError: the exchange between workers needs 7995392 bytes more")
+        assert "File too large" in message
+        assert before == expected(plan, SMALL)
+
+
+def test_nothing_is_left_behind(processes: Processes) -> None:
+    def files() -> set[Path]:
+        return set(Path("/dev/shm").iterdir())
+
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = files(), descriptors()
+    arena = Arena.create(2)
+    other = Arena.attach(os.dup(arena.fd))
+    assert files() == before[0]
+    arena.close()
+    arena.close()
+    other.close()
+    assert (files(), descriptors()) == before
+
+
+def test_an_arena_is_inherited_only_where_it_is_passed_on() -> None:
+    arena = Arena.create(1)
+    assert not os.get_inheritable(arena.fd)
+    copy = os.dup(arena.fd)
+    os.set_inheritable(copy, True)
+    other = Arena.attach(copy)
+    assert not os.get_inheritable(copy)
+    other.close()
+    arena.close()
+
+
+def test_abort_keeps_the_first_reason_and_cuts_it_off() -> None:
+    arena = Arena.create(2)
+    other = Arena.attach(os.dup(arena.fd))
+    assert other.reason() is None
+    arena.abort("x" + "ä" * REASON_LIMIT)
+    other.abort("later")
+    assert other.reason() == "x" + "ä" * ((REASON_LIMIT - 1) // 2)
+    arena.close()
+    arena.abort("closed: nothing happens")
+    other.close()
+
+
+def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
+    for content in (b"", b"x" * 10_000, b"LOCKSTEP" + b"\0" * 10_000):
+        file = tmp_path / "file"
+        file.write_bytes(content)
+        fd = os.open(file, os.O_RDWR)
+        with pytest.raises(InternalError, match="no arena"):
+            Arena.attach(fd)
+        os.close(fd)
+
+
+def test_too_little_memory_for_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(arenas, "available_memory", lambda: 1000)
+    with pytest.raises(SharedMemoryError, match=r"needs \d+ bytes .*1000 bytes are available"):
+        Arena.create(2)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_an_arena_cannot_shrink_under_its_members() -> None:
+    arena = Arena.create(1)
+    with pytest.raises(PermissionError):
+        os.ftruncate(arena.fd, 0)
+    arena.close()
+
+
+def test_arrivals_are_counted_beyond_32_bits() -> None:
+    arena = Arena.create(1)
+    meeting = Meeting(arena, 0, [0], quick_reports(), None, None)  # type: ignore[arg-type]
+    meeting._arrival = 2**32 - 2
+    for _ in range(4):
+        assert meeting.meet(Call("gather", "gather"), b"x") == [b"x"]
+    assert meeting._arrival == 2
+    arena.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        Call("barrier", ""),
+        Call("broadcast", "epoch 3", root=7),
+        Call("reduce", "step ä", b"\0" * 64, 0, b"\1" * 16),
+        Call("reduce", "", b"\0", 0, b"\0" * 16),
+    ],
+)
+def test_a_slot_keeps_a_call(call: Call) -> None:
+    assert decode(encode(call, 2**40) + b"rest") == (call, 2**40)
+
+
+def test_a_slot_cuts_a_long_name() -> None:
+    found, _ = decode(encode(Call("barrier", "ä" * 600), 0))
+    assert found.what == "ä" * 256
+
+
+def test_room_under_cgroup_limits(tmp_path: Path) -> None:
+    membership, mount = tmp_path / "cgroup", tmp_path / "mount"
+    membership.write_text("4:cpu,memory:/job\n1:cpu:/\n0::/a/b\n")
+
+    def group(path: str, **files: str) -> None:
+        (mount / path).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (mount / path / name.replace("__", ".")).write_text(text)
+
+    group("a/b", memory__max="1000\n", memory__current="900\n", memory__stat="anon 5\ninactive_file 50\n")
+    group("a", memory__max="max\n", memory__current="5000\n")
+    group("memory/job", memory__limit_in_bytes="700\n", memory__usage_in_bytes="500\n")
+    group("memory", memory__limit_in_bytes="9000\n", memory__usage_in_bytes="1000\n")
+    assert cgroup_rooms(membership, mount) == [200, 8000, 150]
+    assert cgroup_rooms(tmp_path / "absent", mount) == []
+    assert 0 < available_memory() < 2**60
