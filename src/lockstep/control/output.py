@@ -11,7 +11,7 @@ from pathlib import Path
 _PIECE = 4096
 _MAX_LINE = 64 * 1024
 _TAIL = 64 * 1024
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]|\x1b\[[0-9;]*[A-Za-z]")
+_CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class Sink:

@@ -1,6 +1,8 @@
 """The folder of one run: finding a name for it, and keeping others out."""
 
+import contextlib
 import fcntl
+import itertools
 import os
 import time
 from pathlib import Path
@@ -16,18 +18,16 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
         ConfigError: it cannot be made.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall))
-    number = 1
-    while True:
-        folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
-        try:
-            base.mkdir(parents=True, exist_ok=True)
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        except OSError as error:
-            raise _unusable(folder, error) from None
-        else:
-            return folder
+    try:
+        base.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
+            with contextlib.suppress(FileExistsError):
+                folder.mkdir()
+                return folder
+    except OSError as error:
+        raise _unusable(base, error) from None
+    raise AssertionError("numbers have no end")
 
 
 def claim_folder(folder: Path) -> int:

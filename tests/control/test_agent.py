@@ -1,0 +1,277 @@
+"""The agent with workers that the test plays."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.clock import Clock, SystemClock
+from lockstep.control.agent import Agent, Exchange
+from lockstep.control.console import Console
+from lockstep.control.fake import FakeHandle, FakeLauncher, end_by_signal
+from lockstep.control.messages import Failed, Finished, Report, Started, Stop, Waiting, encode
+from lockstep.control.output import Sink
+from lockstep.control.spec import JobSpec
+from lockstep.control.supervision import Limits, State
+from lockstep.events import EventLog
+from lockstep.paths import RunPaths
+
+QUICK = Limits(timeout=60, blame=0.01, look=0.01, abort=0.01, term=0.01, kill=0.01)
+
+
+@dataclass
+class NoDescendants:
+    """Nobody is below: the test's own children are none of the agent's business."""
+
+    graces: list[float] = field(default_factory=list)
+
+    def reap(self, owned: frozenset[int]) -> None:
+        pass
+
+    def end(self, grace: float) -> tuple[int, ...]:
+        self.graces.append(grace)
+        return ()
+
+
+@dataclass
+class Outcome:
+    status: int
+    stdout: str
+    stderr: str
+    events: list[dict[str, object]]
+    workers: list[FakeHandle]
+    aborts: list[str]
+    graces: list[float]
+
+    def events_of(self, event: str) -> list[dict[str, object]]:
+        names = ("time", "event")
+        return [
+            {name: value for name, value in entry.items() if name not in names}
+            for entry in self.events
+            if entry["event"] == event
+        ]
+
+
+class TellingLog(EventLog):
+    """Tells the test of each event, so that it can act at that very moment."""
+
+    def __init__(self, descriptor: int, clock: Clock) -> None:
+        super().__init__(descriptor, clock)
+        self.listeners: list[Callable[[str], None]] = []
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        super().write(event, **fields)
+        for listener in self.listeners:
+            listener(event)
+
+
+Play = Callable[[FakeHandle], None]
+
+
+@dataclass
+class Stage:
+    """Runs the agent with two workers that do what `play` says."""
+
+    folder: Path
+    command: socket.socket
+    agent_side: socket.socket
+
+    def run(
+        self,
+        *plays: Play,
+        react: Callable[[FakeHandle, int], None] = end_by_signal,
+        on_event: Callable[[str], None] = lambda event: None,
+        tee: str = "chief",
+    ) -> Outcome:
+        paths, descendants, aborts = RunPaths(self.folder), NoDescendants(), []
+        launcher = FakeLauncher(lambda worker: plays[worker.launch.worker](worker), react)
+        spec = JobSpec("a.py", False, (), len(plays), len(plays), 1, 0, 60.0, self.folder)
+
+        def abort(reason: str) -> None:
+            aborts.append(reason)
+            for worker in launcher.started:
+                worker.end(1)
+
+        out, err = self.folder / "out", self.folder / "err"
+        with out.open("wb", 0) as stdout, err.open("wb", 0) as stderr:
+            console = Console(Sink(stdout.fileno()), Sink(stderr.fileno()), tee, 0)  # type: ignore[arg-type]
+            with TellingLog.open(paths.events, SystemClock()) as events:
+                events.listeners.append(on_event)
+                status = Agent(
+                    spec,
+                    paths,
+                    os.getpid(),
+                    launcher,
+                    Exchange(0, abort),
+                    self.agent_side,
+                    console,
+                    events,
+                    SystemClock(),
+                    descendants,
+                    State(frozenset(range(len(plays))), QUICK),
+                ).run()
+        entries = [json.loads(line) for line in paths.events.read_text().splitlines()]
+        return Outcome(
+            status,
+            out.read_text(),
+            err.read_text(),
+            entries,
+            launcher.started,
+            aborts,
+            descendants.graces,
+        )
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    command, agent_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with command, agent_side:
+        yield Stage(tmp_path, command, agent_side)
+
+
+def well(worker: FakeHandle) -> None:
+    worker.say(Started())
+    worker.say(Report("strategy", {}))
+    worker.write(stdout=f"out {worker.launch.worker}\n".encode(), stderr=b"err\n")
+    worker.say(Finished())
+    worker.end(0)
+
+
+def waits(worker: FakeHandle) -> None:
+    worker.say(Started())
+
+
+def test_a_good_run(stage: Stage) -> None:
+    outcome = stage.run(well, well)
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "out 0\n", "err\n")
+    assert [(stage.folder / f"worker-{n}.log").read_text() for n in (0, 1)] == [
+        "out 0\nerr\n",
+        "out 1\nerr\n",
+    ]
+    assert outcome.events_of("exited") == [{"worker": 0, "status": 0}, {"worker": 1, "status": 0}]
+    assert outcome.events_of("strategy") == [{"worker": 0}, {"worker": 1}]
+    assert outcome.events_of("finished") == [{"status": 0, "message": ""}]
+    assert outcome.aborts == []
+    assert outcome.graces == [0.5, 0]
+
+
+def test_all_lines_with_their_worker(stage: Stage) -> None:
+    outcome = stage.run(well, well, tee="all")
+    assert sorted(outcome.stdout.splitlines()) == ["[worker 0] out 0", "[worker 1] out 1"]
+
+
+def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
+    def fails(worker: FakeHandle) -> None:
+        worker.write(stderr=b"Traceback: no good\n")
+        worker.say(Failed(1, "ValueError: no good", "Traceback", False))
+        worker.end(1)
+
+    outcome = stage.run(waits, fails)
+    assert outcome.status == 1
+    assert outcome.aborts == ["worker 1 ended with status 1: ValueError: no good"]
+    assert outcome.stderr == (
+        "lockstep: worker 1 ended with status 1: ValueError: no good\n"
+        "  | Traceback: no good\n"
+        f"  log: {stage.folder}/worker-1.log\n"
+    )
+    assert outcome.events_of("failed") == [
+        {"worker": 1, "summary": "ValueError: no good", "traceback": "Traceback"}
+    ]
+
+
+def test_reports_that_were_sent_before_an_end_do_not_count_against_it(stage: Stage) -> None:
+    def reports_then_ends(worker: FakeHandle) -> None:
+        for seconds in (0.5, 1.0, 1.5):
+            worker.say(Waiting("barrier", (0,), seconds))
+        well(worker)
+
+    assert stage.run(well, reports_then_ends).status == 0
+
+
+def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
+    started: list[FakeHandle] = []
+
+    def wait_in_vain(event: str) -> None:
+        if event == "exited" and started:
+            worker = started.pop()
+            for seconds in (0.5, 1.0):
+                worker.say(Waiting("barrier", (0,), seconds))
+
+    outcome = stage.run(well, started.append, on_event=wait_in_vain)
+    message = "worker 0 ended with status 0 while worker 1 waited for it in barrier"
+    assert outcome.aborts == [message]
+    assert outcome.status == 1
+    assert outcome.stderr == f"err\nlockstep: {message}\n  log: {stage.folder}/worker-0.log\n"
+
+
+def test_a_notice_is_shown(stage: Stage) -> None:
+    def waits_long(worker: FakeHandle) -> None:
+        worker.say(Waiting("step 3", (0,), 12.0))
+        well(worker)
+
+    outcome = stage.run(well, waits_long)
+    assert outcome.stderr.splitlines().count("lockstep: worker 1 has waited 12 s for worker 0 in step 3") == 1
+
+
+def test_garbage_is_noted_and_ignored(stage: Stage) -> None:
+    def babbles(worker: FakeHandle) -> None:
+        worker.say_raw(b'{"type": "nix"}')
+        well(worker)
+
+    outcome = stage.run(well, babbles)
+    assert outcome.status == 0
+    assert [entry["worker"] for entry in outcome.events_of("misunderstood")] == [1]
+
+
+def test_a_stop_reaches_every_worker_once(stage: Stage) -> None:
+    stage.command.send(encode(Stop(signal.SIGTERM)))
+    outcome = stage.run(waits, waits)
+    assert outcome.status == 143
+    assert [worker.signals for worker in outcome.workers] == [[15], [15]]
+    assert outcome.stderr == "lockstep: stopped by SIGTERM\n"
+    assert outcome.graces == [0.5, 0]
+
+
+def test_workers_that_ignore_a_stop_are_killed(stage: Stage) -> None:
+    def ignore(worker: FakeHandle, number: int) -> None:
+        if number == signal.SIGKILL:
+            worker.end(-number)
+
+    stage.command.send(encode(Stop(signal.SIGINT)))
+    outcome = stage.run(waits, waits, react=ignore)
+    assert outcome.status == 130
+    assert [worker.signals for worker in outcome.workers] == [[2, 9], [2, 9]]
+    assert outcome.graces == [0, 0]
+
+
+def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
+    stage.command.close()
+    outcome = stage.run(waits, waits)
+    assert outcome.status == 137
+    assert outcome.graces == [0]
+    assert outcome.events_of("finished") == [{"status": 137, "message": "the command was killed"}]
+
+
+def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
+    def alone(worker: FakeHandle) -> None:
+        worker.end(0)
+
+    line = "lockstep: the script used no strategy: each of the 2 workers ran all of it, alone\n"
+    assert stage.run(alone, alone).stderr == line
+
+
+def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:
+    def refuse(worker: FakeHandle) -> None:
+        worker.end(0)
+        raise OSError(11, "too many processes")
+
+    outcome = stage.run(waits, refuse)
+    assert outcome.status == 1
+    assert outcome.stderr == "lockstep: worker 1 cannot be started: [Errno 11] too many processes\n"
+    assert outcome.graces == [0, 0]

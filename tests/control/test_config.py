@@ -1,0 +1,140 @@
+"""What workers find in their environment, and what Lockstep reads in its own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.config import (
+    WorkerConfig,
+    forget_worker,
+    read_worker,
+    tf_config,
+    visible_gpus,
+    worker_environment,
+)
+from lockstep.errors import ConfigError
+
+CONFIG = WorkerConfig(
+    worker=1,
+    workers=2,
+    replicas=3,
+    seed=2**32 + 7,
+    threads=4,
+    timeout=1.5,
+    run_dir=Path("/runs/a b"),
+    agent=99,
+    control=5,
+    arena=6,
+)
+
+
+def test_read_inverts_write() -> None:
+    assert read_worker(worker_environment(CONFIG, {})) == CONFIG
+
+
+def test_the_whole_environment_of_a_worker() -> None:
+    inherited = {"HOME": "/home", "OMP_NUM_THREADS": "64", "LOCKSTEP_OLD": "x", "TF_CONFIG": "old"}
+    assert worker_environment(CONFIG, inherited) == {
+        "HOME": "/home",
+        "LOCKSTEP_WORKER": "1",
+        "LOCKSTEP_WORKERS": "2",
+        "LOCKSTEP_REPLICAS": "3",
+        "LOCKSTEP_SEED": str(2**32 + 7),
+        "LOCKSTEP_THREADS": "4",
+        "LOCKSTEP_TIMEOUT": "1.5",
+        "LOCKSTEP_RUN_DIR": "/runs/a b",
+        "LOCKSTEP_AGENT": "99",
+        "LOCKSTEP_CONTROL_FD": "5",
+        "LOCKSTEP_ARENA_FD": "6",
+        "NPROC": "4",
+        "OMP_NUM_THREADS": "4",
+        "OPENBLAS_NUM_THREADS": "4",
+        "MKL_NUM_THREADS": "4",
+        "TF_NUM_INTRAOP_THREADS": "4",
+        "TF_NUM_INTEROP_THREADS": "1",
+        "OMP_DYNAMIC": "FALSE",
+        "MKL_DYNAMIC": "FALSE",
+        "PYTHONHASHSEED": "7",
+        "PYTHONUNBUFFERED": "1",
+        "TF_CONFIG": tf_config(1, 3),
+    }
+
+
+def test_backend_and_devices_only_if_asked() -> None:
+    plain = worker_environment(CONFIG, {})
+    asked = worker_environment(CONFIG, {}, backend="torch", devices="0,1", shared=True)
+    assert asked == plain | {
+        "KERAS_BACKEND": "torch",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+def test_only_the_index_of_a_tf_config_depends_on_the_worker() -> None:
+    first, second = json.loads(tf_config(0, 3)), json.loads(tf_config(1, 3))
+    assert second == first | {"task": {"type": "worker", "index": 1}}
+    assert first["cluster"] == {"worker": ["127.0.0.1:20000", "127.0.0.1:20001", "127.0.0.1:20002"]}
+
+
+def test_a_worker_that_forgets_leaves_the_rest() -> None:
+    environment = worker_environment(CONFIG, {"HOME": "/home"})
+    forget_worker(environment)
+    assert [name for name in environment if name.startswith("LOCKSTEP_")] == []
+    assert environment["HOME"] == "/home"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("WORKER", "-1", "expected a whole number, 0 or more"),
+        ("WORKER", "٣", "expected a whole number, 0 or more"),
+        ("WORKERS", "0", "expected a whole number, 1 or more"),
+        ("SEED", "", "expected a whole number, 0 or more"),
+        ("TIMEOUT", "soon", "expected seconds"),
+        ("TIMEOUT", "nan", "expected seconds, more than 0"),
+        ("RUN_DIR", "runs", "expected an absolute path"),
+    ],
+)
+def test_a_wrong_variable_is_named(name: str, value: str, expected: str) -> None:
+    environment = worker_environment(CONFIG, {}) | {f"LOCKSTEP_{name}": value}
+    with pytest.raises(ConfigError) as caught:
+        read_worker(environment)
+    assert str(caught.value) == f"LOCKSTEP_{name} is {value!r}: {expected}"
+
+
+@pytest.mark.parametrize("name", [name for name in worker_environment(CONFIG, {}) if name[:5] == "LOCKS"])
+def test_a_missing_variable_is_named(name: str) -> None:
+    environment = worker_environment(CONFIG, {})
+    del environment[name]
+    with pytest.raises(ConfigError, match=f"^{name} is not set: "):
+        read_worker(environment)
+
+
+def test_the_worker_must_be_one_of_the_workers() -> None:
+    environment = worker_environment(replace(CONFIG, worker=2), {})
+    with pytest.raises(ConfigError, match=r"^LOCKSTEP_WORKER is 2, but the 2 workers count from 0$"):
+        read_worker(environment)
+
+
+@pytest.mark.parametrize(
+    ("listed", "gpus"),
+    [
+        (None, ("0", "1")),
+        ("", ()),
+        ("-1", ()),
+        ("3", ("3",)),
+        ("2, GPU-x", ("2", "GPU-x")),
+        ("2,-1,3", ("2",)),
+    ],
+)
+def test_visible_gpus(listed: str | None, gpus: tuple[str, ...], tmp_path: Path) -> None:
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert visible_gpus(environment, tmp_path) == gpus
+
+
+def test_no_driver_no_gpu(tmp_path: Path) -> None:
+    assert visible_gpus({}, tmp_path / "nix") == ()

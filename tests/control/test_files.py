@@ -1,0 +1,101 @@
+"""The run's folder: names, locks, events, stacks."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.clock import VirtualClock
+from lockstep.control.run_folder import claim_folder, fresh_folder
+from lockstep.control.stack import innermost
+from lockstep.errors import ConfigError
+from lockstep.events import EventLog
+
+DUMP = """Thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "train.py", line 6 in blocked
+  File "train.py", line 7 in <module>
+  File "/x/lockstep/control/script.py", line 65 in run
+  File "/x/lockstep/worker.py", line 37 in main
+  File "<frozen runpy>", line 88 in _run_code
+"""
+
+
+def test_fresh_folders_are_unique(tmp_path: Path) -> None:
+    folders = [fresh_folder(tmp_path / "runs", "train", 0.0) for _ in range(3)]
+    assert [folder.is_dir() for folder in folders] == [True] * 3
+    names = [folder.name for folder in folders]
+    assert re.fullmatch(r"train-19(69|70)\d{4}-\d{6}", names[0])
+    assert names[1:] == [f"{names[0]}-2", f"{names[0]}-3"]
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    lock = claim_folder(tmp_path / "a" / "b")
+    with pytest.raises(
+        ConfigError, match=r"^another run works in .*/a/b; wait for it, or give another --run-dir$"
+    ):
+        claim_folder(tmp_path / "a" / "b")
+    os.close(lock)
+    os.close(claim_folder(tmp_path / "a" / "b"))
+
+
+@pytest.mark.parametrize("folder", ["file", "file/below"])
+def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=f"^the run's folder {tmp_path / folder} cannot be used: "):
+        claim_folder(tmp_path / folder)
+    with pytest.raises(ConfigError, match=f"^the run's folder {tmp_path / folder} cannot be used: "):
+        fresh_folder(tmp_path / folder, "x", 0.0)
+
+
+def test_events_are_appended_a_line_each(tmp_path: Path) -> None:
+    path, clock = tmp_path / "events.jsonl", VirtualClock(5.0)
+    path.write_bytes(b'{"unfinished": ')
+    for _ in range(2):
+        with EventLog.open(path, clock) as events:
+            events.write("seen", worker=1, time="x", event="y", odd={1 + 2j})
+        clock.advance(1.5)
+    lines = path.read_text().splitlines()
+    assert lines[0] == '{"unfinished": '
+    assert [json.loads(line) for line in lines[1:]] == [
+        {"time": time, "event": "seen", "worker": 1, "time_": "x", "event_": "y", "odd": ["(1+2j)"]}
+        for time in (5.0, 6.5)
+    ]
+
+
+def test_the_innermost_frames_are_those_of_the_script() -> None:
+    frames = ['File "train.py", line 6 in blocked', 'File "train.py", line 7 in <module>']
+    assert innermost(DUMP, 9) == frames
+    assert innermost(DUMP, 1) == frames[:1]
+    assert innermost("", 9) == []
+    assert innermost(DUMP.replace("Current thread", "Thread"), 9) == frames
+
+
+def test_a_process_that_blocks_in_a_call_writes_its_stack(tmp_path: Path) -> None:
+    program = """
+import os, pathlib, sys
+from lockstep.control.stack import write_when_asked
+def blocked():
+    os.write(1, b"x")
+    os.read(0, 1)
+write_when_asked(pathlib.Path(sys.argv[1]))
+blocked()
+"""
+    from lockstep.control.stack import STACK_SIGNAL
+
+    path = tmp_path / "stack"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(1) == b"x"
+        process.send_signal(STACK_SIGNAL)
+        process.communicate(b"x", timeout=20)
+    assert process.returncode == 0
+    assert innermost(path.read_text(), 1)[0].endswith(" in blocked")

@@ -1,0 +1,92 @@
+"""A script is found, and run, as `python` itself would."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.control.script import Script
+from lockstep.errors import ConfigError
+
+SHOW = """
+import sys
+names = ["__name__", "__file__", "__package__", "__cached__", "__doc__"]
+print({name: globals().get(name) for name in names}, sorted(globals()))
+print(__spec__ and __spec__.name, type(__loader__).__name__, sys.argv, sys.path[0])
+print(sys.modules["__main__"].__dict__ is globals())
+"""
+RUN = "import sys; from lockstep.control.script import Script; Script.parse(sys.argv[1:]).run()"
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('package')\n")
+    for name in ("__main__", "train"):
+        (package / f"{name}.py").write_text(SHOW)
+    (tmp_path / "link.py").symlink_to(package / "train.py")
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["package/train.py"],
+        ["package/train.py", "-n", "3", "--", "x"],
+        ["link.py"],
+        ["-m", "package.train", "-m", "x"],
+        ["-m", "package"],
+    ],
+)
+def test_it_sees_what_python_shows(arguments: list[str], folder: Path) -> None:
+    assert run(["-P", "-c", RUN, *arguments], folder) == run(arguments, folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (Script("nix.py", False), "there is no script nix.py (looked in {cwd})"),
+        (Script("data", False), "data is a folder, not a Python script"),
+        (Script("nix", True), "-m nix: there is no module 'nix' here or installed"),
+        (Script("package.nix", True), "-m package.nix: there is no module 'package.nix' here or installed"),
+        (Script("json.tool.x", True), "-m json.tool.x: there is no module 'json.tool.x' here or installed"),
+        (
+            Script("email", True),
+            "-m email: it is a package without a module `__main__`; name one of its modules",
+        ),
+        (Script("math", True), "-m math: it has no Python code to run"),
+    ],
+)
+def test_what_cannot_be_found_is_named(
+    script: Script, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    expected = message.format(cwd=folder)
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+        script.check()
+
+
+def test_checking_imports_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Script("package.train", True).check()
+        Script("package", True).check()
+    assert capsys.readouterr().out == ""
+    assert "package" not in sys.modules
+
+
+@pytest.mark.parametrize("script", [Script("a.py", False, ("-m", "x")), Script("a.b", True, ("-m", "x"))])
+def test_the_command_line_is_what_parse_reads(script: Script) -> None:
+    assert Script.parse(script.command_line) == script

@@ -1,0 +1,237 @@
+"""Supervision: a table of single decisions, and scenarios whose whole trace is written down.
+
+A scenario file is its own golden trace: unindented lines are what happens, indented ones what follows.
+"""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.control.supervision import (
+    Abort,
+    Action,
+    DumpStack,
+    Event,
+    Evidence,
+    Exited,
+    Failed,
+    Finish,
+    Kill,
+    Limits,
+    Notice,
+    Signal,
+    Stage,
+    State,
+    StopAsked,
+    TimePassed,
+    Verdict,
+    Waits,
+    decide,
+    describe_exit,
+    name_workers,
+    shell_status,
+    signal_name,
+)
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+TWO = State(frozenset({0, 1}), Limits(timeout=60.0))
+ENDING = replace(TWO, stage=Stage.ENDING, verdict=Verdict(3, "because"), deadline=8.0)
+TERMINATING = replace(ENDING, stage=Stage.TERMINATING)
+
+PATTERNS: list[tuple[str, type[Event]]] = [
+    (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", Exited),
+    (r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)", Failed),
+    (r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)", Waits),
+    (r"stop by (?P<signal>\d+)", StopAsked),
+    (r"time passes", TimePassed),
+]
+CONVERT = {
+    "worker": int,
+    "status": int,
+    "signal": int,
+    "seconds": float,
+    "blames": bool,
+    "summary": str,
+    "what": str,
+    "workers": lambda text: tuple(int(worker) for worker in text.split()),
+}
+
+
+def parse(text: str) -> Event:
+    for pattern, kind in PATTERNS:
+        if match := re.fullmatch(pattern, text):
+            return kind(**{name: CONVERT[name](value) for name, value in match.groupdict().items()})
+    raise AssertionError(f"no event: {text}")
+
+
+def render(action: Action) -> str:
+    match action:
+        case Abort(reason):
+            return f"abort: {reason}"
+        case Signal(worker, number):
+            return f"signal worker {worker}: {signal_name(number)}"
+        case Kill(worker):
+            return f"kill worker {worker}"
+        case DumpStack(worker):
+            return f"ask worker {worker} for its stack"
+        case Notice(text):
+            return f"tell: {text}"
+        case Finish(verdict):
+            shown = f" [{verdict.evidence.name} of {verdict.workers}]" if verdict.workers else ""
+            return f"finish with {verdict.status}: {verdict.message or 'all is well'}{shown}"
+
+
+def trace(scenario: str) -> str:
+    """What the scenario's happenings lead to, written as a scenario."""
+    lines, state = [], State(frozenset())
+    for line in scenario.splitlines():
+        if line.startswith(" "):
+            continue
+        lines.append(line)
+        if match := re.fullmatch(r"workers (\d+), timeout (\d+)", line):
+            state = State(frozenset(range(int(match[1]))), Limits(timeout=float(match[2])))
+        elif match := re.fullmatch(r"([\d.]+): (.*)", line):
+            decision = decide(state, parse(match[2]), float(match[1]))
+            state = decision.state
+            lines += [f"    {render(action)}" for action in decision.actions]
+            due = "" if state.deadline is None else f", due {state.deadline:g}"
+            lines.append(f"    = {state.stage.name}{due}: {decision.reason}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenario(path: Path) -> None:
+    assert trace(path.read_text()) == path.read_text()
+
+
+def test_there_are_scenarios() -> None:
+    assert len(SCENARIOS) >= 8
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "actions", "stage"),
+    [
+        (TWO, Exited(0, 0), (), Stage.RUNNING),
+        (TWO, Exited(1, 3), (Abort("worker 1 ended with status 3"),), Stage.ENDING),
+        (TWO, Exited(1, -11), (Abort("worker 1 was ended by SIGSEGV"),), Stage.ENDING),
+        (TWO, Failed(1, 1, "E: x", False), (Abort("worker 1 ended with status 1: E: x"),), Stage.ENDING),
+        (TWO, Failed(1, 1, "E: x", True), (), Stage.RUNNING),
+        (TWO, Waits(0, "step 1", (1,), 59.9), None, Stage.RUNNING),
+        (TWO, Waits(0, "step 1", (1,), 60.0), (DumpStack(1),), Stage.LOOKING),
+        (TWO, Waits(0, "step 1", (1,), 9.9), (), Stage.RUNNING),
+        (TWO, StopAsked(2), (Signal(0, 2), Signal(1, 2)), Stage.TERMINATING),
+        (TWO, TimePassed(), (), Stage.RUNNING),
+        (ENDING, TimePassed(), (Signal(0, 15), Signal(1, 15)), Stage.TERMINATING),
+        (ENDING, Exited(0, 1), (), Stage.ENDING),
+        (ENDING, Failed(0, 1, "E: y", False), (), Stage.ENDING),
+        (ENDING, Waits(0, "step 1", (1,), 99.0), (), Stage.ENDING),
+        (ENDING, StopAsked(15), (Signal(0, 15), Signal(1, 15)), Stage.TERMINATING),
+        (TERMINATING, StopAsked(15), (Kill(0), Kill(1)), Stage.KILLING),
+        (TERMINATING, TimePassed(), (Kill(0), Kill(1)), Stage.KILLING),
+        (
+            replace(TERMINATING, stage=Stage.KILLING),
+            TimePassed(),
+            (Finish(Verdict(3, "because")),),
+            Stage.FINISHED,
+        ),
+        (
+            replace(ENDING, running=frozenset({1})),
+            Exited(1, -9),
+            (Finish(Verdict(3, "because")),),
+            Stage.FINISHED,
+        ),
+        (replace(TWO, running=frozenset({1})), Exited(1, 0), (Finish(Verdict(0)),), Stage.FINISHED),
+        (
+            replace(TWO, running=frozenset({1})),
+            Exited(1, -9),
+            (Finish(Verdict(137, "worker 1 was ended by SIGKILL", (1,), Evidence.LOG)),),
+            Stage.FINISHED,
+        ),
+        (replace(TWO, stage=Stage.FINISHED), StopAsked(2), (), Stage.FINISHED),
+    ],
+)
+def test_decision(state: State, event: Event, actions: tuple[object, ...] | None, stage: Stage) -> None:
+    decision = decide(state, event, 8.0)
+    if actions is not None:
+        assert decision.actions == actions
+    assert decision.state.stage is stage
+    assert decision.reason
+
+
+def test_a_notice_comes_once_per_late_worker_and_interval() -> None:
+    texts, state = [], State(frozenset({0, 1, 2}))
+    for now in range(1, 31):
+        for worker in (0, 1):
+            decision = decide(state, Waits(worker, "step 4", (2,), float(now)), float(now))
+            state = decision.state
+            texts += [action.text for action in decision.actions if isinstance(action, Notice)]
+    assert texts == [f"worker 0 has waited {now} s for worker 2 in step 4" for now in (10, 20, 30)]
+
+
+def test_a_worker_that_waits_again_for_a_live_one_is_not_deserted() -> None:
+    state = replace(TWO, running=frozenset({0, 2}))
+    for workers in [(1,), (2,), (1,)]:
+        decision = decide(state, Waits(0, "barrier", workers, 1.0), 1.0)
+        state = decision.state
+        assert decision.actions == ()
+    assert decide(state, Waits(0, "barrier", (1,), 1.5), 1.5).state.stage is Stage.ENDING
+
+
+@pytest.mark.parametrize(
+    ("workers", "name"),
+    [((3,), "worker 3"), ((1, 2), "workers 1 and 2"), ((0, 1, 2), "workers 0, 1 and 2")],
+)
+def test_names(workers: tuple[int, ...], name: str) -> None:
+    assert name_workers(workers) == name
+
+
+@pytest.mark.parametrize(
+    ("status", "shell", "text"),
+    [
+        (0, 0, "ended with status 0"),
+        (3, 3, "ended with status 3"),
+        (-9, 137, "was ended by SIGKILL"),
+        (-40, 168, "was ended by signal 40"),
+    ],
+)
+def test_statuses(status: int, shell: int, text: str) -> None:
+    assert shell_status(status) == shell
+    assert describe_exit(status) == text
+
+
+workers = st.integers(0, 2)
+events = st.one_of(
+    st.builds(Exited, workers, st.sampled_from([0, 0, 1, 3, -9])),
+    st.builds(Failed, workers, st.just(1), st.just("E"), st.booleans()),
+    st.builds(Waits, workers, st.just("step"), st.lists(workers, min_size=1).map(tuple), st.floats(0, 20)),
+    st.builds(StopAsked, st.sampled_from([2, 15])),
+    st.just(TimePassed()),
+)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), events), max_size=30))
+def test_whatever_happens_the_job_ends_once_and_nothing_is_done_to_ended_workers(
+    happenings: list[tuple[float, Event]],
+) -> None:
+    state, now, finishes, aborts = State(frozenset({0, 1, 2}), Limits(timeout=10)), 0.0, 0, 0
+    last = 30.0
+    for passed, event in [*happenings, *[(last, TimePassed())] * 4]:
+        now += passed
+        if isinstance(event, Exited | Failed | Waits) and event.worker not in state.running:
+            continue
+        decision = decide(state, event, now)
+        for action in decision.actions:
+            assert not isinstance(action, Signal | Kill | DumpStack) or action.worker in state.running
+            finishes += isinstance(action, Finish)
+            aborts += isinstance(action, Abort)
+        if decision.state.stage is not Stage.RUNNING and state.verdict is not None:
+            assert decision.state.verdict == state.verdict
+        state = decision.state
+    assert aborts <= 1
+    assert finishes == (state.stage is Stage.FINISHED)
+    # Once something decided the end, passing time alone is enough to reach it.
+    assert (state.stage is Stage.FINISHED) == (state.verdict is not None)
