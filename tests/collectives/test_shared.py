@@ -16,6 +16,7 @@ from collective_scripts import (
 from test_contract import CALLS, each, quick_reports, values
 
 from lockstep.collectives import arena as arenas
+from lockstep.collectives import futex
 from lockstep.collectives.arena import REASON_LIMIT, Arena
 from lockstep.collectives.calls import Call
 from lockstep.collectives.contract import Waiting
@@ -200,3 +201,15 @@ def test_room_under_cgroup_limits(tmp_path: Path) -> None:
     assert cgroup_rooms(membership, mount) == [200, 8000, 150]
     assert cgroup_rooms(tmp_path / "absent", mount) == []
     assert 0 < available_memory() < 2**60
+
+
+def test_a_word_is_confirmed_where_loads_are_not_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futex, "LOADS_IN_ORDER", False)
+    arena = Arena.create(1)
+    for _ in range(3):
+        futex.confirm(arena.address(0), arena.arrivals(0))
+        futex.add_one(arena.address(0))
+    assert arena.arrivals(0) == 3
+    arena.close()
+    with pytest.raises(OSError, match="futex: "):
+        futex.wake(1)
