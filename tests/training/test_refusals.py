@@ -78,6 +78,39 @@ def test_integer_state_that_a_step_changes_is_refused_by_name(
         model.fit(X, Y, verbose=0)
 
 
+def test_a_metric_that_does_not_start_from_zero_is_refused_by_name(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_variable((), initializer=lambda shape, dtype: keras.ops.full(shape, -1e9))
+
+        def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(prediction)))
+
+        def reset_state(self) -> None:
+            self.value.assign(-1e9)
+
+        def result(self) -> Any:
+            return self.value * 1
+
+    with strategy.scope():
+        model = build(metrics=[Largest()])
+    with pytest.raises(ModelError, match=r"metric variable '.*largest.*' does not start from zero"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_tf_config_that_the_script_sets_is_noticed_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lockstep.MultiWorkerMirroredStrategy()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TF_CONFIG", '{"cluster": {"worker": ["somewhere:1"]}}')
+    lockstep.MultiWorkerMirroredStrategy()
+    assert capsys.readouterr().err.startswith("lockstep: the TF_CONFIG that this script has set is ignored")
+
+
 def test_nan_passes_through_as_in_keras(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     x = X.copy()
     x[4, 2] = np.nan

@@ -37,6 +37,7 @@ class JaxBackend:
     def program(self, model: Any, kind: Kind) -> "JaxProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
+        refuse_metrics_that_do_not_add(model)
         return JaxProgram(model, kind, self._pending)
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
@@ -267,6 +268,22 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
                 f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
                 "which cannot be averaged over replicas"
             )
+
+
+def refuse_metrics_that_do_not_add(model: Any) -> None:
+    """Reset the model's metrics; raise ModelError for one whose state then is not zero.
+
+    Replicas start a step from zero, and their states are added. A metric that starts elsewhere (a maximum,
+    from minus infinity) is no sum.
+    """
+    for metric in model.metrics:
+        metric.reset_state()
+        for variable in metric.variables:
+            if np.any(np.asarray(variable.value) != 0):
+                raise ModelError(
+                    f"the metric variable {variable.path!r} does not start from zero: replicas add up what "
+                    "their examples contribute, so keep sums and counts, and compute the rest in result()"
+                )
 
 
 def _zeros(variables: list[Any]) -> list[Any]:

@@ -1,9 +1,11 @@
 """Strategies under the names that `tf.distribute` gave them."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lockstep import job
+from lockstep.config import tf_config_given, tf_config_now
 from lockstep.keras import hook
 
 
@@ -20,6 +22,12 @@ class MultiWorkerMirroredStrategy:
     def __init__(self) -> None:
         self._job = job.current()
         self._hook = hook.install(self._job)
+        if self._job.is_chief and tf_config_now() != tf_config_given():
+            print(
+                "lockstep: the TF_CONFIG that this script has set is ignored; workers and replicas are those "
+                "of `lockstep run`, or one of each without it",
+                file=sys.stderr,
+            )
 
     @property
     def num_replicas_in_sync(self) -> int:
