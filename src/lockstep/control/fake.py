@@ -83,7 +83,7 @@ class FakeLauncher:
     """Starts workers that a test plays.
 
     Args:
-        play: called with each worker that was started.
+        play: called with each worker that was started; raises OSError for one that cannot be.
         react: what workers do about a signal.
     """
 
@@ -117,5 +117,9 @@ class FakeLauncher:
             _mouth=theirs,
         )
         self.started.append(handle)
-        self._play(handle)
+        try:
+            self._play(handle)
+        except OSError:
+            handle.close()
+            raise
         return handle

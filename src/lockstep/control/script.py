@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.machinery import BuiltinImporter, ExtensionFileLoader, ModuleSpec, SourceFileLoader
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -126,7 +126,7 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _runnable(name: str, spec: ModuleSpec | None) -> ModuleSpec:
-    compiled = spec is None or spec.loader is BuiltinImporter or isinstance(spec.loader, ExtensionFileLoader)
+    compiled = spec is None or spec.origin == "built-in" or isinstance(spec.loader, ExtensionFileLoader)
     if spec is None or compiled or not hasattr(spec.loader, "get_code"):
         raise ConfigError(f"-m {name}: it has no Python code to run")
     return spec

@@ -1,0 +1,171 @@
+"""Real runs of the command, in a folder of their own."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PATIENCE = 30.0
+
+
+@dataclass
+class Done:
+    """A run that has ended."""
+
+    status: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def notes(self) -> list[str]:
+        """What Lockstep itself said, without the line at the start."""
+        lines = [line for line in self.err.splitlines() if line.startswith("lockstep: ")]
+        return [line for line in lines if "logs in " not in line]
+
+    def log(self, worker: int) -> str:
+        return (self.folder / f"worker-{worker}.log").read_text()
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / "events.jsonl").read_text().splitlines()]
+
+
+class Running:
+    """A run that has been started."""
+
+    def __init__(self, process: "subprocess.Popen[str]", folder: Path, births: int) -> None:
+        self.process = process
+        self.folder = folder
+        self._births = births
+        self._text = b""
+
+    def born(self, count: int) -> dict[str, list[int]]:
+        """Wait until `count` processes have called `announce`, and return pidfds by their names."""
+        deadline = time.monotonic() + PATIENCE
+        while self._text.count(b"\n") < count:
+            assert select.select([self._births], [], [], deadline - time.monotonic())[0]
+            self._text += os.read(self._births, 4096)
+        named: dict[str, list[int]] = {}
+        for line in self._text.decode().splitlines():
+            name, pid = line.split()
+            named.setdefault(name, []).append(os.pidfd_open(int(pid)))
+        self._text = b""
+        return named
+
+    def end(self) -> Done:
+        """Wait for the command's end."""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return Done(self.process.returncode, out, err, self.folder)
+
+    def agent(self) -> int:
+        """Process id of the agent: the command's only child."""
+        pid = self.process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def gone(pidfds: list[int], within: float) -> bool:
+    """Whether all processes end `within` seconds; closes the pidfds."""
+    deadline = time.monotonic() + within
+    ended = [
+        bool(select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]) for pidfd in pidfds
+    ]
+    for pidfd in pidfds:
+        os.close(pidfd)
+    return all(ended)
+
+
+ANNOUNCE = """
+import os, signal, subprocess, sys
+from lockstep import job
+me = job.current().worker
+barrier = job.current().communicator.barrier
+def announce(name):
+    births = os.open(os.environ["BIRTHS"], os.O_WRONLY)
+    os.write(births, f"{name} {os.getpid()}\\n".encode())
+    os.close(births)
+def stay():
+    while True:
+        signal.pause()
+def escape():
+    '''Leave a grandchild in a session of its own, whose parent has ended.'''
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        announce("grandchild")
+        stay()
+    os.waitpid(child, 0)
+"""
+
+
+class Lockstep:
+    """Runs the command in `folder`."""
+
+    def __init__(self, folder: Path, births: int) -> None:
+        self.folder = folder
+        self._births = births
+        self._started: list[subprocess.Popen[str]] = []
+
+    def script(self, text: str, name: str = "script.py") -> str:
+        """Write a script that can use what `ANNOUNCE` defines."""
+        (self.folder / name).write_text(ANNOUNCE + text)
+        return name
+
+    def start(self, *arguments: str, run: str = "run", **environment: str) -> Running:
+        """Start `lockstep run`."""
+        variables = {**os.environ, "BIRTHS": str(self.folder / "births"), **environment}
+        command = [sys.executable, "-m", "lockstep", "run", "--run-dir", run, *arguments]
+        process = subprocess.Popen(
+            command,
+            cwd=self.folder,
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return Running(process, self.folder / run, self._births)
+
+    def run(self, *arguments: str, run: str = "run", **environment: str) -> Done:
+        """Run `lockstep run` to its end."""
+        return self.start(*arguments, run=run, **environment).end()
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
+    os.mkfifo(tmp_path / "births")
+    births = os.open(tmp_path / "births", os.O_RDWR)
+    made = Lockstep(tmp_path, births)
+    yield made
+    made.close()
+    os.close(births)
+
+
+@pytest.fixture
+def is_gone() -> Callable[[list[int], float], bool]:
+    return gone
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_arrive() -> Iterator[None]:
+    """A shell without job control starts background jobs deaf to Ctrl-C; the command respects that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

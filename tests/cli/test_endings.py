@@ -1,0 +1,152 @@
+"""However a job is ended, no process of it is left: not workers, not what they started."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Gone = Callable[[list[int], float], bool]
+
+OBEYS = "escape(); announce('worker'); stay()"
+DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + OBEYS
+SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
+def begin(lockstep: Any, text: str) -> tuple[Any, list[int]]:
+    """Start two workers with a grandchild each that escaped; return the run and all their pidfds."""
+    running = lockstep.start("-n", "2", lockstep.script(text))
+    born = running.born(4)
+    assert {name: len(pidfds) for name, pidfds in born.items()} == {"worker": 2, "grandchild": 2}
+    return running, born["worker"] + born["grandchild"]
+
+
+@pytest.mark.parametrize(("number", "status"), SIGNALS)
+def test_a_signal_ends_all(lockstep: Any, is_gone: Gone, number: int, status: int) -> None:
+    running, processes = begin(lockstep, OBEYS)
+    start = time.monotonic()
+    running.process.send_signal(number)
+    done = running.end()
+    assert time.monotonic() - start < 3
+    assert is_gone(processes, 0)
+    assert done.status == status
+    assert done.notes == [f"lockstep: stopped by {signal.Signals(number).name}"]
+
+
+def test_the_workers_get_the_same_signal(lockstep: Any) -> None:
+    running = lockstep.start("-n", "2", lockstep.script("announce('w')\ntry: stay()\nfinally: print('bye')"))
+    running.born(2)
+    running.process.send_signal(signal.SIGINT)
+    done = running.end()
+    assert (done.status, done.out) == (130, "bye\n")
+    assert [done.log(worker).splitlines()[-1] for worker in (0, 1)] == ["KeyboardInterrupt"] * 2
+
+
+@pytest.mark.parametrize(("number", "status"), SIGNALS[:2])
+def test_the_deaf_are_killed_within_five_seconds(
+    lockstep: Any, is_gone: Gone, number: int, status: int
+) -> None:
+    running, processes = begin(lockstep, DEAF)
+    start = time.monotonic()
+    running.process.send_signal(number)
+    assert is_gone(processes, 5)
+    assert running.end().status == status
+    assert 2.5 < time.monotonic() - start < 5
+
+
+def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
+    name = "signal.signal(signal.SIGTERM, lambda *_: announce('told'))\n" + OBEYS
+    running, processes = begin(lockstep, name)
+    running.process.send_signal(signal.SIGTERM)
+    for pidfd in running.born(2)["told"]:
+        os.close(pidfd)
+    start = time.monotonic()
+    running.process.send_signal(signal.SIGTERM)
+    assert is_gone(processes, 1.5)
+    assert running.end().status == 143
+    assert time.monotonic() - start < 1.5
+
+
+def test_a_signal_before_anything_runs(lockstep: Any) -> None:
+    running = lockstep.start("-n", "2", lockstep.script("announce('early'); stay()"))
+    line = running.process.stderr.readline()
+    assert line.endswith("logs in run\n")
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end().status in (143, -signal.SIGTERM)
+
+
+def test_a_killed_command_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
+    running, processes = begin(lockstep, DEAF)
+    processes.append(os.pidfd_open(running.agent()))
+    running.process.kill()
+    assert is_gone(processes, 5)
+    assert running.end().status == -signal.SIGKILL
+
+
+def test_a_killed_agent_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
+    running, processes = begin(lockstep, DEAF)
+    agent = running.agent()
+    os.kill(agent, signal.SIGKILL)
+    done = running.end()
+    assert is_gone(processes, 0)
+    assert done.status == 137
+    assert done.notes == [
+        f"lockstep: the agent (process {agent}) was ended by SIGKILL; so was all of its job"
+    ]
+
+
+def test_workers_do_not_outlive_command_and_agent(lockstep: Any, is_gone: Gone) -> None:
+    running = lockstep.start("-n", "2", lockstep.script("announce('worker'); stay()"))
+    workers, agent = running.born(2)["worker"], running.agent()
+    running.process.send_signal(signal.SIGSTOP)
+    os.kill(agent, signal.SIGKILL)
+    assert is_gone(workers, 5)
+
+
+def test_a_stopped_agent_does_not_save_anybody(lockstep: Any, is_gone: Gone) -> None:
+    running, processes = begin(lockstep, DEAF)
+    os.kill(running.agent(), signal.SIGSTOP)
+    running.process.send_signal(signal.SIGTERM)
+    running.process.send_signal(signal.SIGINT)
+    done = running.end()
+    assert is_gone(processes, 0)
+    assert done.status in (130, 143)
+
+
+def test_a_terminal_that_nobody_reads_does_not_save_anybody(lockstep: Any, is_gone: Gone) -> None:
+    flood = "if me == 0:\n announce('flood')\n while True: os.write(1, b'x' * 65536)\n"
+    running = lockstep.start("-n", "2", lockstep.script(flood + "announce('worker'); stay()"))
+    processes = [pidfd for pidfds in running.born(2).values() for pidfd in pidfds]
+    processes.append(os.pidfd_open(running.agent()))
+    running.process.kill()
+    assert is_gone(processes, 5)
+
+
+@pytest.mark.parametrize(("text", "status"), [("escape()", 0), ("escape(); sys.exit(3)", 3)])
+def test_what_a_script_leaves_behind_ends_with_the_job(
+    lockstep: Any, is_gone: Gone, text: str, status: int
+) -> None:
+    running = lockstep.start("-n", "1", lockstep.script(text))
+    left = running.born(1)["grandchild"]
+    assert running.end().status == status
+    assert is_gone(left, 0)
+
+
+def test_children_the_command_already_had_are_spared(lockstep: Any, is_gone: Gone) -> None:
+    """A shell that becomes the command may have started something before."""
+    name = lockstep.script("escape()")
+    shell = f"sleep 1000 & echo $!; exec {sys.executable} -m lockstep run -n 1 --run-dir run {name}"
+    environment = {**os.environ, "BIRTHS": str(lockstep.folder / "births")}
+    with subprocess.Popen(
+        ["bash", "-c", shell], cwd=lockstep.folder, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        sleeper = os.pidfd_open(int(process.stdout.readline()))
+        process.wait(timeout=30)
+        assert process.returncode == 0
+        signal.pidfd_send_signal(sleeper, signal.SIGKILL)
+        assert is_gone([sleeper], 5)

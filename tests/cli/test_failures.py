@@ -1,0 +1,159 @@
+"""Workers that fail, leave or hang: the job ends, and says who and why."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lockstep import __version__
+
+FAIL = """
+def deep():
+    raise ValueError("no good")
+if me == 1:
+    deep()
+barrier(what="the end")
+"""
+BLOCK = """
+def blocked():
+    os.read(os.pipe()[0], 1)
+"""
+
+
+def test_a_script_that_raises_on_one_worker(lockstep: Any) -> None:
+    done = lockstep.run(lockstep.script(FAIL))
+    message = "worker 1 ended with status 1: ValueError: no good"
+    tail = [f"  | {line}" for line in done.log(1).splitlines()]
+    assert done.status == 1
+    assert done.err.splitlines()[-len(tail) - 2 :] == [
+        f"lockstep: {message}",
+        *tail,
+        "  log: run/worker-1.log",
+    ]
+    assert tail[0] == "  | Traceback (most recent call last):"
+    assert tail[-1] == "  | ValueError: no good"
+    assert done.log(0).splitlines()[-1] == f"lockstep.errors.PeerLostError: {message}"
+    assert [event["status"] for event in done.events() if event["event"] == "finished"] == [1]
+
+
+def test_the_first_failure_decides_the_status(lockstep: Any) -> None:
+    done = lockstep.run("-n", "3", lockstep.script("if me == 2: sys.exit(3)\nbarrier()"))
+    assert done.status == 3
+    assert done.notes == ["lockstep: worker 2 ended with status 3"]
+
+
+def test_a_worker_that_is_killed(lockstep: Any) -> None:
+    text = "if me == 1: os.kill(os.getpid(), signal.SIGKILL)\nbarrier()"
+    done = lockstep.run(lockstep.script(text))
+    assert done.status == 137
+    assert done.notes == ["lockstep: worker 1 was ended by SIGKILL"]
+
+
+def test_a_long_log_is_shown_from_its_end(lockstep: Any) -> None:
+    done = lockstep.run(lockstep.script("if me == 1:\n for n in range(100): print(n)\n sys.exit(9)"))
+    shown = [line for line in done.err.splitlines() if line.startswith("  ")]
+    assert shown == [*(f"  | {n}" for n in range(80, 100)), "  log: run/worker-1.log"]
+
+
+def test_a_worker_that_leaves_early(lockstep: Any) -> None:
+    done = lockstep.run(lockstep.script("if me == 1: sys.exit()\nbarrier(what='step 3')"))
+    assert done.status == 1
+    assert len(done.notes) == 1
+    expected = r"lockstep: worker 1 ended with status 0 while worker 0 waited for it in .*step 3"
+    assert re.fullmatch(expected, done.notes[0])
+
+
+def test_a_stuck_worker_shows_where_it_is(lockstep: Any) -> None:
+    done = lockstep.run(
+        "--timeout", "1", lockstep.script(BLOCK + "if me == 1: blocked()\nbarrier(what='step 3')")
+    )
+    assert done.status == 1
+    note = r"lockstep: worker 1 did not arrive in .*step 3: worker 0 has waited \d s \(--timeout 1\)"
+    assert len(done.notes) == 1
+    assert re.fullmatch(note, done.notes[0])
+    path = re.escape(str(lockstep.folder / "script.py"))
+    shown = done.err.partition(done.notes[0] + "\n")[2]
+    assert re.fullmatch(
+        r"  worker 1 is here \(most recent call first\):\n"
+        rf'    File "{path}", line \d+ in blocked\n'
+        rf'    File "{path}", line \d+ in <module>\n'
+        r"  log: run/worker-1.log\n",
+        shown,
+    )
+    assert "in blocked" in (done.folder / "worker-1.stack").read_text()
+    assert not (done.folder / "worker-0.stack").exists()
+
+
+def test_a_stuck_worker_that_is_deaf_is_killed(
+    lockstep: Any, is_gone: Callable[[list[int], float], bool]
+) -> None:
+    text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce('w')\nif me == 1: blocked()\nbarrier()"
+    running = lockstep.start("--timeout", "1", lockstep.script(BLOCK + text))
+    workers = running.born(2)["w"]
+    assert running.end().status == 1
+    assert is_gone(workers, 0)
+
+
+def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
+    text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('bye')))\nif me == 1: sys.exit(3)\nstay()"
+    done = lockstep.run(lockstep.script(text))
+    assert (done.status, done.out) == (3, "bye\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-n", "0", "ok.py"], "Invalid value for '-n' / '--workers': 0 is not in the range x>=1."),
+        (["--seed", "-1", "ok.py"], "Invalid value for '--seed': -1 is not in the range x>=0."),
+        (["--timeout", "0", "ok.py"], "Invalid value for '--timeout': 0.0 is not in the range x>0."),
+        (
+            ["-n", "3", "--replicas", "2", "ok.py"],
+            "3 workers cannot share 2 replicas: a worker needs at least one; ask for 2 workers or fewer, or "
+            "for 3 replicas or more",
+        ),
+        (["nix.py"], "there is no script nix.py (looked in {folder})"),
+        (["-m", "nix"], "-m nix: there is no module 'nix' here or installed"),
+        (
+            ["--backend", "torch", "ok.py"],
+            "--backend torch: not installed for {python}; install it there, or choose another",
+        ),
+        (
+            ["--devices", "0,1,2", "-n", "2", "ok.py"],
+            "--devices has 3 entries for 2 workers: give one entry a worker, or a single one for all",
+        ),
+        (
+            ["--devices", "gpu", "ok.py"],
+            "--devices gpu: 'gpu' is not a GPU; write numbers or UUIDs such as 0,1 (a worker each) or "
+            "0+1,2+3 (two GPUs each)",
+        ),
+        (
+            ["--run-dir", "ok.py", "ok.py"],
+            "the run's folder ok.py cannot be used: File exists; give another --run-dir",
+        ),
+        ([], "Missing argument 'SCRIPT'."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_is_one_clear_line(lockstep: Any, arguments: list[str], message: str) -> None:
+    (lockstep.folder / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
+    lockstep.script("print('ran')", "ok.py")
+    done = lockstep.run(*arguments, PYTHONPATH=str(lockstep.folder))
+    expected = message.format(folder=lockstep.folder, python=sys.executable)
+    assert (done.status, done.out, done.err) == (2, "", f"lockstep: {expected}\n")
+    assert not done.folder.exists()
+
+
+def test_version_and_help() -> None:
+    def show(*arguments: str) -> str:
+        command = [sys.executable, "-m", "lockstep", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    assert show("--version") == f"lockstep {__version__}\n"
+    text = show("run", "--help")
+    for option in ["-n", "--replicas", "--threads-per-worker", "--backend", "--devices", "--seed"]:
+        assert re.search(rf"^  {option}\b", text, re.MULTILINE)
+    for option in ["--run-dir", "--tee", "--timeout", "-m"]:
+        assert re.search(rf"^  {option}\b", text, re.MULTILINE)

@@ -1,0 +1,274 @@
+"""What a run gives back: status, output, logs, environment, events."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ALONE = "lockstep: the script used no strategy: each of the 2 workers ran all of it, alone"
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("", 0),
+        ("sys.exit()", 0),
+        ("sys.exit(3)", 3),
+        ("os._exit(4)", 4),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 128 + signal.SIGSEGV),
+        ("raise KeyboardInterrupt", 130),
+    ],
+)
+def test_the_status_of_the_script_is_that_of_the_command(lockstep: Any, text: str, status: int) -> None:
+    assert lockstep.run("-n", "1", lockstep.script(text)).status == status
+
+
+def test_output_and_logs(lockstep: Any) -> None:
+    done = lockstep.run(
+        "-n", "2", lockstep.script("print('out', me); print('err', me, file=sys.stderr); barrier()")
+    )
+    start = (
+        "lockstep: 2 workers, 2 replicas, {} each, seed 0; the same bits with any 1 to 2 workers; logs in run"
+    )
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    first = start.format("1 thread" if threads == 1 else f"{threads} threads")
+    assert (done.status, done.out) == (0, "out 0\n")
+    assert done.err.splitlines() == [first, "err 0", ALONE]
+    assert [sorted(done.log(worker).splitlines()) for worker in (0, 1)] == [
+        ["err 0", "out 0"],
+        ["err 1", "out 1"],
+    ]
+    assert sorted(path.name for path in done.folder.iterdir()) == [
+        "events.jsonl",
+        "lock",
+        "worker-0.log",
+        "worker-1.log",
+    ]
+
+
+def test_tee_all(lockstep: Any) -> None:
+    done = lockstep.run("--tee", "all", lockstep.script("print('a', me, end='\\nb', flush=True)"))
+    assert sorted(done.out.splitlines()) == [
+        "[worker 0] a 0",
+        "[worker 0] b",
+        "[worker 1] a 1",
+        "[worker 1] b",
+    ]
+
+
+def test_much_output_is_complete(lockstep: Any) -> None:
+    done = lockstep.run(lockstep.script("for n in range(20_000): print(me, n)"))
+    expected = ["".join(f"{worker} {n}\n" for n in range(20_000)) for worker in (0, 1)]
+    assert done.out == expected[0]
+    assert [done.log(0), done.log(1)] == expected
+
+
+def test_a_reader_that_leaves_does_not_end_the_job(lockstep: Any) -> None:
+    running = lockstep.start(lockstep.script("for n in range(20_000): print(me, n)"))
+    running.process.stdout.close()
+    running.process.stdout = None
+    done = running.end()
+    assert done.status == 0
+    assert done.log(0).count("\n") == 20_000
+
+
+def test_arguments_are_the_scripts(lockstep: Any) -> None:
+    done = lockstep.run(
+        "-n", "1", lockstep.script("print(sys.argv)"), "--epochs", "3", "-n", "--help", "--", "x"
+    )
+    assert done.out == "['script.py', '--epochs', '3', '-n', '--help', '--', 'x']\n"
+
+
+def test_a_module(lockstep: Any) -> None:
+    package = lockstep.folder / "package"
+    package.mkdir()
+    (package / "train.py").write_text(
+        "import sys; print(__name__, __package__, __file__, sys.argv, sys.path[0])"
+    )
+    done = lockstep.run("-n", "1", "-m", "package.train", "-m", "x")
+    file = package / "train.py"
+    expected = f"__main__ package {file} ['{file}', '-m', 'x'] {lockstep.folder}\n"
+    assert (done.status, done.out) == (0, expected)
+
+
+def test_a_traceback_is_that_of_python(lockstep: Any) -> None:
+    name = lockstep.script("def deep(): raise ValueError('no good')\ntry: {}['k']\nexcept KeyError: deep()")
+    python = subprocess.run([sys.executable, name], cwd=lockstep.folder, capture_output=True, text=True)
+    done = lockstep.run("-n", "1", name)
+    assert done.status == 1
+    assert done.log(0) == python.stderr
+    message = "lockstep: worker 0 ended with status 1: ValueError: no good\n  log: run/worker-0.log\n"
+    assert done.err.partition("logs in run\n")[2] == python.stderr + message
+
+
+def test_a_syntax_error_too(lockstep: Any) -> None:
+    name = lockstep.script("def (")
+    python = subprocess.run([sys.executable, name], cwd=lockstep.folder, capture_output=True, text=True)
+    assert lockstep.run("-n", "1", name).log(0) == python.stderr
+
+
+def test_an_exit_with_a_text(lockstep: Any) -> None:
+    done = lockstep.run("-n", "1", lockstep.script("sys.exit('enough')"))
+    assert (done.status, done.log(0)) == (1, "enough\n")
+
+
+def test_the_environment(lockstep: Any) -> None:
+    names = ["TF_CONFIG", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "NPROC", "OMP_NUM_THREADS", "KERAS_BACKEND"]
+    names += ["CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE"]
+    text = f"""
+import json, random, numpy
+print(json.dumps({{name: os.environ.get(name) for name in {names}}}))
+print([name for name in os.environ if name.startswith("LOCKSTEP_")])
+print(random.random(), numpy.random.rand(), job.current().view.owners, job.current().threads)
+"""
+    options = ["-n", "2", "--replicas", "3", "--threads-per-worker", "2", "--seed", str(2**32 + 5)]
+    done = lockstep.run(*options, "--backend", "jax", "--devices", "0+1,1", lockstep.script(text))
+    addresses = ["127.0.0.1:20000", "127.0.0.1:20001", "127.0.0.1:20002"]
+    import random
+
+    import numpy as np
+
+    numbers = f"{random.Random(2**32 + 5).random()} {np.random.RandomState(5).rand()} (0, 0, 1) 2"
+    for worker, gpus in enumerate(["0,1", "1"]):
+        variables, lockstep_variables, drawn = done.log(worker).splitlines()
+        found = json.loads(variables)
+        assert json.loads(found.pop("TF_CONFIG")) == {
+            "cluster": {"worker": addresses},
+            "task": {"type": "worker", "index": worker},
+        }
+        assert found == {
+            "PYTHONHASHSEED": "5",
+            "PYTHONUNBUFFERED": "1",
+            "NPROC": "2",
+            "OMP_NUM_THREADS": "2",
+            "KERAS_BACKEND": "jax",
+            "CUDA_VISIBLE_DEVICES": gpus,
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
+        assert (lockstep_variables, drawn) == ("[]", numbers)
+
+
+def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
+    name = lockstep.script("print(job.current().threads)")
+    assert {lockstep.run("-n", n, "--replicas", "2", name).out for n in "12"} == {
+        f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
+    }
+
+
+def test_events(lockstep: Any) -> None:
+    done = lockstep.run(lockstep.script("job.current().report('strategy', name='x')"))
+    assert done.notes == []
+    events = done.events()
+    assert all(isinstance(event["time"], float) for event in events)
+    names = [event["event"] for event in events]
+    assert (names[0], names[-1]) == ("job", "finished")
+    assert {name: names.count(name) for name in set(names) - {"decision"}} == {
+        "job": 1,
+        "started": 2,
+        "ready": 2,
+        "strategy": 2,
+        "done": 2,
+        "exited": 2,
+        "finished": 1,
+    }
+    assert [event["status"] for event in events if event["event"] == "exited"] == [0, 0]
+    assert events[-1]["status"] == 0
+
+
+def test_the_scripts_children_are_no_workers(lockstep: Any) -> None:
+    text = """
+import multiprocessing
+def where(queue):
+    queue.put((job.current().view.replicas, type(job.current().communicator).__name__, __name__))
+if __name__ == "__main__":
+    for method in ("fork", "spawn"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        child = context.Process(target=where, args=(queue,))
+        child.start()
+        print(method, queue.get(), flush=True)
+        child.join()
+    print(type(job.current().communicator).__name__)
+"""
+    done = lockstep.run("-n", "2", lockstep.script(text))
+    name = done.out.splitlines()[0].split("'")[1]
+    assert name != "SharedCommunicator"
+    assert done.out.splitlines() == [
+        f"fork (1, '{name}', '__main__')",
+        f"spawn (1, '{name}', '__mp_main__')",
+        "SharedCommunicator",
+    ]
+
+
+def test_a_second_run_in_the_same_folder_loses_nothing(lockstep: Any) -> None:
+    name = lockstep.script("print('run', sys.argv[1])")
+    first = lockstep.run("-n", "1", name, "1")
+    second = lockstep.run("-n", "1", name, "2")
+    assert second.log(0) == "run 1\nrun 2\n"
+    assert [event["event"] for event in second.events()].count("finished") == 2
+    assert (first.out, second.out) == ("run 1\n", "run 2\n")
+
+
+def test_two_runs_at_once(lockstep: Any) -> None:
+    name = lockstep.script("announce('worker'); barrier(); sys.stdin.read(); print('in', sys.argv[1])")
+    runs = [lockstep.start(name, run, run=run) for run in ("a", "b")]
+    done = [run.end() for run in runs]
+    assert [run.status for run in done] == [0, 0]
+    assert [run.log(1) for run in done] == ["in a\n", "in b\n"]
+
+
+def test_the_folder_of_a_live_run_is_refused(lockstep: Any) -> None:
+    name = lockstep.script("announce('worker'); stay()")
+    running = lockstep.start("-n", "1", name)
+    running.born(1)
+    refused = lockstep.run("-n", "1", name)
+    assert refused.status == 2
+    assert refused.err == "lockstep: another run works in run; wait for it, or give another --run-dir\n"
+    running.process.send_signal(signal.SIGTERM)
+    assert running.end().status == 143
+
+
+def test_the_default_folder(lockstep: Any) -> None:
+    name = lockstep.script("")
+    command = [sys.executable, "-m", "lockstep", "run", "-n", "1", name]
+    done = subprocess.run(command, cwd=lockstep.folder, capture_output=True, text=True, check=True)
+    (folder,) = (lockstep.folder / "runs").iterdir()
+    assert re.fullmatch(r"script-\d{8}-\d{6}", folder.name)
+    assert done.stderr.endswith(
+        f"1 replica, {len(os.sched_getaffinity(0))} threads each, seed 0; logs in runs/{folder.name}\n"
+    )
+
+
+def test_gpus_are_spread_by_default(lockstep: Any) -> None:
+    done = lockstep.run(
+        "--replicas",
+        "4",
+        lockstep.script("print(os.environ['CUDA_VISIBLE_DEVICES'])"),
+        CUDA_VISIBLE_DEVICES="5,7",
+    )
+    assert [done.log(0), done.log(1)] == ["5\n", "7\n"]
+
+
+@pytest.mark.parametrize("module", ["lockstep.cli", "lockstep.control.agent", "lockstep.worker"])
+def test_no_command_loads_a_framework(module: str) -> None:
+    script = f"import sys, {module}; print(sorted({{'keras', 'jax', 'numpy', 'psutil'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_run_loads_no_framework(lockstep: Any) -> None:
+    (lockstep.folder / "sitecustomize.py").write_text(
+        "import sys\nfor name in ('keras', 'jax', 'tensorflow', 'torch'): sys.modules[name] = None\n"
+    )
+    done = lockstep.run(
+        lockstep.script("barrier(); print(sys.modules['keras'])"), PYTHONPATH=str(lockstep.folder)
+    )
+    assert done.status == 0
+    assert Path(done.folder / "worker-0.log").read_text() == "None\n"
