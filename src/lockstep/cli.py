@@ -116,14 +116,15 @@ def run(**options: Any) -> None:
     The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
     signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started.
     """
+    from lockstep.control.command import fill_standard_descriptors, run_under_agent
+
+    fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
     _check_backend(options["backend"])
     spec = _spec(options)
     claim_folder(spec.run_dir)
     click.echo(f"lockstep: {spec.describe()}", err=True)
-    from lockstep.control.command import run_under_agent
-
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
 
 

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from lockstep.config import WorkerConfig, forget_worker, read_worker
 from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
-from lockstep.control.script import Script, user_traceback
+from lockstep.control.script import Script, summarize, user_traceback
 from lockstep.control.stack import write_when_asked
+from lockstep.errors import ConfigError, PeerLostError, PeerStuckError
 from lockstep.paths import RunPaths
 
 _REPORT_EVERY = 0.5
@@ -25,7 +26,11 @@ _GRACE_FOR_AGENT = 60.0
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script of `arguments` as the worker that the environment describes."""
-    config = read_worker()
+    try:
+        config = read_worker()
+    except ConfigError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        sys.exit(2)
     die_with(config.agent)
     for descriptor in (config.control, config.arena):
         os.set_inheritable(descriptor, False)
@@ -91,14 +96,12 @@ def _run(script: Script, client: Client) -> None:
 
 
 def _fail(error: BaseException, client: Client) -> int:
-    from lockstep.errors import PeerLostError, PeerStuckError
-
     error = error.with_traceback(user_traceback(error.__traceback__))
-    sys.excepthook(type(error), error, error.__traceback__)
     status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
-    summary = traceback.format_exception_only(error)[-1].strip()
     text = "".join(traceback.format_exception(error))
-    client.failed(status, summary, text, isinstance(error, PeerLostError | PeerStuckError))
+    # The others hear of it first: whoever reads our output may take their time.
+    client.failed(status, summarize(error), text, isinstance(error, PeerLostError | PeerStuckError))
+    sys.excepthook(type(error), error, error.__traceback__)
     return status
 
 

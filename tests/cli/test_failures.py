@@ -1,5 +1,6 @@
 """Workers that fail, leave or hang: the job ends, and says who and why."""
 
+import os
 import re
 import subprocess
 import sys
@@ -144,6 +145,14 @@ def test_bad_input_is_one_clear_line(lockstep: Any, arguments: list[str], messag
     expected = message.format(folder=lockstep.folder, python=sys.executable)
     assert (done.status, done.out, done.err) == (2, "", f"lockstep: {expected}\n")
     assert not done.folder.exists()
+
+
+def test_a_worker_is_not_started_by_hand() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    command = [sys.executable, "-m", "lockstep.worker", "script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    expected = "lockstep: LOCKSTEP_WORKER is not set: a worker is started by `lockstep run`, not by hand\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
 def test_version_and_help() -> None:

@@ -79,6 +79,17 @@ def test_a_reader_that_leaves_does_not_end_the_job(lockstep: Any) -> None:
     assert done.log(0).count("\n") == 20_000
 
 
+def test_closed_outputs_are_not_mistaken_for_files_of_ours(lockstep: Any) -> None:
+    name = lockstep.script("print('out'); barrier()")
+    shell = f"exec {sys.executable} -m lockstep run --run-dir run {name} >&- 2>&-"
+    done = subprocess.run(["bash", "-c", shell], cwd=lockstep.folder)
+    assert done.returncode == 0
+    contents = {path.name: path.read_text() for path in (lockstep.folder / "run").iterdir()}
+    events = contents.pop("events.jsonl")
+    assert contents == {"lock": "", "worker-0.log": "out\n", "worker-1.log": "out\n"}
+    assert {type(json.loads(line)) for line in events.splitlines()} == {dict}
+
+
 def test_arguments_are_the_scripts(lockstep: Any) -> None:
     done = lockstep.run(
         "-n", "1", lockstep.script("print(sys.argv)"), "--epochs", "3", "-n", "--help", "--", "x"

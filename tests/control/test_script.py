@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.control.script import Script
+from lockstep.control.script import Script, summarize
 from lockstep.errors import ConfigError
 
 SHOW = """
@@ -85,6 +85,26 @@ def test_checking_imports_nothing(folder: Path, capsys: pytest.CaptureFixture[st
         Script("package", True).check()
     assert capsys.readouterr().out == ""
     assert "package" not in sys.modules
+
+
+def broken() -> BaseException:
+    error = ValueError("no good\nat all")
+    error.add_note("by the way")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (broken(), "ValueError: no good"),
+        (KeyError("k"), "KeyError: 'k'"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ConfigError("x"), "lockstep.errors.ConfigError: x"),
+        (SyntaxError("bad", ("f.py", 3, 1, "def (\n")), "SyntaxError: bad"),
+    ],
+)
+def test_an_error_in_one_line(error: BaseException, text: str) -> None:
+    assert summarize(error) == text
 
 
 @pytest.mark.parametrize("script", [Script("a.py", False, ("-m", "x")), Script("a.b", True, ("-m", "x"))])

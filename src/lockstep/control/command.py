@@ -33,8 +33,9 @@ def run_under_agent(be_agent: Callable[[socket.socket], int]) -> int:
     spare = children_now()
     adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.flush()
     agent = os.fork()
     if agent == 0:
         mine.close()
@@ -42,6 +43,13 @@ def run_under_agent(be_agent: Callable[[socket.socket], int]) -> int:
     theirs.close()
     with mine:
         return _Watch(agent, mine, LinuxDescendants(spare)).run(heard)
+
+
+def fill_standard_descriptors() -> None:
+    """Open what the caller closed (`>&-`): else a file of ours becomes the person's terminal."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
 
 
 def _become_agent(command: socket.socket, be_agent: Callable[[socket.socket], int]) -> None:

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
@@ -123,6 +124,12 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
     while trace is not None and trace.tb_frame.f_code.co_filename in own:
         trace = trace.tb_next
     return trace
+
+
+def summarize(error: BaseException) -> str:
+    """Say in one line what was raised: neither the code of a SyntaxError, nor notes, nor further lines."""
+    texts = [text for text in traceback.format_exception_only(error) if not text.startswith(" ")]
+    return texts[0].strip().split("\n")[0]
 
 
 def _runnable(name: str, spec: ModuleSpec | None) -> ModuleSpec:

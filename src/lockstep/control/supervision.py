@@ -320,7 +320,7 @@ def _time_passed(state: State, now: float) -> Decision:
         case Stage.LOOKING if state.verdict:
             return _end_stuck(state, state.verdict, now)
         case Stage.ENDING:
-            return _signal_all(state, signal.SIGTERM, now, "some workers did not end after the abort")
+            return _terminate(state, now)
         case Stage.TERMINATING:
             return _kill(state, now, "some workers did not end after the signal")
         case _:
@@ -341,6 +341,16 @@ def _end_stuck(state: State, verdict: Verdict, now: float) -> Decision:
     return replace(
         decision, actions=decision.actions + tuple(Signal(worker, signal.SIGTERM) for worker in stuck)
     )
+
+
+def _terminate(state: State, now: float) -> Decision:
+    decision = _signal_all(state, signal.SIGTERM, now, "some workers did not end after the abort")
+    # Who was stuck has had SIGTERM already.
+    told = state.verdict.workers if state.verdict and state.verdict.evidence is Evidence.STACK else ()
+    actions = tuple(
+        Kill(a.worker) if isinstance(a, Signal) and a.worker in told else a for a in decision.actions
+    )
+    return replace(decision, actions=actions)
 
 
 def _signal_all(state: State, number: int, now: float, reason: str) -> Decision:
