@@ -50,10 +50,16 @@ class Communicator(Protocol):
     """One member's end of the exchange between the workers of one view.
 
     Every member calls the same methods in the same order. `what` names the call in messages ("step 12
-    of fit 1"). Every method except `abort` and `close` waits for the other members and raises
+    of fit 1") and is not compared. Every method except `abort` and `close` waits for the other members
+    and raises
 
+    * `DisagreementError` when the members call different methods, or what they bring does not fit
+      together; raised on every member, naming the workers, and calls can go on afterwards;
     * `PeerLostError` once the view was aborted (a worker ended, its script raised), with the reason;
-    * `PeerStuckError` when the policy's timeout has passed, naming the workers that did not arrive.
+    * `PeerStuckError` when the policy's timeout has passed, naming the workers that did not arrive (of
+      several members that give up, the later ones may raise `PeerLostError` with the same text).
+
+    A member that leaves a call halfway (a timeout, an interrupt) ends the view for all.
     """
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
@@ -71,7 +77,8 @@ class Communicator(Protocol):
             method. The bits depend on the partials and the tree only: not on members, timing or transport.
 
         Raises:
-            DisagreementError: `check`, shapes or dtypes differ; the message names the workers.
+            DisagreementError: `check`, shapes or dtypes differ.
+            ModelError: a dtype cannot be summed.
             SharedMemoryError: the memory for the exchange cannot be had; raised on every member.
         """
 
@@ -91,4 +98,8 @@ class Communicator(Protocol):
         """
 
     def close(self) -> None:
-        """Release this member's resources. Arrays that `reduce` returned become invalid."""
+        """Release this member's resources; safe to call more than once.
+
+        Arrays that `reduce` returned become invalid, this member's own calls raise `InternalError`, and
+        members that wait for it raise `PeerLostError`.
+        """
