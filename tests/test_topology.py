@@ -23,7 +23,7 @@ def test_a_worker_that_owns_nothing_has_an_empty_range() -> None:
 
 
 def test_more_workers_than_replicas_is_an_error_that_says_what_to_ask_for() -> None:
-    with pytest.raises(ConfigError, match="3 workers cannot share 2 replicas.*ask for 2 workers or fewer"):
+    with pytest.raises(ConfigError, match=r"3 workers cannot share 2 replicas.*ask for 2 workers or fewer"):
         place(2, (0, 1, 2))
 
 

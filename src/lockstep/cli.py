@@ -11,7 +11,8 @@ from typing import Any, get_args
 import click
 
 from lockstep import __version__
-from lockstep.config import usable_cores, visible_gpus
+from lockstep.config import keras_backend, usable_cores, visible_gpus
+from lockstep.control.backend import BACKENDS, choose_backend
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder
 from lockstep.control.script import Script
@@ -21,7 +22,6 @@ from lockstep.paths import RunPaths
 from lockstep.topology import place
 
 _WITHOUT_GPU = 2
-_BACKENDS = ("jax", "tensorflow", "torch")
 
 
 def main() -> None:
@@ -68,7 +68,11 @@ def cli() -> None:
     metavar="T",
     help="Threads that compute one replica: the result depends on it.  [default: usable cores // R, or 1]",
 )
-@click.option("--backend", type=click.Choice(_BACKENDS), help="Keras backend; sets KERAS_BACKEND.")
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    help="Keras backend; sets KERAS_BACKEND.  [default: Keras's, if installed]",
+)
 @click.option(
     "--devices",
     metavar="LIST",
@@ -121,18 +125,16 @@ def run(**options: Any) -> None:
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
-    _check_backend(options["backend"])
     spec = _spec(options)
     claim_folder(spec.run_dir)
     click.echo(f"lockstep: {spec.describe()}", err=True)
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
 
 
-def _check_backend(backend: str | None) -> None:
-    if backend is not None and importlib.util.find_spec(backend) is None:
-        raise ConfigError(
-            f"--backend {backend}: not installed for {sys.executable}; install it there, or choose another"
-        )
+def _backend(asked: str | None) -> str:
+    return choose_backend(
+        asked, *keras_backend(), lambda name: importlib.util.find_spec(name) is not None, sys.executable
+    )
 
 
 def _spec(options: dict[str, Any]) -> JobSpec:
@@ -155,7 +157,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         timeout=options["timeout"],
         run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
         tee=options["tee"],
-        backend=options["backend"],
+        backend=_backend(options["backend"]),
         devices=devices,
     )
 

@@ -140,6 +140,17 @@ def visible_gpus(
     return tuple(names[:hidden])
 
 
+def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
+    """Return what `KERAS_BACKEND` and Keras's own configuration file say; None for what is not there."""
+    home = environ.get("KERAS_HOME") or Path(environ.get("HOME", "/")) / ".keras"
+    try:
+        settings = json.loads((Path(home) / "keras.json").read_text())
+    except (OSError, ValueError):
+        settings = None
+    configured = settings.get("backend") if isinstance(settings, dict) else None
+    return environ.get("KERAS_BACKEND"), configured
+
+
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))

@@ -118,8 +118,8 @@ def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
         (["nix.py"], "there is no script nix.py (looked in {folder})"),
         (["-m", "nix"], "-m nix: there is no module 'nix' here or installed"),
         (
-            ["--backend", "torch", "ok.py"],
-            "--backend torch: not installed for {python}; install it there, or choose another",
+            ["--backend", "theano", "ok.py"],
+            "Invalid value for '--backend': 'theano' is not one of 'jax', 'tensorflow', 'torch'.",
         ),
         (
             ["--devices", "0,1,2", "-n", "2", "ok.py"],
