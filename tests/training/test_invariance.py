@@ -72,3 +72,14 @@ def test_one_replica_is_plain_keras_to_the_last_bit(keras_alone: tuple[str, Path
     expected = [line for line in keras_alone[0].splitlines() if line.startswith("result ")]
     assert len(expected) == len(EXACT)
     assert results(launch, 1, 1, "--exact") == expected
+
+
+def test_a_script_that_is_started_by_hand_is_plain_keras_too(
+    keras_alone: tuple[str, Path], plain: Callable[..., str]
+) -> None:
+    lines = [plain("program.py", "--exact", "cnn"), keras_alone[0]]
+    by_hand, alone = (
+        [line for line in printed.splitlines() if line.startswith("result cnn ")] for printed in lines
+    )
+    assert by_hand == alone
+    assert len(alone) == 1
