@@ -123,7 +123,9 @@ class Lockstep:
         (self.folder / name).write_text(ANNOUNCE + text)
         return name
 
-    def start(self, *arguments: str, run: str = "run", **environment: str) -> Running:
+    def start(
+        self, *arguments: str, run: str = "run", process_group: int | None = None, **environment: str
+    ) -> Running:
         """Start `lockstep run`."""
         variables = {**os.environ, "BIRTHS": str(self.folder / "births"), **environment}
         command = [sys.executable, "-m", "lockstep", "run", "--run-dir", run, *arguments]
@@ -134,6 +136,7 @@ class Lockstep:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            process_group=process_group,
         )
         self._started.append(process)
         return Running(process, self.folder / run, self._births)

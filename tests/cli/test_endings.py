@@ -150,3 +150,11 @@ def test_children_the_command_already_had_are_spared(lockstep: Any, is_gone: Gon
         assert process.returncode == 0
         signal.pidfd_send_signal(sleeper, signal.SIGKILL)
         assert is_gone([sleeper], 5)
+
+
+def test_a_killed_process_group_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
+    """What a shell's `kill -9 %1` and some schedulers do: the agent is in a session of its own."""
+    running = lockstep.start("-n", "2", lockstep.script(DEAF), process_group=0)
+    processes = [pidfd for pidfds in running.born(4).values() for pidfd in pidfds]
+    os.killpg(running.process.pid, signal.SIGKILL)
+    assert is_gone(processes, 5)
