@@ -138,6 +138,8 @@ def _backend(asked: str | None) -> str:
 
 
 def _spec(options: dict[str, Any]) -> JobSpec:
+    # Before the run's folder is made: what is refused leaves nothing behind.
+    backend = _backend(options["backend"])
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
     gpus = visible_gpus()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
@@ -157,7 +159,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         timeout=options["timeout"],
         run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
         tee=options["tee"],
-        backend=_backend(options["backend"]),
+        backend=backend,
         devices=devices,
     )
 

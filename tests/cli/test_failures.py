@@ -147,6 +147,15 @@ def test_bad_input_is_one_clear_line(lockstep: Any, arguments: list[str], messag
     assert not done.folder.exists()
 
 
+def test_what_is_refused_leaves_no_folder(lockstep: Any) -> None:
+    command = [sys.executable, "-m", "lockstep", "run", lockstep.script("")]
+    environment = {**os.environ, "KERAS_BACKEND": "theano"}
+    done = subprocess.run(command, cwd=lockstep.folder, env=environment, capture_output=True, text=True)
+    expected = "lockstep: KERAS_BACKEND=theano: expected one of jax, tensorflow, torch\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+    assert not (lockstep.folder / "runs").exists()
+
+
 def test_a_worker_is_not_started_by_hand() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     command = [sys.executable, "-m", "lockstep.worker", "script.py"]
