@@ -69,6 +69,33 @@ def test_much_output_is_complete(lockstep: Any) -> None:
     assert [done.log(0), done.log(1)] == expected
 
 
+def test_the_chief_waits_for_a_slow_reader(lockstep: Any) -> None:
+    """As it would without Lockstep: what it writes is not piled up in memory."""
+    text = """
+import select
+os.set_blocking(1, False)
+written = 0
+while written < 2**25 and select.select([], [1], [], 0.5)[1]:
+    written += os.write(1, b"x" * 65536)
+announce(written)
+"""
+    running = lockstep.start("-n", "1", lockstep.script(text))
+    ((written, (pidfd,)),) = running.born(1).items()
+    os.close(pidfd)
+    assert int(written) < 2**22
+    done = running.end()
+    assert (done.status, done.out) == (0, "x" * int(written))
+
+
+def test_a_module_of_the_persons_folder_does_not_hide_one_of_ours(lockstep: Any) -> None:
+    (lockstep.folder / "msgspec.py").write_text("raise SystemExit('wrong')")
+    (lockstep.folder / "scripts").mkdir()
+    name = lockstep.script("print('ran')", "scripts/script.py")
+    command = [sys.executable, "-P", "-m", "lockstep", "run", "-n", "1", name]
+    done = subprocess.run(command, cwd=lockstep.folder, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+
+
 def test_a_reader_that_leaves_does_not_end_the_job(lockstep: Any) -> None:
     running = lockstep.start(lockstep.script("for n in range(20_000): print(me, n)"))
     running.process.stdout.close()
