@@ -1,6 +1,6 @@
 """Train the same program with two workers and with one, and show that the results are equal.
 
-    make demo
+make demo
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """The multi-worker tutorial's classifier, on handwritten digits that need no download.
 
-    lockstep run -n 2 examples/digits.py
-    python examples/digits.py
+lockstep run -n 2 examples/digits.py
+python examples/digits.py
 """
 
 import argparse
