@@ -12,14 +12,15 @@ import lockstep
 ROOT = Path(lockstep.__file__).parent
 FRAMEWORKS = {"keras", "jax", "tensorflow", "torch"}
 
-BASE = {"errors", "topology", "config", "clock", "paths", "events"}
+BASE = {"errors", "topology", "config", "clock", "paths", "files", "events"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "clock": set(),
     "topology": {"errors"},
     "config": {"errors", "topology"},
     "paths": {"errors"},
-    "events": {"clock"},
+    "files": set(),
+    "events": {"clock", "files"},
     "collectives": BASE,
     "control": BASE,
     "data": BASE,

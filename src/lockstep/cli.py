@@ -181,7 +181,7 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     except LockstepError as error:
         console.say(str(error))
         return 1
-    with EventLog.open(paths.events, SystemClock()) as events:
+    with EventLog.open(paths.events, SystemClock(), console.say) as events:
         agent = Agent(
             spec=spec,
             paths=paths,

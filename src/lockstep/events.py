@@ -8,6 +8,7 @@ from typing import Any, Self
 import msgspec
 
 from lockstep.clock import Clock
+from lockstep.files import AppendFile, Complain
 
 _RESERVED = ("time", "event")
 
@@ -19,28 +20,27 @@ class EventLog:
     a run that was killed are whole, and a reader can follow the file while it grows.
     """
 
-    def __init__(self, descriptor: int, clock: Clock) -> None:
-        self._descriptor = descriptor
+    def __init__(self, file: AppendFile, clock: Clock) -> None:
+        self._file = file
         self._clock = clock
 
     @classmethod
-    def open(cls, path: Path, clock: Clock) -> Self:
+    def open(cls, path: Path, clock: Clock, complain: Complain) -> Self:
         """Open `path` to append; a line that an earlier run left unfinished is ended first."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            os.write(descriptor, b"\n")
-        return cls(descriptor, clock)
+        file = AppendFile.open(path, complain)
+        if file.start and os.pread(file.descriptor, 1, file.start - 1) != b"\n":
+            file.write(b"\n")
+        return cls(file, clock)
 
     def write(self, event: str, /, **fields: Any) -> None:
         """Append one event; fields called `time` or `event` get a trailing underscore."""
         safe = {f"{name}_" if name in _RESERVED else name: value for name, value in fields.items()}
         line = {"time": round(self._clock.wall(), 3), "event": event, **safe}
-        os.write(self._descriptor, msgspec.json.encode(line, enc_hook=repr) + b"\n")
+        self._file.write(msgspec.json.encode(line, enc_hook=repr) + b"\n")
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
     def __enter__(self) -> Self:
         return self

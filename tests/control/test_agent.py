@@ -101,7 +101,7 @@ class Stage:
         out, err = self.folder / "out", self.folder / "err"
         with out.open("wb", 0) as stdout, err.open("wb", 0) as stderr:
             console = Console(Sink(stdout.fileno()), Sink(stderr.fileno()), tee, 0)  # type: ignore[arg-type]
-            with TellingLog.open(paths.events, SystemClock()) as events:
+            with TellingLog.open(paths.events, SystemClock(), pytest.fail) as events:
                 events.listeners.append(on_event)
                 status = Agent(
                     spec,

@@ -14,6 +14,7 @@ from lockstep.control.run_folder import claim_folder, fresh_folder
 from lockstep.control.stack import innermost
 from lockstep.errors import ConfigError
 from lockstep.events import EventLog
+from lockstep.files import AppendFile
 
 DUMP = """Thread 0x00007f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait
@@ -58,7 +59,7 @@ def test_events_are_appended_a_line_each(tmp_path: Path) -> None:
     path, clock = tmp_path / "events.jsonl", VirtualClock(5.0)
     path.write_bytes(b'{"unfinished": ')
     for _ in range(2):
-        with EventLog.open(path, clock) as events:
+        with EventLog.open(path, clock, pytest.fail) as events:
             events.write("seen", worker=1, time="x", event="y", odd={1 + 2j})
         clock.advance(1.5)
     lines = path.read_text().splitlines()
@@ -99,3 +100,12 @@ blocked()
         process.communicate(b"x", timeout=20)
     assert process.returncode == 0
     assert innermost(path.read_text(), 1)[0].endswith(" in blocked")
+
+
+def test_a_full_disk_is_said_once_and_nothing_is_raised() -> None:
+    said: list[str] = []
+    file = AppendFile.open(Path("/dev/full"), said.append)
+    file.write(b"first")
+    file.write(b"second")
+    file.close()
+    assert said == ["cannot write /dev/full: No space left on device; what follows in it is lost"]

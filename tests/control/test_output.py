@@ -68,10 +68,10 @@ def test_a_line_without_end_is_passed_on_in_pieces() -> None:
 
 
 def test_a_log_keeps_what_an_earlier_run_wrote_and_shows_only_its_own(tmp_path: Path) -> None:
-    first = Log.open(tmp_path / "log")
+    first = Log.open(tmp_path / "log", pytest.fail)
     first.write(b"old\n")
     first.close()
-    log = Log.open(tmp_path / "log")
+    log = Log.open(tmp_path / "log", pytest.fail)
     assert log.tail(2) == []
     log.write(b"1\n2\n3\n")
     assert log.tail(2) == ["2", "3"]
@@ -81,14 +81,14 @@ def test_a_log_keeps_what_an_earlier_run_wrote_and_shows_only_its_own(tmp_path: 
 
 
 def test_a_tail_is_fit_for_a_terminal(tmp_path: Path) -> None:
-    log = Log.open(tmp_path / "log")
+    log = Log.open(tmp_path / "log", pytest.fail)
     log.write(b"1/9\r2/9\r9/9\n\x1b[31mred\x1b[0m\x07\r\n\xff\n")
     assert log.tail(5) == ["9/9", "red", "\ufffd"]
     log.close()
 
 
 def test_a_tail_of_a_huge_log_reads_its_end_only(tmp_path: Path) -> None:
-    log = Log.open(tmp_path / "log")
+    log = Log.open(tmp_path / "log", pytest.fail)
     log.write(b"x" * 200_000 + b"\nend\n")
     assert [len(line) for line in log.tail(20)] == [64 * 1024 - 5, 3]
     log.close()

@@ -109,7 +109,7 @@ class Agent:
     def _start(self, worker: int) -> None:
         spec = self.spec
         script = Script(spec.target, spec.module, spec.arguments)
-        log = Log.open(self.paths.log(worker))
+        log = Log.open(self.paths.log(worker), self.console.say)
         environment = partial(self._environment, worker)
         handle = self.launcher.start(
             Launch(worker, script.command_line, environment, self.exchange.descriptor)

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from lockstep.files import AppendFile, Complain
+
 _PIECE = 4096
 _MAX_LINE = 64 * 1024
 _TAIL = 64 * 1024
@@ -90,32 +92,33 @@ class LinePrefixer:
 class Log:
     """A worker's log file, which it shares with earlier runs in the same folder."""
 
-    def __init__(self, path: Path, descriptor: int, start: int) -> None:
-        self.path = path
-        self._descriptor = descriptor
-        self._start = start
+    def __init__(self, file: AppendFile) -> None:
+        self._file = file
 
     @classmethod
-    def open(cls, path: Path) -> "Log":
+    def open(cls, path: Path, complain: Complain) -> "Log":
         """Open `path` to append."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        return cls(path, descriptor, os.fstat(descriptor).st_size)
+        return cls(AppendFile.open(path, complain))
+
+    @property
+    def path(self) -> Path:
+        """Where the log is."""
+        return self._file.path
 
     def write(self, data: bytes) -> None:
         """Append `data`."""
-        while data:
-            data = data[os.write(self._descriptor, data) :]
+        self._file.write(data)
 
     def tail(self, lines: int) -> list[str]:
         """Return the last lines that this run wrote, fit for a terminal."""
-        size = os.fstat(self._descriptor).st_size
-        start = max(self._start, size - _TAIL)
-        text = os.pread(self._descriptor, size - start, start).decode(errors="replace")
+        size = os.fstat(self._file.descriptor).st_size
+        start = max(self._file.start, size - _TAIL)
+        text = os.pread(self._file.descriptor, size - start, start).decode(errors="replace")
         return [_plain(line) for line in text.rstrip("\n").split("\n")][-lines:] if text else []
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self._descriptor)
+        self._file.close()
 
 
 def _plain(line: str) -> str:
