@@ -16,12 +16,15 @@ class Share:
         replica: the replica's id.
         examples: how many; 0 where the batch is smaller than the number of replicas.
         weight: `examples` divided by the examples of the global batch.
+        seed: 64 bits, the same for all replicas of a step: random numbers that no generator of the model's
+            gives follow from it and the replica.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
     """
 
     replica: int
     examples: int
     weight: float
+    seed: int
     data: Callable[[], Any]
 
 
@@ -39,10 +42,10 @@ class GlobalBatch:
     read: Callable[[slice], Any]
     check: Callable[[], bytes]
 
-    def share(self, replica: int, replicas: int) -> Share:
+    def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
         """Return the contiguous rows of `replica`; the shares of `replicas` differ by at most one row."""
         counts = split_evenly(self.examples, replicas)
         start = list(accumulate(counts, initial=0))[replica]
         rows = slice(start, start + counts[replica])
         weight = counts[replica] / self.examples
-        return Share(replica, counts[replica], weight, lambda: self.read(rows))
+        return Share(replica, counts[replica], weight, seed, lambda: self.read(rows))

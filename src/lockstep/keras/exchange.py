@@ -11,6 +11,7 @@ import keras
 import msgspec
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from lockstep.collectives.contract import Leaves, Span
 from lockstep.data.batch import GlobalBatch
@@ -81,12 +82,13 @@ class Exchange:
         contributing it: that is how it learns what a partial looks like.
         """
         replicas = self._job.view.replicas
-        shares = [batch.share(replica, replicas) for replica in self._owned]
+        seed = xxhash.xxh3_64_intdigest(f"{self._job.seed} {self._calls.where()}")
+        shares = [batch.share(replica, replicas, seed) for replica in self._owned]
         started = {share.replica: self._program.compute(state, share) for share in shares if share.examples}
         if self._layout is None:
             partial = next(iter(started.values()), None)
             if partial is None:
-                partial = self._program.compute(state, batch.share(0, replicas))
+                partial = self._program.compute(state, batch.share(0, replicas, seed))
             names = tuple(sorted(partial))
             zeros = tuple(np.zeros_like(self._backend.concrete(partial[name])) for name in names)
             self._layout = Layout(names, zeros)

@@ -19,9 +19,21 @@ from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
 from lockstep.keras.digest import named_arrays
+from lockstep.keras.steps import (
+    only_application,
+    refuse_integer_state,
+    refuse_metrics_that_do_not_add,
+    replaced,
+    seed_positions,
+)
 
 _GOLDEN = np.uint32(0x9E3779B9)
 """2**32 divided by the golden ratio: spreads consecutive replica ids over the keys."""
+
+_REMEDY = (
+    "on the JAX backend it has to call self.optimizer.stateless_apply exactly once, with the gradients of "
+    "all trainable variables"
+)
 
 # Keras may hand a batch to `jax.device_put` before it reaches the train function. A global batch is no
 # array: as a node without children it passes through untouched.
@@ -134,7 +146,7 @@ class JaxProgram:
                 logs, (_, after, _, metrics) = self._model.train_step(
                     (trainable, mixed, optimizer, _zeros(metrics)), data
                 )
-            gradients = only_application(record)
+            gradients = only_application(record, _REMEDY)
         elif self._kind == "test":
             logs, (_, after, metrics) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
         else:
@@ -187,11 +199,7 @@ class JaxProgram:
             elif jnp.issubdtype(old.dtype, jnp.floating):
                 changes[f"state/{i}"] = (new - old) * weight.astype(old.dtype)
             else:
-                raise ModelError(
-                    f"the step changes the {old.dtype} variable "
-                    f"{self._model.non_trainable_variables[i].path!r}: only floating-point layer state can "
-                    "be averaged over replicas; keep counters in a metric, or in a float32 variable"
-                )
+                refuse_integer_state(self._model.non_trainable_variables[i])
         return changes
 
     def _own_logs(self, logs: dict[str, Any], metrics: list[Any], weight: Any) -> dict[str, Any]:
@@ -224,33 +232,8 @@ def recorded_apply(optimizer: Any) -> Iterator[list[list[Any]]]:
         record.append(list(grads))
         return trainable_variables, optimizer_variables
 
-    # Past the optimizer's own __setattr__, which tracks what it is given.
-    vars(optimizer)["stateless_apply"] = note
-    try:
+    with replaced(optimizer, "stateless_apply", note):
         yield record
-    finally:
-        del vars(optimizer)["stateless_apply"]
-
-
-def only_application(record: list[list[Any]]) -> list[Any]:
-    """Return the gradients of the one application that a step must have.
-
-    Raises:
-        ModelError: the step applied its optimizer never or several times.
-    """
-    if len(record) != 1:
-        raise ModelError(
-            f"train_step applied the model's optimizer {len(record)} times; on the JAX backend it has to "
-            "call self.optimizer.stateless_apply exactly once, with the gradients of all trainable variables"
-        )
-    return record[0]
-
-
-def seed_positions(model: Any) -> frozenset[int]:
-    """Find which of `model.non_trainable_variables` are states of random generators."""
-    generators = [seed for layer in model._flatten_layers() for seed in layer._seed_generators]
-    states = {id(generator.state) for generator in generators}
-    return frozenset(i for i, v in enumerate(model.non_trainable_variables) if id(v) in states)
 
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:
@@ -268,22 +251,6 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
                 f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
                 "which cannot be averaged over replicas"
             )
-
-
-def refuse_metrics_that_do_not_add(model: Any) -> None:
-    """Reset the model's metrics; raise ModelError for one whose state then is not zero.
-
-    Replicas start a step from zero, and their states are added. A metric that starts elsewhere (a maximum,
-    from minus infinity) is no sum.
-    """
-    for metric in model.metrics:
-        metric.reset_state()
-        for variable in metric.variables:
-            if np.any(np.asarray(variable.value) != 0):
-                raise ModelError(
-                    f"the metric variable {variable.path!r} does not start from zero: replicas add up what "
-                    "their examples contribute, so keep sums and counts, and compute the rest in result()"
-                )
 
 
 def _zeros(variables: list[Any]) -> list[Any]:
