@@ -82,7 +82,7 @@ class Exchange:
         contributing it: that is how it learns what a partial looks like.
         """
         replicas = self._job.view.replicas
-        seed = xxhash.xxh3_64_intdigest(f"{self._job.seed} {self._calls.where()}")
+        seed = xxhash.xxh3_64_intdigest(f"{self._job.seed} {self._calls.where()}".encode())
         shares = [batch.share(replica, replicas, seed) for replica in self._owned]
         started = {share.replica: self._program.compute(state, share) for share in shares if share.examples}
         if self._layout is None:
