@@ -49,6 +49,18 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         for batch in self.batches():
             yield batch.read(slice(0, batch.examples)) if self._joint else batch
 
+    def get_torch_dataloader(self) -> Iterator[Any]:
+        """Yield what the train function of the PyTorch backend takes."""
+        return iter(self)
+
+    def get_tf_dataset(self) -> "GlobalInput":
+        """Return what yields what the train function of the TensorFlow backend takes, in each pass anew."""
+        return self
+
+    def __iter__(self) -> Iterator[Any]:
+        for data in self.get_jax_iterator():
+            yield keras.tree.map_structure(_tensor, data) if self._joint else data
+
     @property
     def num_batches(self) -> int | None:
         """Number of batches in a pass; None where it never ends."""
@@ -77,7 +89,7 @@ class ArrayInput(GlobalInput):
         self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: tuple[int, ...], *, joint: bool
     ) -> None:
         super().__init__(inner, joint=joint)
-        self._rows = array_slicing.convert_to_sliceable(inner._inputs, target_backend="jax")
+        self._rows = array_slicing.convert_to_sliceable(inner._inputs, target_backend="numpy")
         self._order = Order(inner._num_samples, inner._batch_size, shuffle, seed)
         self._passes = 0
 
@@ -123,7 +135,7 @@ class ArrayInput(GlobalInput):
 
     def _take(self, indices: Any) -> Any:
         def take(rows: Any) -> Any:
-            return None if rows is None else rows.convert_to_jax_compatible(rows[indices])
+            return None if rows is None else rows.convert_to_numpy(rows[indices])
 
         return keras.tree.map_structure(take, self._rows)
 
@@ -139,7 +151,7 @@ class DatasetInput(GlobalInput):
         """Yield the global batches of the next pass."""
         if not self._inner.enqueuer:
             self._dataset.begin_pass()
-        for step, data in enumerate(self._inner.get_jax_iterator()):
+        for step, data in enumerate(self._inner.get_numpy_iterator()):
             yield whole_batch(data, step)
 
     def facts(self) -> dict[str, str]:
@@ -246,6 +258,10 @@ def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
         read,
         lambda: digest_arrays([np.array(step), *(np.asarray(leaf) for leaf in leaves)]),
     )
+
+
+def _tensor(leaf: Any) -> Any:
+    return None if leaf is None else keras.ops.convert_to_tensor(leaf)
 
 
 def _leaves(data: Any) -> list[Any]:
