@@ -5,7 +5,6 @@ life to the agent's.
 """
 
 import os
-import random
 import signal
 import socket
 import sys
@@ -19,6 +18,7 @@ from lockstep.control.script import Script, summarize, user_traceback
 from lockstep.control.stack import write_when_asked
 from lockstep.errors import ConfigError, PeerLostError, PeerStuckError
 from lockstep.paths import RunPaths
+from lockstep.seeding import seed_everything
 
 _REPORT_EVERY = 0.5
 _GRACE_FOR_AGENT = 60.0
@@ -43,8 +43,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _enter_job(config: WorkerConfig, client: Client) -> None:
-    import numpy as np
-
     from lockstep import job
     from lockstep.collectives.contract import Waiting, WaitPolicy
     from lockstep.collectives.plan import ReducePlan
@@ -54,8 +52,7 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
     def observe(waiting: Waiting) -> None:
         client.waiting(waiting.what, waiting.workers, waiting.seconds)
 
-    random.seed(config.seed)
-    np.random.seed(config.seed % 2**32)
+    seed_everything(config.seed)
     view = place(config.replicas, tuple(range(config.workers)))
     # The agent judges who is stuck, for it can show where; the communicator only if the agent does not.
     policy = WaitPolicy(report_every=_REPORT_EVERY, timeout=config.timeout + _GRACE_FOR_AGENT)

@@ -5,11 +5,17 @@ converts inputs, and replaces the order in which they are visited.
 """
 
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any
 
 import keras
 import numpy as np
-from keras.src.trainers.data_adapters import array_slicing
+from keras.src.trainers.data_adapters import (
+    array_slicing,
+    get_data_adapter,
+    is_tf_dataset,
+    is_torch_dataloader,
+)
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -169,6 +175,30 @@ class DatasetInput(GlobalInput):
         super().on_epoch_begin()
 
 
+class StreamInput(GlobalInput):
+    """What can only be read in its own order: `tf.data`, a PyTorch `DataLoader`, a generator.
+
+    Every worker reads all of it, in the hope that all see the same; each batch's hash shows whether they do.
+    """
+
+    def __init__(self, inner: DataAdapter, kind: str, *, joint: bool) -> None:
+        super().__init__(inner, joint=joint)
+        self._kind = kind
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield the global batches of the next pass."""
+        for step, data in enumerate(self._inner.get_numpy_iterator()):
+            yield whole_batch(data, step)
+
+    def facts(self) -> dict[str, str]:
+        """Describe the number of batches; each batch is compared when it is read."""
+        return {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
+
+    def first(self) -> Any:
+        """Return the first batch, as Keras does when a model is not built: by beginning a pass."""
+        return next(iter(self._inner.get_numpy_iterator()))
+
+
 class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
     """A `PyDataset` whose batches are visited in the job's order."""
 
@@ -232,9 +262,12 @@ def global_input(
         if y is not None or sample_weight is not None:
             raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
         return DatasetInput(Reordered(x, bool(shuffle), seed), class_weight, joint=joint)
+    if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
+        inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
+        return StreamInput(inner, type(x).__name__, joint=joint)
     raise DataError(
-        f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas yet; "
-        "give arrays (NumPy, JAX, pandas), nests of them, or a keras.utils.PyDataset"
+        f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
+        "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
     )
 
 
