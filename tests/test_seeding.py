@@ -3,42 +3,40 @@ import sys
 
 import pytest
 
-DRAWS = {
-    "random": "import random; print(random.random())",
-    "numpy": "import numpy; print(numpy.random.rand())",
-    "torch": "import torch; print(torch.rand(1).item())",
-    "tensorflow": "import tensorflow as tf; print(tf.random.uniform([1])[0].numpy())",
+SEEDED = "from lockstep.seeding import seed_everything; seed_everything(11)"
+DRAWN = {
+    "random": ("import random", "random.seed(11)", "random.random()"),
+    "numpy": ("import numpy", "numpy.random.seed(11)", "numpy.random.rand()"),
+    "torch": ("import torch", "torch.manual_seed(11)", "torch.rand(1).item()"),
+    "tensorflow": (
+        "import tensorflow",
+        "tensorflow.random.set_seed(11)",
+        "float(tensorflow.random.uniform([1])[0])",
+    ),
 }
 
 
-def draw(seed: int, name: str, before: str = "pass") -> str:
-    script = f"from lockstep.seeding import seed_everything; {before}; seed_everything({seed}); {DRAWS[name]}"
+def run(*statements: str) -> list[str]:
+    script = "\n".join(statements)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    return result.stdout
+    return result.stdout.split()
 
 
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", DRAWN)
 def test_what_is_imported_later_is_seeded(name: str) -> None:
     pytest.importorskip(name)
-    first = draw(1, name)
-    assert draw(1, name) == first
-    assert draw(2, name) != first
+    load, seed, draw = DRAWN[name]
+    first, expected = run(SEEDED, load, f"print({draw})", seed, f"print({draw})")
+    assert first == expected
 
 
 def test_what_is_imported_already_is_seeded_too() -> None:
-    assert draw(1, "numpy", "import numpy") == draw(1, "numpy")
+    load, seed, draw = DRAWN["numpy"]
+    first, expected = run(load, SEEDED, f"print({draw})", seed, f"print({draw})")
+    assert first == expected
 
 
 def test_the_scripts_own_seed_stays() -> None:
-    script = (
-        "from lockstep.seeding import seed_everything; seed_everything(1); "
-        "import numpy; numpy.random.seed(5); import numpy; print(numpy.random.rand())"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    alone = subprocess.run(
-        [sys.executable, "-c", "import numpy; numpy.random.seed(5); print(numpy.random.rand())"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert result.stdout == alone.stdout
+    load, _, draw = DRAWN["numpy"]
+    script = (load, "numpy.random.seed(5)", load, f"print({draw})")
+    assert run(SEEDED, *script) == run(*script)
