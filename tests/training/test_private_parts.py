@@ -37,10 +37,19 @@ def model() -> keras.Model:
         ("keras/inputs.py", array_slicing, "convert_to_sliceable"),
         ("keras/inputs.py", array_slicing, "train_validation_split"),
         ("keras/inputs.py", PyDatasetAdapter, "_standardize_batch"),
+        ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_save_model"),
+        ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
+        ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),
+        ("keras/callbacks.py", keras.callbacks.BackupAndRestore, "_save_model"),
     ],
 )
 def test_a_part_is_there(file: str, owner: Any, name: str) -> None:
     assert hasattr(owner, name), CHANGED.format(file, f"{owner.__name__}.{name}")
+
+
+def test_a_backup_knows_its_weights_path() -> None:
+    backup = keras.callbacks.BackupAndRestore("folder")
+    assert backup._weights_path.startswith("folder"), CHANGED.format("keras/callbacks.py", "_weights_path")
 
 
 def test_layers_list_their_random_generators() -> None:

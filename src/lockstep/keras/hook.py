@@ -16,10 +16,12 @@ from lockstep.data.batch import GlobalBatch
 from lockstep.errors import BackendError, ScopeError
 from lockstep.job import Job
 from lockstep.keras.agreement import agree
+from lockstep.keras.callbacks import following
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.contract import Backend, Kind
 from lockstep.keras.digest import named_arrays
 from lockstep.keras.exchange import Exchange, state_facts
+from lockstep.keras.files import write_together
 from lockstep.keras.inputs import GlobalInput, global_input, split_validation, whole_batch
 
 Original = Callable[..., Any]
@@ -72,6 +74,8 @@ class Hook:
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             given.update(verbose=self._verbose(given["verbose"]))
+            if not self._job.is_chief:
+                given.update(callbacks=following(given["callbacks"]))
             return original(*bound.args, **bound.kwargs)
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -111,6 +115,21 @@ class Hook:
             self._begin(call, model, data.facts())
             given.update(x=data, verbose=self._verbose(given["verbose"]))
             return original(*bound.args, **bound.kwargs)
+
+    def save(self, original: Original, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """Save in whichever way `original` does: one worker writes, all wait until the file is there."""
+        if len(self._job.view.workers) == 1:
+            original(model, filepath, *args, **kwargs)
+            return
+        options = _bind(original, model, (filepath, *args), kwargs).arguments
+        write_together(
+            self._job,
+            filepath,
+            lambda path: original(model, path, *args, **kwargs),
+            method=original.__name__,
+            # Shards are several files; and what must not be overwritten has to be seen by Keras.
+            rename=bool(options.get("overwrite", True)) and not options.get("max_shard_size"),
+        )
 
     def make_function(self, name: str, original: Original, model: Any, force: bool = False) -> Any:
         """Give an adopted model the function that its loop calls for each step."""
@@ -196,6 +215,8 @@ def install(job: Job) -> Hook:
         hook = Hook(job, _backend())
         for name in ("compile", "fit", "evaluate", "predict"):
             _replace(name, getattr(hook, name))
+        for name in ("save", "save_weights", "export"):
+            _replace(name, hook.save)
         for name in _FUNCTIONS:
             _replace(name, functools.partial(hook.make_function, name))
         _installed.append(hook)

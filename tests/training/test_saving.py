@@ -1,0 +1,49 @@
+"""Files that all workers write: one does, and nobody reads half of one."""
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def saved(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("saved")
+    run = launch("-n 2", "saving.py", str(folder))
+    assert run.status == 0, run.stderr
+    return run, folder
+
+
+def test_every_worker_loads_what_was_saved(saved: tuple[Any, Path]) -> None:
+    for worker in range(2):
+        assert saved[0].marked(worker, "loaded ") == [
+            "loaded whole.keras True",
+            "loaded best.keras True",
+            f"loaded own-{worker}.keras True",
+        ]
+
+
+def test_callbacks_write_once_and_leave_nothing_behind(saved: tuple[Any, Path]) -> None:
+    folder = saved[1]
+    with (folder / "log.csv").open() as file:
+        assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
+    assert sorted(path.name for path in (folder / "made").iterdir()) == [f"{i}.weights.h5" for i in (1, 2, 3)]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "best.keras", "log.csv", "made", "own-0.keras", "own-1.keras", "whole.keras",
+    ]  # fmt: skip
+
+
+def test_a_failure_to_write_is_an_error_on_every_worker(saved: tuple[Any, Path]) -> None:
+    (first,), (second,) = (saved[0].marked(worker, "error ") for worker in range(2))
+    assert "nowhere" in first
+    assert first.startswith(("error FileNotFoundError", "error OSError"))
+    assert second.startswith("error PeerError worker 0 could not write ")
+
+
+def test_a_backup_is_restored_by_all_and_removed_by_one(saved: tuple[Any, Path]) -> None:
+    (first,), (second,) = (saved[0].marked(worker, "resumed ") for worker in range(2))
+    assert first == second
+    assert first.startswith("resumed [3] ")
+    assert not (saved[1] / "backup").exists()
