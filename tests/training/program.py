@@ -22,6 +22,7 @@ import numpy as np
 import lockstep
 
 layers = keras.layers
+JAX = keras.backend.backend() == "jax"
 
 
 @dataclass
@@ -280,9 +281,11 @@ def custom(context: Context) -> Trained:
         def call(self, inputs: Any) -> Any:
             return self.dense(inputs)
 
-        def train_step(self, state: Any, data: Any) -> Any:
-            logs, state = super().train_step(state, data)
-            return {**logs, "doubled": 2 * keras.ops.mean(data[1])}, state
+        def train_step(self, *arguments: Any) -> Any:
+            # (state, data) on JAX, which returns (logs, state); elsewhere (data,).
+            doubled = {"doubled": 2 * keras.ops.mean(arguments[-1][1])}
+            result = super().train_step(*arguments)
+            return ({**result[0], **doubled}, result[1]) if JAX else {**result, **doubled}
 
     with context.scope():
         model = Custom()

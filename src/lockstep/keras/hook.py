@@ -236,14 +236,22 @@ def _replace(name: str, method: Callable[..., Any]) -> None:
 
 def _backend() -> Backend:
     name = keras.backend.backend()
-    if name != "jax":
-        raise BackendError(
-            f"Keras runs on {name!r}, and Lockstep trains on 'jax' only so far; set KERAS_BACKEND=jax, or "
-            "start the script with `lockstep run --backend jax`"
-        )
-    from lockstep.keras.jax import JaxBackend
+    if name == "jax":
+        from lockstep.keras.jax import JaxBackend
 
-    return JaxBackend()
+        return JaxBackend()
+    if name == "tensorflow":
+        from lockstep.keras.tensorflow import TensorFlowBackend
+
+        return TensorFlowBackend()
+    if name == "torch":
+        from lockstep.keras.torch import TorchBackend
+
+        return TorchBackend()
+    raise BackendError(
+        f"Keras runs on {name!r}, and Lockstep trains on 'jax' and 'tensorflow' only so far; set "
+        "KERAS_BACKEND=jax, or start the script with `lockstep run --backend jax`"
+    )
 
 
 def _bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
