@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 
 
@@ -18,13 +19,12 @@ def digest(model: Any) -> str:
     optimizer = getattr(model, "optimizer", None)
     variables = [*model.variables, *(optimizer.variables if optimizer else [])]
     for variable in variables:
-        array = np.ascontiguousarray(np.asarray(variable.value))
+        array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable.value))
         state.update(f"{array.dtype} {array.shape}\n".encode())
         state.update(array.reshape(-1).view(np.uint8).data)
     history = getattr(getattr(model, "history", None), "history", {})
     for name, values in sorted(history.items()):
-        exact = [np.asarray(value, dtype=np.float64).tobytes().hex() for value in values]
-        state.update(f"{name} {exact}\n".encode())
+        state.update(f"{name} {[_exact(value) for value in values]}\n".encode())
     return state.hexdigest()
 
 
@@ -39,3 +39,10 @@ def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str
             name = f"{path} ({copies})"
         named[name] = value
     return named
+
+
+def _exact(value: Any) -> str:
+    try:
+        return np.asarray(value, dtype=np.float64).tobytes().hex()
+    except (TypeError, ValueError):
+        return repr(value)
