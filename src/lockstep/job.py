@@ -1,6 +1,7 @@
 """What a process knows of the job it computes for."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.collectives.contract import Communicator
@@ -27,6 +28,7 @@ class Job:
         threads: number of threads that compute one replica.
         communicator: this worker's end of the exchange.
         report: hears what this worker does.
+        folder: the run's own, where workers may leave notes for each other; None without one.
     """
 
     view: View
@@ -35,6 +37,7 @@ class Job:
     threads: int
     communicator: Communicator
     report: Report
+    folder: Path | None = None
 
     @property
     def is_chief(self) -> bool:

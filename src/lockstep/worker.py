@@ -59,7 +59,10 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
     communicator = SharedCommunicator(
         Arena.attach(config.arena), config.worker, ReducePlan.of(view), policy, observe
     )
-    job.enter(job.Job(view, config.worker, config.seed, config.threads, communicator, client.report))
+    entered = job.Job(
+        view, config.worker, config.seed, config.threads, communicator, client.report, config.run_dir
+    )
+    job.enter(entered)
     os.register_at_fork(after_in_child=_leave_job)
 
 

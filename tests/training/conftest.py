@@ -3,6 +3,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,18 @@ from lockstep.job import Job
 from lockstep.topology import place
 
 HERE = Path(__file__).parent
+
+
+def _backends() -> list[str]:
+    """JAX and TensorFlow always, PyTorch where it is installed; `BACKENDS` names others, or "all"."""
+    known = ["jax", "tensorflow", "torch"]
+    asked = os.environ.get("BACKENDS", "")
+    if asked:
+        return known if asked == "all" else asked.split()
+    return known if find_spec("torch") else known[:2]
+
+
+BACKENDS = _backends()
 REPLICAS_IN_PROCESS = 3
 
 
@@ -49,9 +62,10 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def plain(environment: dict[str, str]) -> Callable[..., str]:
     """Run a script of this folder without the command; return what it printed."""
 
-    def run(script: str, *arguments: str) -> str:
+    def run(script: str, *arguments: str, backend: str = "jax") -> str:
         command = [sys.executable, str(HERE / script), *arguments]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        variables = environment | {"KERAS_BACKEND": backend}
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -62,14 +76,21 @@ def plain(environment: dict[str, str]) -> Callable[..., str]:
 def launch(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
     """Run a script of this folder with `lockstep run`."""
 
-    def run(options: str, script: str, *arguments: str) -> Run:
+    def run(options: str, script: str, *arguments: str, backend: str = "jax") -> Run:
         folder = tmp_path_factory.mktemp("run")
-        command = [sys.executable, "-m", "lockstep", "run", "--backend", "jax", "--run-dir", str(folder)]
+        command = [sys.executable, "-m", "lockstep", "run", "--backend", backend, "--run-dir", str(folder)]
         command += [*options.split(), str(HERE / script), *arguments]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
         return Run(result.returncode, result.stdout, result.stderr, folder)
 
     return run
+
+
+@pytest.fixture(scope="session", params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each of the backends that are tested."""
+    name: str = request.param
+    return name
 
 
 @pytest.fixture(scope="session")

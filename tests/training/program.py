@@ -294,7 +294,34 @@ def custom(context: Context) -> Trained:
     return Trained(model, x, y, 20)
 
 
-TRAININGS = [cnn, weighted, callbacks, mixed, uncompiled, eager, several, dataset, nested, tiny, custom]
+def summed(context: Context) -> Trained:
+    """A loss that is a sum over the examples, with a regularizer; an uneven last batch."""
+    x, y = table(90)
+    with context.scope():
+        model = keras.Sequential(
+            [layers.Input((12,)), layers.Dense(4, kernel_regularizer="l2"), layers.Dense(1)]
+        )
+        model.compile(
+            optimizer=keras.optimizers.SGD(1e-3), loss=keras.losses.MeanSquaredError(reduction="sum")
+        )
+    model.fit(x, y, batch_size=20, epochs=3, shuffle=context.shuffle, verbose=2)
+    return Trained(model, x, y, 20)
+
+
+TRAININGS = [
+    cnn,
+    weighted,
+    callbacks,
+    mixed,
+    uncompiled,
+    eager,
+    several,
+    dataset,
+    nested,
+    tiny,
+    custom,
+    summed,
+]
 
 
 def main() -> None:

@@ -39,6 +39,8 @@ model.fit(
 )
 model.save(folder / "whole.keras")
 model.save(folder / f"own-{worker}.keras")
+if worker == 0:
+    model.save(folder / "chief.keras")
 for name in ("whole.keras", "best.keras", f"own-{worker}.keras"):
     loaded = keras.models.load_model(folder / name)
     same = all((a == b).all() for a, b in zip(loaded.get_weights(), model.get_weights(), strict=True))

@@ -1,6 +1,8 @@
 """What replicas cannot compute is refused at the first step, by name."""
 
 import re
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -38,7 +40,7 @@ def test_the_number_of_replicas_is_the_jobs(strategy: lockstep.MultiWorkerMirror
     assert strategy.num_replicas_in_sync == 3
 
 
-@pytest.mark.parametrize("inputs", [lambda: (row for row in X), lambda: "text", lambda: None])
+@pytest.mark.parametrize("inputs", [object, lambda: "text", lambda: None])
 def test_inputs_that_cannot_be_split_are_refused(
     strategy: lockstep.MultiWorkerMirroredStrategy, inputs: Any
 ) -> None:
@@ -56,8 +58,114 @@ def test_an_optimizer_applied_twice_is_refused(strategy: lockstep.MultiWorkerMir
 
     with strategy.scope():
         model = build(Twice)
-    with pytest.raises(ModelError, match="applied the model's optimizer 2 times"):
+    with pytest.raises(ModelError, match="are known only once the replicas are summed"):
         model.fit(X, Y, verbose=0)
+
+
+def test_weights_after_their_update_cannot_be_used_in_the_step(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Clipped(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, (weights, *rest) = super().train_step(state, data)
+            return logs, ([keras.ops.clip(weight, -0.01, 0.01) for weight in weights], *rest)
+
+    class Replaced(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, (_, *rest) = super().train_step(state, data)
+            return logs, (state[0], *rest)
+
+    for kind in (Clipped, Replaced):
+        with strategy.scope():
+            model = build(kind)
+        with pytest.raises(ModelError, match="are known only once the replicas are summed"):
+            model.fit(X, Y, verbose=0)
+
+
+def test_a_metric_that_starts_from_zero_but_does_not_add_up_is_refused_by_name(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.value = self.add_variable((), "zeros")
+
+        def update_state(self, y: Any, prediction: Any, sample_weight: Any = None) -> None:
+            self.value.assign(keras.ops.maximum(self.value, keras.ops.max(keras.ops.abs(prediction - y))))
+
+        def result(self) -> Any:
+            return self.value * 1
+
+    with strategy.scope():
+        model = build(metrics=[Largest()])
+    with pytest.raises(ModelError, match=r"metric variable '.*largest.*' does not add up"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_loss_that_is_a_sum_adds_up_and_does_not_mix_with_means(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    inputs = keras.Input((4,))
+    outputs = [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)]
+    with strategy.scope():
+        model = keras.Model(inputs, outputs)
+        model.compile("sgd", [keras.losses.MeanSquaredError(reduction="sum"), "mse"])
+    with pytest.raises(ModelError, match="some of the model's losses have reduction='sum'"):
+        model.fit(X, [Y, Y], verbose=0)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loaded_model_is_compiled_and_trains(
+    strategy: lockstep.MultiWorkerMirroredStrategy, tmp_path: Path, inside: bool
+) -> None:
+    with strategy.scope():
+        build().save(tmp_path / "model.keras")
+    with strategy.scope() if inside else nullcontext():
+        model = keras.models.load_model(tmp_path / "model.keras")
+    assert model.compiled
+    if inside:
+        model.fit(X, Y, verbose=0)
+    else:
+        with pytest.raises(ScopeError):
+            model.fit(X, Y, verbose=0)
+
+
+@pytest.mark.filterwarnings("ignore:.build\\(\\). was called:UserWarning")
+def test_layers_that_are_never_built_do_no_harm(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    class Unused(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = keras.layers.Dense(1), keras.layers.Dense(5)
+
+        def call(self, inputs: Any) -> Any:
+            return self.used(inputs)
+
+        def compute_loss(self, x: Any, y: Any, y_pred: Any, **options: Any) -> Any:
+            return keras.ops.mean((y - y_pred) ** 2)
+
+    with strategy.scope():
+        model = Unused()
+        model.compile("sgd")
+    model.fit(X, Y, verbose=0, validation_data=(X, Y))
+    model.evaluate(X, Y, verbose=0)
+    assert model.predict(X, verbose=0).shape == (9, 1)
+
+
+def test_predicting_within_training_leaves_the_metrics_alone(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Predict(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.predict(X, verbose=0)
+
+    losses = []
+    for callbacks in ([], [Predict()]):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            model = build()
+        history = model.fit(X, Y, batch_size=3, shuffle=False, verbose=0, callbacks=callbacks)
+        losses.append(history.history["loss"])
+    assert losses[0] == losses[1]
 
 
 def test_integer_state_that_a_step_changes_is_refused_by_name(

@@ -10,9 +10,9 @@ import xxhash
 SAMPLED_ROWS = 64
 
 
-def digest_arrays(arrays: Iterable[npt.NDArray[Any]], seed: bytes = b"") -> bytes:
-    """Hash the shapes, dtypes and bytes of `arrays` (16 bytes)."""
-    state = xxhash.xxh3_128(seed)
+def digest_arrays(arrays: Iterable[npt.NDArray[Any]], prefix: bytes = b"") -> bytes:
+    """Hash `prefix` and the shapes, dtypes and bytes of `arrays` (16 bytes)."""
+    state = xxhash.xxh3_128(prefix)
     for array in arrays:
         state.update(f"{array.dtype}{array.shape}".encode())
         state.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

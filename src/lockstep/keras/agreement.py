@@ -10,14 +10,16 @@ from lockstep.job import Job
 Facts = Mapping[str, str]
 """What a worker is about to do, by name, in the order in which differences are to be reported."""
 
-_ADVICE = {
-    "call": "all workers must make the same calls in the same order; look for code that depends on the "
-    "worker",
-    "data": "the workers read different examples: look for a shuffle or a generator without a seed, "
-    "or for files that depend on the worker",
-    "variable": "the models differ: look for weights that come from an unseeded generator, from a file, "
-    "or from code that depends on the worker",
-}
+_CALLS = "all workers must make the same calls in the same order; look for code that depends on the worker"
+_DATA = (
+    "the workers read different examples: look for a shuffle or a generator without a seed, or for files "
+    "that depend on the worker"
+)
+_MODEL = (
+    "the models differ: look for weights that come from an unseeded generator, from a file, or from code "
+    "that depends on the worker"
+)
+_ADVICE = {"data": _DATA, "validation": _DATA, "variable": _MODEL}
 
 
 def agree(job: Job, what: str, facts: Facts) -> None:
@@ -28,11 +30,28 @@ def agree(job: Job, what: str, facts: Facts) -> None:
     """
     if len(job.view.workers) == 1:
         return
-    blobs = job.communicator.gather(msgspec.json.encode(list(facts.items())), what=what)
+    blobs = gather(job, what, {}, msgspec.json.encode(list(facts.items())))
     gathered = [dict(msgspec.json.decode(blob, type=list[tuple[str, str]])) for blob in blobs]
     difference = describe_difference(job.view.workers, gathered)
     if difference:
         raise DisagreementError(f"{what}: {difference}")
+
+
+def gather(job: Job, what: str, facts: Facts, blob: bytes) -> list[bytes]:
+    """Give every worker the blobs of all, in the order of the view's workers.
+
+    Raises:
+        DisagreementError: on every worker, when they are not in the same `what`, or `facts` differ.
+    """
+    own = msgspec.msgpack.encode((list({"call": what, **facts}.items()), blob))
+    packed = [
+        msgspec.msgpack.decode(other, type=tuple[list[tuple[str, str]], bytes])
+        for other in job.communicator.gather(own, what=what)
+    ]
+    difference = describe_difference(job.view.workers, [dict(heading) for heading, _ in packed])
+    if difference:
+        raise DisagreementError(f"{what}: {difference}")
+    return [other for _, other in packed]
 
 
 def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> str | None:
@@ -44,6 +63,6 @@ def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> st
             if ours != theirs:
                 return (
                     f"worker {workers[0]} has {name} = {ours} where worker {worker} has {theirs}; "
-                    f"{_ADVICE.get(name.split(' ')[0], _ADVICE['call'])}"
+                    f"{_ADVICE.get(name.split(' ')[0], _CALLS)}"
                 )
     return None

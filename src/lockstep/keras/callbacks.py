@@ -12,20 +12,17 @@ _LOGS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard)
 
 
 class FollowingCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
-    """Decides as the chief's does; saving waits for the chief, which makes the folder."""
+    """Decides as the chief's does, and leaves writing to it."""
 
     def _save_model(self, epoch: int, batch: int | None, logs: Any) -> None:
-        path = self._get_file_path(epoch, batch, logs)
-        if self._should_save_model(epoch, batch, logs, path):
-            save = self.model.save_weights if self.save_weights_only else self.model.save
-            save(path, overwrite=True)
+        self._should_save_model(epoch, batch, logs, self._get_file_path(epoch, batch, logs))
 
 
 class FollowingBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
-    """Restores as the chief's does; saving waits for the chief, and nothing else is written or removed."""
+    """Restores as the chief's does, and leaves writing and removing to it."""
 
     def _save_model(self) -> None:
-        self.model.save_weights(self._weights_path, overwrite=True)
+        pass
 
     def on_train_end(self, logs: Any = None) -> None:
         """Leave the backup to the chief."""
@@ -40,8 +37,8 @@ _FOLLOWING = {
 def following(callbacks: Any) -> Any:
     """Return the callbacks of a worker that is not the chief, in place of the user's.
 
-    Keras's own callbacks that write logs are left out; those that save models take part in saving and
-    write nothing else. The user's own callbacks, subclasses of Keras's included, stay as they are.
+    Keras's own callbacks that write logs are left out, and those that save models only decide. The user's
+    own callbacks, subclasses of Keras's included, stay as they are.
     """
     if callbacks is None or isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
@@ -49,10 +46,17 @@ def following(callbacks: Any) -> Any:
     return [_follow(callback) for callback in given if type(callback) not in _LOGS]
 
 
+def writes(callbacks: Any) -> bool:
+    """Whether the chief's callbacks may still be writing when its `fit` returns and others go on."""
+    kinds = (*_FOLLOWING, *_LOGS)
+    return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
+
+
 def _follow(callback: Any) -> Any:
     follower = _FOLLOWING.get(type(callback))
     if follower is None:
         return callback
     made = follower.__new__(follower)
-    vars(made).update(vars(callback))
+    # The same state, not a copy: what the user looks at later, and what the next fit goes on from.
+    made.__dict__ = vars(callback)
     return made

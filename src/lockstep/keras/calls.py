@@ -7,9 +7,16 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Call:
-    """One distributed call and the number of steps it has taken."""
+    """One distributed call.
+
+    Attributes:
+        name: of the method, and how many of it there were; for messages.
+        number: of the call among all, from 1; 0 outside of any.
+        steps: taken in the call so far.
+    """
 
     name: str
+    number: int
     steps: int = 0
 
 
@@ -17,17 +24,17 @@ class Call:
 class Calls:
     """The calls in progress, the innermost last, and how many of each method there were."""
 
-    numbers: dict[str, int] = field(default_factory=dict)
-    stack: list[Call] = field(default_factory=lambda: [Call("a single batch")])
+    methods: dict[str, int] = field(default_factory=dict)
+    stack: list[Call] = field(default_factory=lambda: [Call("no call", 0)])
 
     @contextmanager
     def enter(self, method: str) -> Iterator[Call]:
         """Number a call of `method` and make it the current one for the block."""
-        self.numbers[method] = self.numbers.get(method, 0) + 1
-        name = f"{method} {self.numbers[method]}"
+        self.methods[method] = self.methods.get(method, 0) + 1
+        name = f"{method} {self.methods[method]}"
         if len(self.stack) > 1:
             name = f"{name} within {self.current.name}"
-        self.stack.append(Call(name))
+        self.stack.append(Call(name, sum(self.methods.values())))
         try:
             yield self.current
         finally:

@@ -3,6 +3,7 @@
 The same for every backend. The program of a step computes and applies; the communicator sums.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,9 @@ import xxhash
 from lockstep.collectives.contract import Leaves, Span
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays
-from lockstep.errors import InternalError
+from lockstep.errors import InternalError, ModelError
 from lockstep.job import Job
-from lockstep.keras.agreement import agree
+from lockstep.keras.agreement import agree, gather
 from lockstep.keras.calls import Calls
 from lockstep.keras.contract import Backend, Partial, Program
 
@@ -38,8 +39,10 @@ class Layout:
     def leaves(self, partial: Mapping[str, npt.NDArray[Any]]) -> Leaves:
         """Return the arrays of `partial` in the layout's order."""
         if partial.keys() != set(self.names):
-            raise InternalError(
-                f"a replica's part has {sorted(partial)}, where the first one had {list(self.names)}"
+            changed = ", ".join(sorted(partial.keys() ^ set(self.names)))
+            raise ModelError(
+                f"the step has changed what it computes since it began ({changed}): compile the model again "
+                "after changing what is trainable, and let every step change the same variables"
             )
         return [partial[name] for name in self.names]
 
@@ -55,6 +58,7 @@ class Exchange:
         self._layout: Layout | None = None
         self._nest: Any = None
         self._calls = calls
+        self._steps = 0
 
     def advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that trains or tests; return (logs, state)."""
@@ -65,11 +69,12 @@ class Exchange:
 
     def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
+        self._program.outputs()  # Those of a step that failed halfway.
         started = self._compute(state, batch)
         outputs = self._program.outputs()
         if self._nest is None:
             self._nest = outputs[0][1]
-        rows = self._gather([nest for replica, nest in outputs if replica in started])
+        rows = self._gather([nest for replica, nest in outputs if replica in started], batch)
         if self._layout and self._layout.names:
             _, state = self._reduce(state, batch, started)
         self._calls.current.steps += 1
@@ -82,7 +87,8 @@ class Exchange:
         contributing it: that is how it learns what a partial looks like.
         """
         replicas = self._job.view.replicas
-        seed = xxhash.xxh3_64_intdigest(f"{self._job.seed} {self._calls.where()}".encode())
+        call = self._calls.current
+        seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._job.seed, call.number, call.steps))
         shares = [batch.share(replica, replicas, seed) for replica in self._owned]
         started = {share.replica: self._program.compute(state, share) for share in shares if share.examples}
         if self._layout is None:
@@ -98,6 +104,8 @@ class Exchange:
         layout = self._layout
         if layout is None:
             raise InternalError("a step is reduced before any replica was computed")
+        # The backend is still computing: time to hash what it computes from.
+        check = batch.check() if len(self._job.view.workers) > 1 else b""
         partials: dict[Span, Leaves] = {}
         for replica in self._owned:
             partial = started.get(replica)
@@ -106,7 +114,6 @@ class Exchange:
                 if partial is None
                 else layout.leaves({name: self._backend.concrete(value) for name, value in partial.items()})
             )
-        check = batch.check() if len(self._job.view.workers) > 1 else b""
         self._backend.settle()
         total = self._job.communicator.reduce(partials, check=check, what=self._calls.where())
         return self._program.apply(state, dict(zip(layout.names, total, strict=True)))
@@ -114,16 +121,18 @@ class Exchange:
     def _next_step(self, state: Any) -> None:
         call = self._calls.current
         call.steps += 1
-        if call.steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
+        self._steps += 1
+        if self._steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
             arrays = self._program.named_state(state)
             agree(self._job, f"after step {call.steps} of {call.name}", state_facts(self._backend, arrays))
 
-    def _gather(self, own: Sequence[Any]) -> Any:
+    def _gather(self, own: Sequence[Any], batch: GlobalBatch) -> Any:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""
         parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
         if len(self._job.view.workers) > 1:
             packed = [[(str(a.dtype), list(a.shape), a.tobytes()) for a in part] for part in parts]
-            blobs = self._job.communicator.gather(msgspec.msgpack.encode(packed), what=self._calls.where())
+            facts = {"data": batch.check().hex()}
+            blobs = gather(self._job, self._calls.where(), facts, msgspec.msgpack.encode(packed))
             parts = [_unpack(part) for blob in blobs for part in _decode(blob)]
         leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return keras.tree.pack_sequence_as(self._nest, leaves)

@@ -1,52 +1,111 @@
-"""Saving a model that several workers hold: one of them writes, all return when it is there."""
+"""Saving a model that several workers hold: whoever comes first writes, and nobody reads half a file."""
 
+import fcntl
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from lockstep.errors import PeerError
+import xxhash
+
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import PeerStuckError
 from lockstep.job import Job
+from lockstep.keras.contract import Backend
+from lockstep.keras.steps import model_state
 
 Write = Callable[[str], object]
 
+_POLL_SECONDS = 0.01
+_PATIENCE_SECONDS = 600.0
 
-def write_together(
-    job: Job, path: os.PathLike[str] | str, write: Write, *, method: str, rename: bool
+
+def write_once(
+    notes: Path, path: os.PathLike[str] | str, state: bytes, write: Write, *, rename: bool
 ) -> None:
-    """Call `write` once for every path that the workers want written, and wait until it has returned.
+    """Write a file that other workers may be writing too; return when it is there.
 
-    All workers call this; those that name the same path as a worker before them only wait.
+    Workers that save the same state to the same path share the work: the first to come writes, the others
+    wait for it. A worker that comes alone simply writes. If the one that writes ends halfway, the next one
+    does it.
 
     Args:
-        job: this worker's.
+        notes: a folder that the workers share, for notes on what has been written.
         path: where this worker wants it written.
+        state: what is to be written, as bytes that are equal only for equal contents.
         write: writes to the path it is given.
-        method: names the call, for messages.
         rename: write a local path under a temporary name beside it and rename that, so that no reader
             ever sees half a file; for what is one file or one folder.
 
     Raises:
-        OSError: whatever `write` raised, on the worker that wrote.
-        PeerError: on the others, when the one that wrote for them has failed.
+        OSError: whatever `write` raises.
+        PeerStuckError: another worker has been writing for 10 minutes.
     """
-    workers, own = job.view.workers, os.fspath(path)
-    wanted = [blob.decode() for blob in job.communicator.gather(own.encode(), what=f"{method} to {own}")]
-    writer = workers[wanted.index(own)]
-    failure: Exception | None = None
-    if writer == job.worker:
-        try:
-            if rename and "://" not in own:
-                _write_whole(Path(own), write)
-            else:
-                write(own)
-        except Exception as error:
-            failure = error
-    outcomes = job.communicator.gather(str(failure or "").encode(), what=f"the end of {method} to {own}")
-    if failure is not None:
-        raise failure
-    if problem := outcomes[workers.index(writer)].decode():
-        raise PeerError(f"worker {writer} could not write {own}: {problem}")
+    own = os.fspath(path)
+    notes.mkdir(parents=True, exist_ok=True)
+    absolute = own if "://" in own else str(Path(own).absolute())
+    note = notes / xxhash.xxh3_128_hexdigest(absolute.encode())
+    with _locked(note, own) as descriptor:
+        if os.pread(descriptor, len(state) + 1, 0) == state and ("://" in own or Path(own).exists()):
+            return
+        os.ftruncate(descriptor, 0)
+        if rename and "://" not in own:
+            _write_whole(Path(own), write)
+        else:
+            write(own)
+        os.pwrite(descriptor, state, 0)
+
+
+class Saves:
+    """Saving in a job: each method stands for one of Keras's, which is its `original`."""
+
+    def __init__(self, job: Job, backend: Backend) -> None:
+        self._job = job
+        self._backend = backend
+
+    def save(
+        self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save in whichever way `original` does, once for all workers that save the same state there."""
+        if self._job.folder is None or len(self._job.view.workers) == 1:
+            original(model, filepath, *args, **kwargs)
+            return
+        arrays = [self._backend.concrete(value) for value in model_state(model).values()]
+        purpose = f"{original.__name__} {args} {sorted(kwargs.items())}".encode()
+        sharded = "max_shard_size" in kwargs or len(args) > 1
+        write_once(
+            self._job.folder / "saved",
+            filepath,
+            digest_arrays(arrays, purpose),
+            lambda path: original(model, path, *args, **kwargs),
+            # Shards are several files; and what must not be overwritten has to be seen by Keras.
+            rename=not sharded and kwargs.get("overwrite", args[0] if args else True) is True,
+        )
+
+
+@contextmanager
+def _locked(note: Path, path: str) -> Iterator[int]:
+    """Hold the note's lock for the block; a process that dies lets go of it."""
+    descriptor = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise PeerStuckError(
+                        f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; look whether "
+                        "its disk answers"
+                    ) from None
+                time.sleep(_POLL_SECONDS)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _write_whole(final: Path, write: Write) -> None:
@@ -57,6 +116,8 @@ def _write_whole(final: Path, write: Write) -> None:
         if final.is_dir() and temporary.is_dir():
             shutil.rmtree(final)
         temporary.replace(final)
+    except OSError as error:
+        raise OSError(f"cannot write {final}: {error}") from error
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)

@@ -32,11 +32,15 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     Args:
         inner: Keras's adapter, which knows sizes and conversions.
         joint: with one replica there is nothing to split: yield what Keras would instead.
+
+    Attributes:
+        plain_first: the next pass is a single batch as Keras would have it, to call a model on.
     """
 
     def __init__(self, inner: DataAdapter, *, joint: bool) -> None:
         self._inner = inner
         self._joint = joint
+        self.plain_first = False
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches of the next pass over the input."""
@@ -52,6 +56,10 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Yield what the train function of the JAX backend takes."""
+        if self.plain_first:
+            self.plain_first = False
+            yield self.first()
+            return
         for batch in self.batches():
             yield batch.read(slice(0, batch.examples)) if self._joint else batch
 
@@ -65,7 +73,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     def __iter__(self) -> Iterator[Any]:
         for data in self.get_jax_iterator():
-            yield keras.tree.map_structure(_tensor, data) if self._joint else data
+            yield data if isinstance(data, GlobalBatch) else keras.tree.map_structure(_tensor, data)
 
     @property
     def num_batches(self) -> int | None:
@@ -150,15 +158,23 @@ class DatasetInput(GlobalInput):
     """A `PyDataset`: every worker reads each batch, which is the global batch, and hashes it."""
 
     def __init__(self, dataset: "Reordered", class_weight: Any, *, joint: bool) -> None:
-        super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight, shuffle=False), joint=joint)
+        super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), joint=joint)
         self._dataset = dataset
+        self._class_weight = class_weight
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches of the next pass."""
-        if not self._inner.enqueuer:
-            self._dataset.begin_pass()
-        for step, data in enumerate(self._inner.get_numpy_iterator()):
-            yield whole_batch(data, step)
+        """Yield the global batches of the next pass.
+
+        Keras's readers live as long as the pass: across epochs they would drop what they have read ahead.
+        """
+        self._dataset.begin_pass()
+        readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
+        readers.on_epoch_begin()
+        try:
+            for step, data in enumerate(readers.get_numpy_iterator()):
+                yield whole_batch(data, step)
+        finally:
+            readers.on_epoch_end()
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches; each batch is compared when it is read."""
@@ -169,10 +185,12 @@ class DatasetInput(GlobalInput):
         return self._inner._standardize_batch(self._dataset.inner[0])
 
     def on_epoch_begin(self) -> None:
-        """Choose the order before Keras's own readers start, if it uses any."""
-        if self._inner.enqueuer:
-            self._dataset.begin_pass()
-        super().on_epoch_begin()
+        """Tell the user's dataset that an epoch begins."""
+        self._dataset.inner.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        """Tell the user's dataset that an epoch has ended."""
+        self._dataset.inner.on_epoch_end()
 
 
 class StreamInput(GlobalInput):
@@ -226,14 +244,6 @@ class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
         batches: int | None = self.inner.num_batches
         return batches
 
-    def on_epoch_begin(self) -> None:
-        """Pass it on."""
-        self.inner.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        """Pass it on."""
-        self.inner.on_epoch_end()
-
 
 def global_input(
     x: Any,
@@ -280,17 +290,22 @@ def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
 
 
 def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
-    """Wrap a batch of which every worker holds all rows."""
+    """Wrap a batch of which every worker holds all rows.
+
+    Raises:
+        DataError: it has no rows.
+    """
+    data = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else keras.ops.convert_to_numpy(leaf), data
+    )
     leaves = _leaves(data)
+    if not leaves or not leaves[0].shape or not leaves[0].shape[0]:
+        raise DataError(f"batch {step + 1} of the input has no rows")
 
     def read(rows: slice) -> Any:
         return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
 
-    return GlobalBatch(
-        leaves[0].shape[0],
-        read,
-        lambda: digest_arrays([np.array(step), *(np.asarray(leaf) for leaf in leaves)]),
-    )
+    return GlobalBatch(leaves[0].shape[0], read, lambda: digest_arrays([np.array(step), *leaves]))
 
 
 def _tensor(leaf: Any) -> Any:

@@ -7,7 +7,7 @@ recorder; a second compiled function applies the sum. Between the two the gradie
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ from lockstep.keras.digest import named_arrays
 from lockstep.keras.steps import (
     only_application,
     refuse_integer_state,
-    refuse_metrics_that_do_not_add,
     replaced,
     seed_positions,
+    whole_sums,
 )
 
 _GOLDEN = np.uint32(0x9E3779B9)
@@ -33,6 +33,11 @@ _GOLDEN = np.uint32(0x9E3779B9)
 _REMEDY = (
     "on the JAX backend it has to call self.optimizer.stateless_apply exactly once, with the gradients of "
     "all trainable variables"
+)
+
+_UNKNOWN = (
+    "train_step uses weights after their update, which are known only once the replicas are summed; do it in "
+    "a callback's on_train_batch_end, or as a constraint of the variable"
 )
 
 # Keras may hand a batch to `jax.device_put` before it reaches the train function. A global batch is no
@@ -49,7 +54,6 @@ class JaxBackend:
     def program(self, model: Any, kind: Kind) -> "JaxProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
-        refuse_metrics_that_do_not_add(model)
         return JaxProgram(model, kind, self._pending)
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
@@ -99,7 +103,7 @@ class JaxProgram:
 
     def compute(self, state: Any, share: Share) -> Partial:
         """Compute one replica's part; returns before the arrays are ready."""
-        replica, weight = np.uint32(share.replica), np.float32(share.weight)
+        replica, weight = np.uint32(share.replica), np.float64(share.weight)
         partial: Partial
         partial, outputs = self._compute(state, share.data(), replica, weight)
         if self._kind == "predict":
@@ -141,14 +145,10 @@ class JaxProgram:
         outputs: Any = None
         logs: dict[str, Any] = {}
         if self._kind == "train":
-            optimizer, metrics = rest
-            with recorded_apply(self._model.optimizer) as record:
-                logs, (_, after, _, metrics) = self._model.train_step(
-                    (trainable, mixed, optimizer, _zeros(metrics)), data
-                )
-            gradients = only_application(record, _REMEDY)
+            logs, gradients, after, metrics = self._train(trainable, mixed, rest, data, weight)
         elif self._kind == "test":
-            logs, (_, after, metrics) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
+            with whole_sums(self._model, weight):
+                logs, (_, after, metrics) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
         else:
             outputs, after = self._model.predict_step((trainable, mixed), data)
         partial = {f"gradient/{i}": g * weight.astype(g.dtype) for i, g in enumerate(gradients)}
@@ -156,6 +156,23 @@ class JaxProgram:
         partial |= self._changes(mixed, after, replica, weight)
         partial |= self._own_logs(logs, metrics, weight)
         return partial, outputs
+
+    def _train(self, trainable: Any, rest: Any, others: Any, data: Any, weight: Any) -> tuple[Any, ...]:
+        """Run the user's `train_step`; return (logs, gradients, other layer state, metrics)."""
+        optimizer, metrics = others
+        state = (trainable, rest, optimizer, _zeros(metrics))
+        with recorded_apply(self._model.optimizer) as record, whole_sums(self._model, weight):
+            try:
+                logs, (trainable, rest, optimizer, metrics) = self._model.train_step(state, data)
+            except (TypeError, ValueError) as error:
+                if not any(name in str(error) for name in (Unknown.__name__, "__jax_array__")):
+                    raise
+                raise ModelError(_UNKNOWN) from error
+        application = only_application(record, _REMEDY)
+        returned = [*trainable, *optimizer]
+        if any(new is not expected for new, expected in zip(returned, application.updated, strict=True)):
+            raise ModelError(_UNKNOWN)
+        return logs, application.gradients, rest, metrics
 
     def _traced_apply(self, state: Any, total: dict[str, Any]) -> tuple[Any, Any, Any]:
         logs, state = self._applied(state, total)
@@ -223,14 +240,34 @@ class JaxProgram:
         return results
 
 
-@contextmanager
-def recorded_apply(optimizer: Any) -> Iterator[list[list[Any]]]:
-    """Within the block `optimizer.stateless_apply` notes its gradients and changes nothing."""
-    record: list[list[Any]] = []
+class Unknown:
+    """Stands for a variable's new value, which is known only after the replicas are summed."""
 
-    def note(optimizer_variables: Any, grads: list[Any], trainable_variables: Any) -> tuple[Any, Any]:
-        record.append(list(grads))
-        return trainable_variables, optimizer_variables
+    def __jax_array__(self) -> Any:
+        raise ModelError(_UNKNOWN)
+
+
+class Application(NamedTuple):
+    """One application of the optimizer: what came in, and what stands for what came out."""
+
+    gradients: list[Any]
+    updated: list[Unknown]
+
+
+@contextmanager
+def recorded_apply(optimizer: Any) -> Iterator[list[Application]]:
+    """Within the block `optimizer.stateless_apply` notes its gradients and changes nothing."""
+    record: list[Application] = []
+
+    def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
+        if len(grads) != len(optimizer._trainable_variables):
+            raise ModelError(
+                f"train_step applied {len(grads)} gradients to an optimizer of "
+                f"{len(optimizer._trainable_variables)} variables; {_REMEDY}"
+            )
+        weights, others = [Unknown() for _ in trainable_variables], [Unknown() for _ in optimizer_variables]
+        record.append(Application(list(grads), [*weights, *others]))
+        return weights, others
 
     with replaced(optimizer, "stateless_apply", note):
         yield record

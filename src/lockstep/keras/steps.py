@@ -1,13 +1,13 @@
 """What the adapters of all backends need to know of a step: its one update, its generators, its limits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import keras
-import numpy as np
 
 from lockstep.errors import ModelError
+from lockstep.keras.digest import named_arrays
 
 
 @contextmanager
@@ -47,17 +47,41 @@ def refuse_integer_state(variable: Any) -> None:
     )
 
 
-def refuse_metrics_that_do_not_add(model: Any) -> None:
-    """Reset the model's metrics; raise ModelError for one whose state then is not zero.
+def model_state(model: Any) -> Mapping[str, Any]:
+    """Return the values of a model's and its optimizer's variables, by path; not within a JAX step."""
+    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
+    return named_arrays(variables, [variable.value for variable in variables])
 
-    Replicas start a step from zero, and their states are added. A metric that starts elsewhere (a maximum,
-    from minus infinity) is no sum.
+
+@contextmanager
+def whole_sums(model: Any, weight: Any) -> Iterator[None]:
+    """Within the block a loss that is a sum over examples counts as the replica's part of it.
+
+    Replicas' gradients are averaged with `weight`, each replica's share of the examples; a sum divided by
+    it survives that as the sum. Losses that were added to the model, regularizers for example, are means.
+
+    Raises:
+        ModelError: some of the model's losses are sums and others means.
     """
-    for metric in model.metrics:
-        metric.reset_state()
-        for variable in metric.variables:
-            if np.any(keras.ops.convert_to_numpy(variable.value) != 0):
-                raise ModelError(
-                    f"the metric variable {variable.path!r} does not start from zero: replicas add up what "
-                    "their examples contribute, so keep sums and counts, and compute the rest in result()"
-                )
+    reductions = {getattr(loss, "reduction", "mean") == "sum" for loss in keras.tree.flatten(model.loss)}
+    if True not in reductions:
+        yield
+        return
+    if False in reductions:
+        raise ModelError(
+            "some of the model's losses have reduction='sum' and others are means over the examples: "
+            "replicas cannot weigh both; give all of them the same reduction"
+        )
+    compute = model._compute_loss
+
+    def compute_whole(*args: Any, **kwargs: Any) -> Any:
+        total = compute(*args, **kwargs)
+        added = sum(model._aggregate_additional_loss(loss) for loss in model.losses)
+        return (total - added) / keras.ops.cast(weight, total.dtype) + added
+
+    # Past the model's own __setattr__, which tracks what it is given.
+    vars(model)["_compute_loss"] = compute_whole
+    try:
+        yield
+    finally:
+        del vars(model)["_compute_loss"]

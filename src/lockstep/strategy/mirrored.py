@@ -21,7 +21,7 @@ class MultiWorkerMirroredStrategy:
 
     def __init__(self) -> None:
         self._job = job.current()
-        self._hook = hook.install(self._job)
+        self._loops = hook.install(self._job)
         if self._job.is_chief and tf_config_now() != tf_config_given():
             print(
                 "lockstep: the TF_CONFIG that this script has set is ignored; workers and replicas are those "
@@ -37,8 +37,8 @@ class MultiWorkerMirroredStrategy:
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Models compiled within the block are trained by the job."""
-        self._hook.depth += 1
+        self._loops.depth += 1
         try:
             yield
         finally:
-            self._hook.depth -= 1
+            self._loops.depth -= 1

@@ -1,0 +1,217 @@
+"""Keras's own loops (`fit`, `evaluate`, `predict`) on global batches.
+
+A model that is compiled in a strategy's scope is adopted: its steps are computed by the job's replicas.
+Everything else of the loops (callbacks, logs, epochs) stays Keras's.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from lockstep.data.batch import GlobalBatch
+from lockstep.errors import ScopeError
+from lockstep.job import Job
+from lockstep.keras.agreement import Facts, agree
+from lockstep.keras.callbacks import following, writes
+from lockstep.keras.calls import Call, Calls
+from lockstep.keras.contract import Backend, Kind
+from lockstep.keras.exchange import Exchange, state_facts
+from lockstep.keras.inputs import GlobalInput, global_input, split_validation, whole_batch
+from lockstep.keras.metrics import refuse_metrics_that_do_not_add
+from lockstep.keras.steps import model_state
+
+Original = Callable[..., Any]
+
+
+class Loops:
+    """The distributed calls of one process. Each method stands for one of Keras's, which is its `original`.
+
+    Attributes:
+        depth: how many strategy scopes the program is in.
+    """
+
+    def __init__(self, job: Job, backend: Backend) -> None:
+        self._job = job
+        self._backend = backend
+        self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._calls = Calls()
+        self.depth = 0
+
+    def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adopt a model that is compiled in the strategy's scope."""
+        result = original(model, *args, **kwargs)
+        self._compared.discard(model)
+        if self.depth:
+            self._adopted.add(model)
+        return result
+
+    def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train on global batches in the job's order."""
+        if model not in self._adopted:
+            self._refuse_outsider(model)
+            return original(model, *args, **kwargs)
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        callbacks = given["callbacks"]
+        with self._calls.enter("fit") as call:
+            training, validation = self._fit_inputs(given)
+            epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
+            self._begin(call, model, training, lambda: {**epochs, **_all_facts(training, validation)})
+            given.update(x=training, y=None, sample_weight=None, class_weight=None)
+            given.update(validation_data=validation, validation_split=0.0)
+            given.update(verbose=self._verbose(given["verbose"]))
+            if not self._job.is_chief:
+                given.update(callbacks=following(callbacks))
+            result = original(*bound.args, **bound.kwargs)
+            if writes(callbacks):
+                self._job.communicator.barrier(what=f"the end of {call.name}")
+            return result
+
+    def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on global batches; every worker returns the global figures."""
+        if model not in self._adopted or self._alone:
+            return original(model, *args, **kwargs)
+        if kwargs.get("_use_cached_eval_dataset"):
+            with self._calls.enter("validation") as call:
+                self._compare(call, model, dict)
+                return original(model, *args, **kwargs)
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        with self._calls.enter("evaluate") as call:
+            options = {"batch_size": given["batch_size"], "steps": given["steps"]}
+            data = self._input(given["x"], given["y"], given["sample_weight"], **options)
+            self._begin(call, model, data, data.facts)
+            given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
+            return original(*bound.args, **bound.kwargs)
+
+    def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict on global batches; every worker returns all rows, in their order."""
+        if model not in self._adopted or self._alone:
+            return original(model, *args, **kwargs)
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        with self._calls.enter("predict") as call:
+            data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
+            if not model.built:
+                with keras.StatelessScope():
+                    model(keras.utils.unpack_x_y_sample_weight(data.first())[0])
+            if keras.backend.backend() != "tensorflow":
+                # Keras calls the model once more on a batch of its own while some layer is not built.
+                data.plain_first = not all(layer.built for layer in model._flatten_layers())
+            self._compare(call, model, data.facts)
+            given.update(x=data, verbose=self._verbose(given["verbose"]))
+            return original(*bound.args, **bound.kwargs)
+
+    def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Split a batch that all workers give; the first time, make sure that they have the same model."""
+        if model not in self._adopted:
+            if method == "train_on_batch":
+                self._refuse_outsider(model)
+            return original(model, *args, **kwargs)
+        with self._calls.enter(method) as call:
+            if model.built and model not in self._compared:
+                self._compare(call, model, dict)
+                self._compared.add(model)
+            return original(model, *args, **kwargs)
+
+    def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
+        """Give an adopted model the function that its loop calls for each step."""
+        attribute = f"{kind}_function"
+        if model not in self._adopted or self._alone:
+            return original(model, force)
+        if getattr(model, attribute) is None or force:
+            exchange = Exchange(self._job, self._backend, self._backend.program(model, kind), self._calls)
+            take = exchange.predict if kind == "predict" else exchange.advance
+
+            def step(state: Any, batch: Any) -> tuple[Any, Any]:
+                return take(state, batch if isinstance(batch, GlobalBatch) else whole_batch(batch))
+
+            setattr(model, attribute, self._backend.function(model, step, kind))
+        return getattr(model, attribute)
+
+    def symbolic_build(
+        self, original: Original, model: Any, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        """Show Keras plain data where it wants to see a batch, without beginning a pass."""
+        source = getattr(iterator, "data_adapter", None)
+        if isinstance(source, GlobalInput):
+            iterator = _first_of(source)
+        original(model, iterator=iterator, data_batch=data_batch)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is one replica: Keras's own step is then the whole step."""
+        return self._job.view.replicas == 1
+
+    def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
+        x, y, weight = given["x"], given["y"], given["sample_weight"]
+        validation = given["validation_data"]
+        if validation is None and given["validation_split"]:
+            (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
+        training = self._input(
+            x,
+            y,
+            weight,
+            batch_size=given["batch_size"],
+            steps=given["steps_per_epoch"],
+            shuffle=given["shuffle"],
+            class_weight=given["class_weight"],
+        )
+        if validation is None or self._alone:
+            return training, validation
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
+        batch_size = given["validation_batch_size"] or given["batch_size"]
+        return training, self._input(x, y, weight, batch_size=batch_size, steps=given["validation_steps"])
+
+    def _input(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
+        script_seed = keras.utils.get_random_seed() if hasattr(keras.utils, "get_random_seed") else None
+        seed = (self._job.seed, script_seed or 0, self._calls.current.number)
+        options.setdefault("shuffle", False)
+        return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
+
+    def _begin(self, call: Call, model: Any, data: GlobalInput, facts: Callable[[], Facts]) -> None:
+        """Build what was left for the first batch, and refuse what replicas cannot compute."""
+        if self._alone:
+            return
+        model._symbolic_build(iterator=_first_of(data))
+        refuse_metrics_that_do_not_add(model, data.first)
+        self._compare(call, model, facts)
+
+    def _compare(self, call: Call, model: Any, facts: Callable[[], Facts]) -> None:
+        """Make sure that all workers begin the same call with the same model; say that it begins."""
+        self._job.report("call", name=call.name)
+        if len(self._job.view.workers) > 1:
+            state = state_facts(self._backend, model_state(model))
+            agree(self._job, call.name, {"call": call.name} | dict(facts()) | state)
+
+    def _verbose(self, verbose: Any) -> Any:
+        return verbose if self._job.is_chief else 0
+
+    def _refuse_outsider(self, model: Any) -> None:
+        if not self._alone:
+            raise ScopeError(
+                f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
+                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it "
+                "under `with strategy.scope():`"
+            )
+
+
+def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Name the arguments of a call of Keras's, defaults included."""
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:
+    checked = validation.facts() if validation is not None else {}
+    return dict(training.facts()) | {f"validation {name}": fact for name, fact in checked.items()}
+
+
+def _first_of(data: GlobalInput) -> Iterator[tuple[int, int, list[Any]]]:
+    """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""
+    yield 0, 0, [data.first()]

@@ -1,0 +1,88 @@
+"""Whether a model's metrics add up over replicas."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.errors import ModelError
+
+_PROBED_ROWS = 8
+
+
+def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
+    """Raise ModelError if a metric's state is not a sum over examples; change nothing.
+
+    Replicas start a step from zero, and their states are added. Keras's own metrics that start from zero
+    add up. One that the user wrote is tried: updating it with some rows and then with others has to give
+    the sum of both alone.
+
+    Args:
+        model: built, with its metrics.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tried.
+    """
+    for metric in model.metrics:
+        with keras.StatelessScope() as scope:
+            metric.reset_state()
+        for variable in metric.variables:
+            value = scope.get_current_value(variable)
+            _refuse_unless_zero(variable, variable.value if value is None else value)
+    if any(not type(metric).__module__.startswith("keras.") for metric in _each(model.metrics)):
+        _try(model, rows())
+
+
+def _refuse_unless_zero(variable: Any, value: Any) -> None:
+    if variable.dtype == "bool":
+        raise ModelError(f"the metric variable {variable.path!r} is a bool, which cannot be summed")
+    if np.any(keras.ops.convert_to_numpy(value) != 0):
+        raise ModelError(
+            f"the metric variable {variable.path!r} does not start from zero: replicas add up what "
+            "their examples contribute, so keep sums and counts, and compute the rest in result()"
+        )
+
+
+def _each(metrics: Sequence[Any]) -> list[Any]:
+    """Return the metrics, with those that a container of metrics holds in its place."""
+    found = []
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        found.extend(_each(inner) if inner else [metric])
+    return found
+
+
+def _try(model: Any, data: Any) -> None:
+    count = min(leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None)
+    half = min(_PROBED_ROWS, count // 2)
+    if half == 0:
+        return
+    first, second = _updates(model, data, slice(0, half)), _updates(model, data, slice(half, 2 * half))
+    apart = [a + b for a, b in zip(_state(model, [first]), _state(model, [second]), strict=True)]
+    for variable, sum_of_both, both in zip(
+        model.metrics_variables, apart, _state(model, [first, second]), strict=True
+    ):
+        if not np.allclose(sum_of_both, both, rtol=1e-4, atol=1e-5, equal_nan=True):
+            raise ModelError(
+                f"the metric variable {variable.path!r} does not add up: after some examples and then others "
+                "it is not the sum of both alone; keep sums and counts, and compute the rest in result()"
+            )
+
+
+def _updates(model: Any, data: Any, rows: slice) -> tuple[Any, Any, Any, Any]:
+    """Return (x, y, predictions, sample_weight) of some rows."""
+    sliced = keras.tree.map_structure(
+        lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf[rows]), data
+    )
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(sliced)
+    with keras.StatelessScope():
+        return x, y, model(x, training=False), weight
+
+
+def _state(model: Any, updates: Sequence[tuple[Any, Any, Any, Any]]) -> list[Any]:
+    """Return the metrics' state after updates from zero."""
+    variables = model.metrics_variables
+    zeros = [(variable, keras.ops.zeros_like(variable.value)) for variable in variables]
+    with keras.StatelessScope(state_mapping=zeros) as scope:
+        for x, y, prediction, weight in updates:
+            model.compute_metrics(x, y, prediction, weight)
+    return [keras.ops.convert_to_numpy(scope.get_current_value(variable)) for variable in variables]
