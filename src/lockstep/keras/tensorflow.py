@@ -1,4 +1,4 @@
-"""Keras on TensorFlow: the only file that touches the private parts of TensorFlow and of its trainer.
+"""Keras on TensorFlow: replicas of a step, one after the other, and the update that they make together.
 
 Keras's own `train_step` is traced once, with `optimizer.apply` replaced by a recorder. Its graph tells which
 variables the step assigns. A second function around it gives them back the values they had, so that
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -16,28 +17,38 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 from tensorflow.python.eager import context
-from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
-from lockstep.keras.digest import named_arrays
+from lockstep.keras.graphs import (
+    Application,
+    assigned,
+    borrowed,
+    own,
+    recorded_apply,
+    refuse_late_uses,
+    refuse_random_operations,
+    same_bits,
+    traced,
+)
 from lockstep.keras.steps import (
+    model_state,
     only_application,
     refuse_integer_state,
-    refuse_metrics_that_do_not_add,
     replaced,
     seed_positions,
+    whole_sums,
 )
 
 _GOLDEN = 0x9E3779B9
 """2**32 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
 
-_ALIGNMENT = 64
-"""TensorFlow's kernels insist on tensors that start at a multiple of this many bytes."""
+_WORTH_COMPILING = 1 << 22
+"""Bytes of gradients from which on XLA's fused update pays for its compilation."""
 
-_WORTH_BORROWING = 1 << 14
-"""Bytes below which copying an array is as fast as borrowing it."""
+_SEED = "seed_generator_state"
+"""How Keras calls the state of a generator, also of the one that serves layers without one of their own."""
 
 _REMEDY = (
     "on the TensorFlow backend it has to call self.optimizer.apply (or apply_gradients) exactly once, with "
@@ -51,7 +62,6 @@ class TensorFlowBackend:
     def program(self, model: Any, kind: Kind) -> "TensorFlowProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
-        refuse_metrics_that_do_not_add(model)
         return TensorFlowProgram(model, kind)
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
@@ -86,22 +96,14 @@ class Touched:
         layers: floating-point state of the layers.
     """
 
-    metrics: Sequence[tf.Variable]
-    seeds: Sequence[tf.Variable]
-    layers: Sequence[tf.Variable]
+    metrics: list[tf.Variable]
+    seeds: list[tf.Variable]
+    layers: list[tf.Variable]
 
     @property
     def state(self) -> list[tf.Variable]:
         """The variables behind `state/0`, `state/1`, ... of a partial."""
         return [*self.seeds, *self.layers]
-
-
-@dataclass
-class Application:
-    """One application of an optimizer in a step: its gradients, None where there are none."""
-
-    gradients: list[Any]
-    variables: list[Any] | None
 
 
 class TensorFlowProgram:
@@ -117,8 +119,9 @@ class TensorFlowProgram:
         self._jit = bool(model.jit_compile)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._update: Callable[..., Any] | None = None
-        self._touched = Touched((), (), ())
-        self._application = Application([], None)
+        self._finish: Callable[..., Any] | None = None
+        self._touched = Touched([], [], [])
+        self._application = Application([], None, 0)
         self._log_names: tuple[str, ...] = ()
         self._outputs: list[tuple[int, Any]] = []
 
@@ -126,24 +129,26 @@ class TensorFlowProgram:
         """Compute one replica's part; afterwards all variables have the values they had before."""
         data = share.data()
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
-        given = [leaf for leaf in leaves if leaf is not None]
         function = self._function(data, leaves)
+        replica, weight = tf.constant(share.replica, tf.int64), tf.constant(share.weight, tf.float64)
         partial: Partial
-        partial, outputs = function(tf.constant(share.replica, tf.int64), tf.constant(share.weight), *given)
+        partial, outputs = function(replica, weight, *(leaf for leaf in leaves if leaf is not None))
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial
 
     def apply(self, state: Any, total: Total) -> tuple[Any, Any]:
         """Apply the sum to the model's variables."""
-        if self._eager:
-            return self._applied({name: tf.constant(array) for name, array in total.items()}), None
-        tensors = {name: borrowed(array) for name, array in total.items()}
-        if self._update is None:
-            specs = {name: tf.TensorSpec(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-            update = tf.function(self._traced_apply, jit_compile=self._jit, autograph=False)
-            self._update = update.get_concrete_function(tf.TensorSpec((), tf.float32), specs)
-        logs = self._update(tf.constant(1.0), tensors)
+        take = tf.constant if self._eager else borrowed
+        tensors = {name: take(array) for name, array in total.items()}
+        gradients = [tensors.pop(f"gradient/{i}", None) for i in range(len(self._application.gradients))]
+        one = tf.constant(1.0)
+        if self._update is None or self._finish is None:
+            self._update = self._made_update(one, gradients)
+            self._finish = self._finished if self._eager else traced(self._finished, self._jit, one, tensors)
+        if gradients:
+            self._update(one, gradients)
+        logs = self._finish(one, tensors)
         return {name: logs[name] for name in self._log_names} if logs else None, None
 
     def outputs(self) -> list[tuple[int, Any]]:
@@ -152,10 +157,8 @@ class TensorFlowProgram:
         return outputs
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the tensors of the model's and the optimizer's variables by their paths."""
-        model = self._model
-        variables = [*model.variables, *(model.optimizer.variables if self._kind == "train" else [])]
-        return named_arrays(variables, [variable.value for variable in variables])
+        """Return the model's and the optimizer's variables by their paths."""
+        return model_state(self._model)
 
     def _function(self, data: Any, leaves: list[Any]) -> Callable[..., Any]:
         """Return what computes a replica whose examples look like `leaves`, None where there are none.
@@ -177,40 +180,35 @@ class TensorFlowProgram:
         return self._functions[key]
 
     def _traced(self, step: Callable[..., Any], specs: list[Any]) -> Callable[..., Any]:
-        weight_spec = tf.TensorSpec((), tf.float32)
-        inner = tf.function(step, autograph=False).get_concrete_function(weight_spec, *specs)
-        self._touched = self._classified(assigned(inner.graph))
-        touched = self._touched
+        weight = tf.TensorSpec((), tf.float64)
+        inner = tf.function(step, autograph=False).get_concrete_function(weight, *specs)
+        refuse_random_operations(inner.graph)
+        if self._kind == "train" and self._application.gradients:
+            weights = [variable.value for variable in self._model.trainable_variables]
+            refuse_late_uses(inner.graph, weights, self._application.operations)
+        touched = self._touched = self._classified(assigned(inner.graph))
 
         def replica(replica: Any, weight: Any, *given: Any) -> Any:
             return self._computed(inner, touched, replica, weight, *given)
 
-        outer = tf.function(replica, jit_compile=self._jit, autograph=False)
-        traced: Callable[..., Any] = outer.get_concrete_function(
-            tf.TensorSpec((), tf.int64), weight_spec, *specs
-        )
-        return traced
+        return traced(replica, self._jit, tf.TensorSpec((), tf.int64), weight, *specs)
 
     def _eagerly(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Without a graph there is no telling what a step assigns: all that it may assign is restored."""
         model = self._model
-        others = [variable.value for variable in model.non_trainable_variables]
-        fixed = [variable for variable in others if not variable.dtype.is_floating]
         seeds = {id(variable) for variable in self._seeds()}
-        watched = [variable for variable in fixed if id(variable) not in seeds]
+        others = [variable.value for variable in model.non_trainable_variables]
+        taken = [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
+        watched = [variable for variable in others if all(variable is not one for one in taken)]
         watched += [variable.value for variable in model.trainable_variables]
         if self._kind == "train":
             watched += [variable.value for variable in model.optimizer.variables]
-        self._touched = self._classified(
-            [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
-        )
-        touched = self._touched
+        touched = self._touched = self._classified(taken)
 
         def function(*given: Any) -> Any:
             before = [variable.read_value() for variable in watched]
             computed = self._computed(step, touched, *given)
-            changed = [v for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
-            self._classified(changed)
+            self._classified([v for v, old in zip(watched, before, strict=True) if not same_bits(v, old)])
             return computed
 
         return function
@@ -226,38 +224,40 @@ class TensorFlowProgram:
             ModelError: there is nothing right to do with one.
         """
         model = self._model
-        keras_variables = {id(v.value): v for v in model.variables}
+        known = {id(variable.value): variable for variable in model.variables}
         seeds = {id(variable) for variable in self._seeds()}
         metrics = [variable.value for variable in model.metrics_variables]
         if self._kind == "predict":
-            metrics = [variable for variable in metrics if id(variable) in set(map(id, variables))]
+            metrics = [metric for metric in metrics if any(metric is variable for variable in variables)]
         fixed = {id(variable.value) for variable in model.trainable_variables}
         if model.optimizer is not None:
             fixed |= {id(variable.value) for variable in model.optimizer.variables}
-        layers = []
+        touched = Touched(metrics, [], [])
         for variable in variables:
             if id(variable) in fixed:
                 raise ModelError(
                     f"the step assigns the variable {variable.name!r} itself; trainable variables and those "
                     "of the optimizer change through self.optimizer.apply only, once a step"
                 )
-            if id(variable) in seeds or any(variable is metric for metric in metrics):
-                continue
-            if not variable.dtype.is_floating:
-                refuse_integer_state(keras_variables.get(id(variable), variable))
-            layers.append(variable)
-        return Touched(metrics, [v for v in variables if id(v) in seeds], layers)
+            if id(variable) in seeds or (id(variable) not in known and variable.name.startswith(_SEED)):
+                touched.seeds.append(variable)
+            elif variable.dtype.is_floating:
+                touched.layers.append(variable)
+            elif all(variable is not metric for metric in metrics):
+                path = getattr(known.get(id(variable)), "path", variable.name)
+                refuse_integer_state(SimpleNamespace(dtype=variable.dtype.name, path=path))
+        return touched
 
     def _step(self, weight: Any, data: Any) -> tuple[dict[str, Any], dict[str, Any], Any]:
         """Run the user's own step; return its gradients, the figures beyond its metrics, its outputs."""
         model = self._model
         if self._kind == "predict":
             return {}, {}, model.predict_step(data)
-        if self._kind == "test":
-            with weighed_losses(model, weight):
+        with whole_sums(model, weight), weighed_losses(model, weight):
+            if self._kind == "test":
                 return {}, self._own_logs(model.test_step(data)), None
-        with recorded_apply(model.optimizer) as record, weighed_losses(model, weight):
-            logs = model.train_step(data)
+            with recorded_apply(model.optimizer) as record:
+                logs = model.train_step(data)
         if model.trainable_variables or record:
             self._application = only_application(record, _REMEDY)
         gradients = enumerate(self._application.gradients)
@@ -298,44 +298,49 @@ class TensorFlowProgram:
             variable.assign(value)
         return partial, outputs
 
-    def _traced_apply(self, one: Any, total: dict[str, Any]) -> Any:
-        # TensorFlow may let a variable share the memory of a tensor that is assigned to it, but the
-        # total's memory is used again. A product with a number that it does not know is a new tensor.
-        return self._applied({name: tensor * tf.cast(one, tensor.dtype) for name, tensor in total.items()})
+    def _made_update(self, one: Any, gradients: list[Any]) -> Callable[..., Any]:
+        """Return `f(one, gradients)`, which applies the optimizer.
 
-    def _applied(self, total: dict[str, Any]) -> dict[str, Any] | None:
+        The optimizer's operations are few and simple, and XLA makes one pass over the memory of them; so
+        they are compiled where they are large, also on a CPU, where Keras compiles nothing by itself.
+        """
+        if self._eager:
+            return self._updated
+        size = sum(
+            gradient.shape.num_elements() * gradient.dtype.size
+            for gradient in gradients
+            if gradient is not None
+        )
+        if self._jit or size < _WORTH_COMPILING or tf.config.list_logical_devices("GPU"):
+            return traced(self._updated, self._jit, one, gradients)
+        compiled = traced(self._updated, True, one, gradients)
+
+        def first(one: Any, gradients: list[Any]) -> None:
+            try:
+                compiled(one, gradients)
+                self._update = compiled
+            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
+                # XLA knows not all operations, and says so before it runs any.
+                self._update = traced(self._updated, False, one, gradients)
+                self._update(one, gradients)
+
+        return first
+
+    def _updated(self, one: Any, gradients: list[Any]) -> None:
+        owned = [None if gradient is None else own(gradient, one) for gradient in gradients]
+        self._model.optimizer.apply(owned, self._application.variables)
+
+    def _finished(self, one: Any, total: dict[str, Any]) -> dict[str, Any] | None:
+        """Take over the rest of a total; return the logs."""
         for i, variable in enumerate(self._touched.state):
-            variable.assign_add(total[f"state/{i}"])
+            variable.assign_add(own(total[f"state/{i}"], one))
         for i, metric in enumerate(self._touched.metrics):
-            metric.assign_add(total[f"metric/{i}"])
-        applied = self._application
-        if applied.gradients:
-            gradients = [total.get(f"gradient/{i}") for i in range(len(applied.gradients))]
-            self._model.optimizer.apply(gradients, applied.variables)
+            metric.assign_add(own(total[f"metric/{i}"], one))
         if self._kind == "predict":
             return None
-        own = {name: total[f"log/{name}"] for name in self._log_names if f"log/{name}" in total}
-        logs = self._model.get_metrics_result() | own
+        logs = self._model.get_metrics_result()
+        logs |= {name: own(total[f"log/{name}"], one) for name in self._log_names if f"log/{name}" in total}
         return {name: logs[name] for name in self._log_names}
-
-
-@contextmanager
-def recorded_apply(optimizer: Any) -> Iterator[list[Application]]:
-    """Within the block `optimizer.apply` notes its gradients and changes nothing."""
-    record: list[Application] = []
-    graph = tf.compat.v1.get_default_graph()
-
-    def note(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if tf.compat.v1.get_default_graph() is not graph:
-            raise ModelError(
-                "train_step applies its optimizer within a condition, a loop or a function of TensorFlow's; "
-                "its replicas cannot meet there: apply it in train_step itself"
-            )
-        variables = None if trainable_variables is None else list(trainable_variables)
-        record.append(Application(list(grads), variables))
-
-    with replaced(optimizer, "apply", note):
-        yield record
 
 
 @contextmanager
@@ -356,61 +361,10 @@ def weighed_losses(model: Any, weight: Any) -> Iterator[None]:
         yield
 
 
-def assigned(graph: Any) -> list[tf.Variable]:
-    """Return the variables that a function's graph assigns, perhaps only in a branch of a condition.
-
-    Raises:
-        ModelError: the graph changes something that is no variable, such as a table.
-    """
-    reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
-    known = {id(variable.handle): variable for variable in graph.variables}
-    captured = {id(inside): outside for outside, inside in graph.captures}
-    found = []
-    for i, inside in enumerate(graph.inputs):
-        if inside.dtype != tf.resource or i in reads or id(inside) not in captured:
-            continue
-        handle = captured[id(inside)]
-        if id(handle) not in known:
-            raise ModelError(f"the step changes {handle}, which is no variable: it cannot be summed")
-        found.append(known[id(handle)])
-    return found
-
-
 def mixed(seed: Any, replica: Any) -> Any:
     """Give each replica random numbers of its own; replica 0 keeps the model's."""
     spread = tf.cast(replica * _GOLDEN, seed.dtype)
     return tf.concat([tf.bitwise.bitwise_xor(seed[:1], spread[None]), seed[1:]], axis=0)
-
-
-def same_bits(variable: tf.Variable, before: Any) -> bool:
-    """Whether a variable still has the value it had before."""
-    pair = (np.asarray(variable.read_value()), np.asarray(before))
-    return bool(np.array_equal(*(array.reshape(-1).view(np.uint8) for array in pair)))
-
-
-class _Writable:
-    """The same memory, as NumPy's array interface shows it, but not read-only."""
-
-    def __init__(self, array: npt.NDArray[Any]) -> None:
-        self._array = array
-        interface = array.__array_interface__
-        self.__array_interface__ = {**interface, "data": (interface["data"][0], False)}
-
-
-def borrowed(array: npt.NDArray[Any]) -> Any:
-    """Return a tensor that reads an array's memory in place where that is worthwhile and possible.
-
-    TensorFlow does not write to a tensor whose memory it does not own.
-    """
-    if (
-        array.nbytes < _WORTH_BORROWING
-        or array.ctypes.data % _ALIGNMENT
-        or not array.flags.c_contiguous
-        or array.dtype.kind != "f"
-    ):
-        return tf.constant(array)
-    # NumPy gives no read-only array away, though its receiver only reads.
-    return tf.experimental.dlpack.from_dlpack(np.asarray(_Writable(array)).__dlpack__())
 
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:
