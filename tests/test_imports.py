@@ -73,7 +73,7 @@ def test_private_parts_of_keras_are_touched_in_stated_files_only() -> None:
         for path in ROOT.rglob("*.py")
         if any(name.startswith("keras.src") for name in imported(path))
     }
-    assert files == {"keras/inputs.py"}
+    assert files <= {"keras/inputs.py", "keras/tensorflow.py", "keras/torch.py"}
 
 
 @pytest.mark.parametrize("module", ["lockstep", "lockstep.cli", "lockstep.worker", "lockstep.job"])

@@ -140,7 +140,14 @@ def test_layers_that_are_never_built_do_no_harm(strategy: lockstep.MultiWorkerMi
         def call(self, inputs: Any) -> Any:
             return self.used(inputs)
 
-        def compute_loss(self, x: Any, y: Any, y_pred: Any, **options: Any) -> Any:
+        def compute_loss(
+            self,
+            x: Any = None,
+            y: Any = None,
+            y_pred: Any = None,
+            sample_weight: Any = None,
+            training: bool = True,
+        ) -> Any:
             return keras.ops.mean((y - y_pred) ** 2)
 
     with strategy.scope():
