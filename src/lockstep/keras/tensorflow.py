@@ -239,11 +239,13 @@ class TensorFlowProgram:
                     f"the step assigns the variable {variable.name!r} itself; trainable variables and those "
                     "of the optimizer change through self.optimizer.apply only, once a step"
                 )
+            if any(variable is metric for metric in metrics):
+                continue
             if id(variable) in seeds or (id(variable) not in known and variable.name.startswith(_SEED)):
                 touched.seeds.append(variable)
             elif variable.dtype.is_floating:
                 touched.layers.append(variable)
-            elif all(variable is not metric for metric in metrics):
+            else:
                 path = getattr(known.get(id(variable)), "path", variable.name)
                 refuse_integer_state(SimpleNamespace(dtype=variable.dtype.name, path=path))
         return touched
