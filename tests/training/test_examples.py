@@ -1,0 +1,30 @@
+"""The examples do what they say: on two workers, which agree to the last bit."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+WANTED = {"augmentation": ("accuracy", 0.95), "text": ("accuracy", 0.85), "gan": ("likeness", 0.85)}
+
+
+@pytest.mark.parametrize("name", WANTED)
+def test_an_example_reaches_its_result(launch: Callable[..., Any], backend: str, name: str) -> None:
+    run = launch("-n 2", str(EXAMPLES / f"{name}.py"), backend=backend)
+    assert run.status == 0, run.stderr
+    label, least = WANTED[name]
+    digests = []
+    for worker in range(2):
+        (figure,) = run.marked(worker, label)
+        assert float(re.split(r": ", figure)[1]) >= least
+        digests += run.marked(worker, "digest: ")
+    assert len(digests) == 2
+    assert len(set(digests)) == 1
+
+
+@pytest.mark.slow
+def test_the_demo_shows_equal_digests(plain: Callable[..., str]) -> None:
+    assert plain(str(EXAMPLES / "demo.py")).splitlines()[-1] == "equal to the last bit"
