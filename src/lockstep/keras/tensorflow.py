@@ -241,7 +241,7 @@ class TensorFlowProgram:
                 )
             if any(variable is metric for metric in metrics):
                 continue
-            if id(variable) in seeds or (id(variable) not in known and variable.name.startswith(_SEED)):
+            if id(variable) in seeds or (id(variable) not in known and _SEED in variable.name):
                 touched.seeds.append(variable)
             elif variable.dtype.is_floating:
                 touched.layers.append(variable)

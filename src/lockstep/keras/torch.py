@@ -27,7 +27,6 @@ from lockstep.keras.digest import named_arrays
 from lockstep.keras.steps import (
     only_application,
     refuse_integer_state,
-    refuse_metrics_that_do_not_add,
     replaced,
     seed_positions,
 )
@@ -51,7 +50,6 @@ class TorchBackend:
         """Prepare a step of a built model."""
         self._prepare()
         refuse_unsupported(model, kind)
-        refuse_metrics_that_do_not_add(model)
         if model.jit_compile:
             # What torch.compile makes of a step depends on the shapes that a process has seen before.
             warnings.warn(
