@@ -1,0 +1,345 @@
+"""What only the TensorFlow backend has to get right: graphs, variables, memory that is not its own.
+
+Keras has one backend a process: under another one, this file runs itself again.
+"""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lockstep.collectives.layout import allocate
+from lockstep.data.batch import Share
+from lockstep.errors import ModelError
+
+HERE = keras.backend.backend() == "tensorflow"
+here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with the TensorFlow backend")
+
+if HERE:
+    import tensorflow as tf
+
+    from lockstep.keras.graphs import borrowed
+    from lockstep.keras.tensorflow import TensorFlowBackend, TensorFlowProgram
+
+X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+Y = X[:, :1]
+LARGE = 70_000
+
+Array = npt.NDArray[Any]
+
+
+@pytest.mark.skipif(HERE, reason="this is that process")
+def test_in_a_process_with_the_tensorflow_backend() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-5000:]
+
+
+def share(replica: int = 0, weight: float = 0.5) -> Share:
+    return Share(replica, 4, weight, 1, lambda: (X[:4], Y[:4]))
+
+
+def program(model: keras.Model, kind: Any = "train", **options: Any) -> "TensorFlowProgram":
+    model.compile(**({"optimizer": "sgd", "loss": "mse"} | options))
+    model._symbolic_build(data_batch=(X, Y))
+    return TensorFlowBackend().program(model, kind)
+
+
+def state(model: keras.Model) -> list[bytes]:
+    variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    return [np.asarray(variable.value).tobytes() for variable in variables]
+
+
+def as_total(partial: Any) -> dict[str, Array]:
+    """Lay the arrays of a partial into memory like that of an exchange."""
+    total = {}
+    for name, tensor in partial.items():
+        array = np.asarray(tensor)
+        total[name] = allocate(array.nbytes).view(array.dtype).reshape(array.shape)
+        total[name][...] = array
+        total[name].flags.writeable = False
+    return total
+
+
+def overwrite(total: dict[str, Array]) -> None:
+    for array in total.values():
+        memory = np.ctypeslib.as_array(
+            (np.ctypeslib.ctypes.c_byte * array.nbytes).from_address(array.ctypes.data)
+        )
+        memory[:] = 85
+
+
+def layers(*given: keras.Layer) -> keras.Model:
+    return keras.Sequential([keras.layers.Input((6,)), *given, keras.layers.Dense(1)])
+
+
+@here
+def test_an_array_is_borrowed_in_place_where_that_is_possible() -> None:
+    total = as_total({"large": np.ones(LARGE, "float32"), "small": np.ones(3, "float32")})
+    for name, in_place in (("large", True), ("small", False)):
+        tensor = borrowed(total[name])
+        assert (np.asarray(tensor).ctypes.data == total[name].ctypes.data) == in_place
+        assert not total[name].flags.writeable
+    assert np.asarray(borrowed(total["large"][1:])).ctypes.data % 64 == 0
+
+
+if HERE:
+
+    class Keeper(keras.optimizers.Optimizer):  # type: ignore[misc]
+        """Assigns gradients to variables as they are."""
+
+        def build(self, variables: Any) -> None:
+            if not self.built:
+                super().build(variables)
+                self.kept = [self.add_variable_from_reference(v, "kept") for v in variables]
+
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            self.assign(self.kept[self._get_variable_index(variable)], gradient)
+            self.assign(variable, gradient)
+
+
+@here
+@pytest.mark.parametrize(
+    "options",
+    [{"jit_compile": False}, {"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}],
+)
+@pytest.mark.parametrize("units", [3, LARGE // 6, 200_000])
+def test_nothing_reads_a_total_that_was_applied(options: dict[str, Any], units: int) -> None:
+    model = layers(keras.layers.Dense(units))
+    steps = program(model, optimizer=Keeper(0.1), metrics=["mae"], **options)
+    for _ in range(2):
+        total = as_total(steps.compute(None, share()))
+        gradients = [total[f"gradient/{i}"].copy() for i in range(4)]
+        logs, _ = steps.apply(None, total)
+        TensorFlowBackend().settle()
+        metrics, figures = state(model)[-8:], {name: float(value) for name, value in logs.items()}
+        overwrite(total)
+        for weight, kept, gradient in zip(
+            model.trainable_variables, model.optimizer.kept, gradients, strict=True
+        ):
+            assert np.array_equal(np.asarray(weight.value), gradient)
+            assert np.array_equal(np.asarray(kept.value), gradient)
+        assert metrics == state(model)[-8:]
+        assert figures == {name: float(value) for name, value in logs.items()}
+
+
+@here
+@pytest.mark.parametrize("options", [{}, {"jit_compile": True}, {"run_eagerly": True}])
+@pytest.mark.parametrize("kind", ["train", "test", "predict"])
+def test_computing_changes_nothing(kind: str, options: dict[str, Any]) -> None:
+    model = layers(
+        keras.layers.BatchNormalization(), keras.layers.Dropout(0.5), keras.layers.GaussianNoise(0.1)
+    )
+    steps = program(model, kind, optimizer="adam", metrics=["mae", "AUC"], **options)
+    before = state(model)
+    first = {name: np.asarray(value).tobytes() for name, value in steps.compute(None, share()).items()}
+    other = {name: np.asarray(value).tobytes() for name, value in steps.compute(None, share(1)).items()}
+    again = {name: np.asarray(value).tobytes() for name, value in steps.compute(None, share()).items()}
+    assert state(model) == before
+    assert first == again
+    assert first.keys() == other.keys()
+    if kind == "train":
+        assert first["gradient/0"] != other["gradient/0"]
+
+
+@here
+def test_only_what_a_step_assigns_is_part_of_a_partial() -> None:
+    frozen = keras.layers.BatchNormalization()
+    frozen.trainable = False
+    model = layers(
+        keras.layers.Dense(4), frozen, keras.layers.BatchNormalization(), keras.layers.Dropout(0.1)
+    )
+    names = program(model, metrics=["mae"]).compute(None, share()).keys()
+    assert {name for name in names if name.startswith("state/")} == {"state/0", "state/1", "state/2"}
+    assert sum(name.startswith("gradient/") for name in names) == 6
+    assert not program(model, "test").compute(None, share()).keys() & {"state/0", "gradient/0"}
+
+
+class Assigning(keras.layers.Layer):  # type: ignore[misc]
+    """Counts its calls in one of the ways in which TensorFlow nests graphs."""
+
+    def __init__(self, how: str, dtype: str) -> None:
+        super().__init__()
+        self.how, self.kind = how, dtype
+
+    def build(self, shape: Any) -> None:
+        self.calls = self.add_weight(
+            shape=(), dtype=self.kind, initializer="zeros", trainable=False, name="calls"
+        )
+
+    def call(self, inputs: Any) -> Any:
+        def count(result: Any = True) -> Any:
+            self.calls.assign(self.calls + keras.ops.ones((), self.kind))
+            return tf.constant(result) if result is True else result
+
+        total = tf.reduce_sum(tf.abs(inputs))
+        if self.how == "branch":
+            tf.cond(total >= 0, count, lambda: tf.constant(False))
+        elif self.how == "loop":
+            tf.while_loop(lambda i: i < 2, lambda i: (count(i + 1),), [tf.constant(0)])
+        else:
+            tf.function(tf.function(count))()
+        return inputs
+
+
+@here
+@pytest.mark.parametrize("how", ["branch", "loop", "function"])
+def test_assignments_within_nested_graphs_are_found(how: str) -> None:
+    model = layers(Assigning(how, "float32"))
+    steps = program(model)
+    partial = steps.compute(None, share())
+    once = 2.0 if how == "loop" else 1.0
+    assert float(partial["state/0"]) == 0.5 * once
+    assert float(model.layers[0].calls) == 0.0
+    steps.apply(None, as_total(partial))
+    assert float(model.layers[0].calls) == 0.5 * once
+    with pytest.raises(ModelError, match=r"changes the int32 variable '.*calls'"):
+        program(layers(Assigning(how, "int32"))).compute(None, share())
+
+
+@here
+def test_a_generator_that_no_layer_owns_is_mixed_like_the_others() -> None:
+    class Noise(keras.layers.Layer):  # type: ignore[misc]
+        def call(self, inputs: Any) -> Any:
+            return inputs + keras.random.normal(keras.ops.shape(inputs))
+
+    model = layers(Noise())
+    steps = program(model, "predict")
+    first, other, again = (steps.compute(None, share(replica)) for replica in (0, 1, 0))
+    rows = [np.asarray(nest) for _, nest in steps.outputs()]
+    assert np.array_equal(rows[0], rows[2])
+    assert not np.array_equal(rows[0], rows[1])
+    assert np.any(np.asarray(first["state/0"]))
+    assert not np.any(np.asarray(other["state/0"]))
+    steps.apply(None, as_total(again))
+    steps.compute(None, share())
+    assert not np.array_equal(np.asarray(steps.outputs()[0][1]), rows[0])
+
+
+@here
+def test_gradients_are_dense_and_those_that_are_none_stay_away() -> None:
+    class Both(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.unused = keras.layers.Embedding(5, 1), keras.layers.Dense(1)
+
+        def build(self, shape: Any) -> None:
+            self.table.build(shape)
+            self.unused.build((None, 1))
+
+        def call(self, inputs: Any) -> Any:
+            return self.table(keras.ops.cast(keras.ops.abs(inputs[:, 0]), "int32") % 5)
+
+    model = Both()
+    steps = program(model)
+    partial = steps.compute(None, share())
+    total = as_total(partial)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        steps.apply(None, total)
+    assert partial["gradient/0"].shape == (5, 1)
+    assert [name for name in partial if name.startswith("gradient/")] == ["gradient/0"]
+
+
+def twice(model: Any, data: Any) -> Any:
+    keras.Model.train_step(model, data)
+    return keras.Model.train_step(model, data)
+
+
+def clipped(model: Any, data: Any) -> Any:
+    logs = keras.Model.train_step(model, data)
+    for weight in model.trainable_variables:
+        weight.assign(keras.ops.clip(weight, -1, 1))
+    return logs
+
+
+def followed(model: Any, data: Any) -> Any:
+    logs = keras.Model.train_step(model, data)
+    return {**logs, "norm": keras.ops.norm(model.trainable_variables[0])}
+
+
+def conditional(model: Any, data: Any) -> Any:
+    return tf.cond(
+        tf.reduce_sum(data[0]) < 1e9,
+        lambda: keras.Model.train_step(model, data),
+        lambda: model.get_metrics_result(),
+    )
+
+
+def another(model: Any, data: Any) -> Any:
+    logs = keras.Model.train_step(model, data)
+    model.other.apply([tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables)
+    return logs
+
+
+def drawn(model: Any, data: Any) -> Any:
+    return keras.Model.train_step(model, (data[0] + tf.random.normal(tf.shape(data[0])), data[1]))
+
+
+def normalised(model: Any, data: Any) -> Any:
+    weight = model.trainable_variables[0]
+    weight.assign(weight / 2)
+    return keras.Model.train_step(model, data)
+
+
+@here
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (twice, "applied the model's optimizer 2 times"),
+        (clipped, r"uses the trainable variable '.*kernel.*' after it has applied the optimizer"),
+        (followed, r"uses the trainable variable '.*kernel.*' after it has applied the optimizer"),
+        (conditional, "applies its optimizer within a condition"),
+        (another, r"uses the trainable variable|assigns the variable"),
+        (drawn, "the operation RandomStandardNormal"),
+        (normalised, r"assigns the variable '.*kernel.*' itself"),
+    ],
+)
+def test_a_step_that_replicas_cannot_compute_is_refused(step: Callable[..., Any], message: str) -> None:
+    class Own(keras.Sequential):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            return step(self, data)
+
+    model = Own([keras.layers.Input((6,)), keras.layers.Dense(1)])
+    model.other = keras.optimizers.SGD()
+    model.other.build(model.trainable_variables)
+    with pytest.raises(ModelError, match=message):
+        program(model).compute(None, share())
+
+
+@here
+def test_an_update_that_xla_does_not_know_is_applied_without_it() -> None:
+    class Printing(keras.optimizers.SGD):  # type: ignore[misc]
+        def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+            tf.py_function(lambda: None, [], [])
+            super().update_step(gradient, variable, learning_rate)
+
+    model = layers(keras.layers.Dense(200_000))
+    steps = program(model, optimizer=Printing(0.5))
+    for number in (1, 2):
+        total = as_total(steps.compute(None, share()))
+        before = [np.asarray(variable.value).copy() for variable in model.trainable_variables]
+        expected = [weight - np.float32(0.5) * total[f"gradient/{i}"] for i, weight in enumerate(before)]
+        steps.apply(None, total)
+        assert int(model.optimizer.iterations) == number
+        for variable, value in zip(model.trainable_variables, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(variable.value), value, rtol=1e-5, atol=1e-7)
+
+
+@here
+def test_the_private_parts_are_there() -> None:
+    from tensorflow.python.eager import context
+    from tensorflow.python.framework import auto_control_deps_utils
+
+    assert context.async_wait() is None
+    assert callable(auto_control_deps_utils.get_read_only_resource_input_indices_graph)
+    model = layers()
+    model.compile("sgd", ["mse"])
+    model.fit(X, Y, verbose=0)
+    assert model._compile_loss.metrics == []
