@@ -106,10 +106,7 @@ if HERE:
 
 
 @here
-@pytest.mark.parametrize(
-    "options",
-    [{"jit_compile": False}, {"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}],
-)
+@pytest.mark.parametrize("options", [{"jit_compile": False}, {"jit_compile": True}, {"run_eagerly": True}])
 @pytest.mark.parametrize("units", [3, LARGE // 6, 200_000])
 def test_nothing_reads_a_total_that_was_applied(options: dict[str, Any], units: int) -> None:
     model = layers(keras.layers.Dense(units))
