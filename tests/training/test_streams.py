@@ -1,0 +1,21 @@
+"""Inputs that have an order of their own: every worker reads them, and all see the same."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+KINDS = ["endless", "finite", "short", *(name for name in ("tensorflow", "torch") if find_spec(name))]
+
+
+def test_streams_give_the_same_bits_on_one_and_two_workers(launch: Callable[..., Any], backend: str) -> None:
+    lines = []
+    for workers in (1, 2):
+        run = launch(f"-n {workers} --replicas 3", "streams.py", *KINDS, backend=backend)
+        assert run.status == 0, run.stderr
+        lines += [run.marked(worker, "stream ") for worker in range(workers)]
+    assert lines == [lines[0]] * 3
+    assert [line.split()[1] for line in lines[0]] == KINDS
+    ended = {line.split()[1]: line.split()[4] for line in lines[0]}
+    # The second epoch finds the generator at its end, and Keras says so, on every worker.
+    assert ended["short"] == "1"
+    assert ended["endless"] == "0"
