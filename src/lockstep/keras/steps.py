@@ -47,6 +47,16 @@ def refuse_integer_state(variable: Any) -> None:
     )
 
 
+def refuse_overwriting_gradients(model: Any) -> None:
+    """Raise ModelError if a trainable variable is overwritten by its gradient instead of updated."""
+    for variable in model.trainable_variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ModelError(
+                f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
+                "which cannot be averaged over replicas"
+            )
+
+
 def model_state(model: Any) -> Mapping[str, Any]:
     """Return the values of a model's and its optimizer's variables, by path; not within a JAX step."""
     variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]

@@ -46,6 +46,11 @@ def on_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return tensor.numpy()
 
 
+def int32(value: int) -> int:
+    """Return the lower 32 bits as a signed number: PyTorch has no unsigned seeds."""
+    return (value + 2**31) % 2**32 - 2**31
+
+
 def figure(value: Any) -> Any:
     """Return a figure of the logs as Python's own float, or a tensor of its own if it has a shape."""
     if isinstance(value, np.ndarray):

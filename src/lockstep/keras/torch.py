@@ -26,6 +26,7 @@ from lockstep.keras.steps import (
     model_state,
     only_application,
     refuse_integer_state,
+    refuse_overwriting_gradients,
     replaced,
     seed_positions,
     whole_sums,
@@ -34,6 +35,7 @@ from lockstep.keras.tensors import (
     borrowed,
     copied,
     figure,
+    int32,
     on_host,
     promise_equal_bits,
     random_states,
@@ -196,7 +198,7 @@ class TorchProgram:
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return what steps read and write by the paths of the variables."""
         metrics = named_arrays(self._model.metrics_variables, self._metrics)
-        return {**model_state(self._model), **metrics, **dict(self._model.named_buffers())}
+        return {**model_state(self._model), **metrics, **_buffers(self._model)}
 
     def _run(self, data: Any, share: Share) -> dict[str, Any]:
         """Run the user's own step and return what it contributes, apart from variables it changed."""
@@ -250,7 +252,7 @@ class TorchProgram:
         metrics = [metric.detach().clone() for metric in self._metrics]
         with torch.no_grad():
             for i in self._seeds:
-                self._tensors[i][0] ^= _signed(share.replica * _GOLDEN)
+                self._tensors[i][0] ^= int32(share.replica * _GOLDEN)
             for metric in self._metrics:
                 metric.zero_()
         self._forget_gradients()
@@ -369,14 +371,8 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
             f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend Keras takes one "
             "step at a time; compile the model with steps_per_execution=1"
         )
-    if kind != "train":
-        return
-    for variable in model.trainable_variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ModelError(
-                f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
-                "which cannot be averaged over replicas"
-            )
+    if kind == "train":
+        refuse_overwriting_gradients(model)
 
 
 def _state_of(model: Any) -> list[Slot]:
@@ -387,15 +383,20 @@ def _state_of(model: Any) -> list[Slot]:
         for i, variable in enumerate(model.non_trainable_variables)
         if id(variable) not in metrics
     ]
-    return slots + [Slot(name, tensor) for name, tensor in model.named_buffers()]
+    return slots + [Slot(path, tensor) for path, tensor in _buffers(model).items()]
+
+
+def _buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the state of PyTorch's own modules, which Keras wraps but does not know, by path."""
+    found = {
+        id(tensor): (f"{layer.path}/{name}", tensor)
+        for layer in model._flatten_layers()
+        for name, tensor in layer.named_buffers()
+    }
+    return dict(found.values())
 
 
 def _only_reads_gradients(optimizer: Any) -> bool:
     """Whether `optimizer` is one of Keras's own, none of which writes to its gradients or keeps them."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return all(type(part).__module__.startswith("keras.") for part in (optimizer, inner))
-
-
-def _signed(value: int) -> int:
-    """Return the lower 32 bits as a signed number: PyTorch keeps seeds in int32."""
-    return (value + 2**31) % 2**32 - 2**31

@@ -1,0 +1,323 @@
+"""What only the PyTorch backend has to get right: variables that are there for all to write, global state.
+
+Keras has one backend a process: under another one, this file runs itself again.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+
+from lockstep.data.batch import Share
+from lockstep.errors import ModelError
+
+HERE = keras.backend.backend() == "torch"
+here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with the PyTorch backend")
+
+if HERE:
+    import torch
+
+    from lockstep.keras.tensors import borrowed, copied
+    from lockstep.keras.torch import TorchBackend, TorchProgram
+
+X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
+Y = X[:, :1]
+
+
+@pytest.mark.skipif(HERE or not find_spec("torch"), reason="this is that process, or there is no PyTorch")
+def test_in_a_process_with_the_pytorch_backend() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout[-5000:]
+
+
+@pytest.fixture(autouse=True)
+def as_it_was() -> Iterator[None]:
+    yield
+    if HERE:
+        torch.use_deterministic_algorithms(False)
+
+
+def share(replica: int = 0, weight: float = 0.5, seed: int = 1) -> Share:
+    return Share(replica, 4, weight, seed, lambda: (X[:4], Y[:4]))
+
+
+def layers(*given: Any, cls: Any = keras.Sequential) -> keras.Model:
+    return cls([keras.layers.Input((6,)), *given, keras.layers.Dense(1)], name="wanted")
+
+
+def program(model: keras.Model, kind: Any = "train", **options: Any) -> "TorchProgram":
+    model.compile(**({"optimizer": "sgd", "loss": "mse", "metrics": ["mae"]} | options))
+    model._symbolic_build(data_batch=(X, Y))
+    return TorchBackend().program(model, kind)
+
+
+def bits(model: keras.Model) -> list[bytes]:
+    variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    return [keras.ops.convert_to_numpy(variable.value).tobytes() for variable in variables]
+
+
+def as_total(partial: Any) -> dict[str, Any]:
+    """Copy a partial to memory that cannot be written to."""
+    backend = TorchBackend()
+    total = {name: backend.concrete(value).copy() for name, value in partial.items()}
+    for array in total.values():
+        array.flags.writeable = False
+    return total
+
+
+def same(one: Any, other: Any) -> bool:
+    assert one.keys() == other.keys()
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def step_with(then: Any) -> type[keras.Model]:
+    """A model whose train_step calls `then(model)` after Keras's own."""
+
+    class Stepping(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            logs = super().train_step(data)
+            return logs | (then(self) or {})
+
+    return Stepping
+
+
+@here
+def test_a_compute_leaves_every_bit_as_it_was() -> None:
+    model = layers(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=3))
+    prepared = program(model, optimizer="adam")
+    before, states = bits(model), (random.getstate(), torch.get_rng_state(), np.random.get_state()[1])
+    for replica in (0, 1):
+        partial = prepared.compute(None, share(replica))
+        assert bits(model) == before
+        assert all(variable.value.grad is None for variable in model.trainable_variables)
+        assert len([name for name in partial if name.startswith("state/")]) == 3
+    after = random.getstate(), torch.get_rng_state(), np.random.get_state()[1]
+    assert states[0] == after[0]
+    assert torch.equal(states[1], after[1])
+    assert (states[2] == after[2]).all()
+
+
+@here
+@pytest.mark.parametrize("draw", ["dropout", "layer", "numpy", "random", "torch"])
+def test_what_is_drawn_follows_from_the_steps_seed_and_the_replica(draw: str) -> None:
+    class Noise(keras.Layer):
+        def call(self, inputs: Any) -> Any:
+            drawn = {
+                "layer": lambda: keras.random.normal((1, 6)),
+                "numpy": lambda: np.random.normal(size=(1, 6)).astype("float32"),
+                "random": random.random,
+                "torch": lambda: torch.randn(1, 6),
+            }
+            return inputs + keras.ops.convert_to_tensor(drawn[draw]())
+
+    prepared = program(layers(keras.layers.Dropout(0.5) if draw == "dropout" else Noise()))
+    first = prepared.compute(None, share())
+    others = [prepared.compute(None, share(replica, seed=seed)) for replica, seed in ((1, 1), (0, 2))]
+    assert same(first, prepared.compute(None, share()))
+    assert not any(torch.equal(first["gradient/0"], other["gradient/0"]) for other in others)
+
+
+@here
+@pytest.mark.parametrize("writes", [True, False])
+def test_no_optimizer_writes_to_a_total_or_keeps_it(writes: bool) -> None:
+    class Rough(keras.optimizers.SGD):
+        def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+            super().apply([grad.mul_(2) for grad in grads], trainable_variables)
+
+    model = layers()
+    prepared = program(model, optimizer=Rough(0.1) if writes else keras.optimizers.SGD(0.1, momentum=0.9))
+    partial = prepared.compute(None, share())
+    total = as_total(partial)
+    expected = [
+        v.numpy() - (0.2 if writes else 0.1) * total[f"gradient/{i}"]
+        for i, v in enumerate(model.trainable_variables)
+    ]
+    copies = {name: array.copy() for name, array in total.items()}
+    logs, _ = prepared.apply(None, total)
+    assert all((total[name] == copies[name]).all() for name in total)
+    found = bits(model)
+    for array in total.values():
+        array.flags.writeable = True
+        array[...] = 85
+    assert bits(model) == found
+    assert {type(value) for value in logs.values()} == {float}
+    for variable, value in zip(model.trainable_variables, expected, strict=True):
+        np.testing.assert_allclose(variable.numpy(), value, rtol=1e-6)
+
+
+@here
+def test_a_variable_without_a_gradient_keeps_its_value() -> None:
+    class Forgetful(keras.layers.Dense):
+        def call(self, inputs: Any) -> Any:
+            return keras.ops.matmul(inputs, self.kernel)
+
+    model = layers(Forgetful(6))
+    prepared = program(model, optimizer=keras.optimizers.Adam(0.1, weight_decay=0.5))
+    partial = prepared.compute(None, share())
+    assert partial["present"].tolist() == [1, 0, 1, 1]
+    assert not partial["gradient/1"].any()
+    model.trainable_variables[1].assign(np.ones(6))
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        prepared.apply(None, as_total(partial))
+    assert model.trainable_variables[1].numpy().tolist() == [1] * 6
+
+
+@here
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        (lambda model: {"norm": keras.ops.norm(model.trainable_variables[0])}, "after their update"),
+        (lambda model: {"norm": model.trainable_variables[0].value.norm()}, "after their update"),
+        (lambda model: {"weights": model(X)}, "after their update"),
+        (lambda model: model.optimizer.apply([]), "optimizer 2 times"),
+    ],
+)
+def test_weights_cannot_be_used_before_the_replicas_are_summed(then: Any, message: str) -> None:
+    model = layers(cls=step_with(then))
+    prepared = program(model)
+    before = bits(model)
+    with pytest.raises(ModelError, match=message):
+        prepared.compute(None, share())
+    assert bits(model) == before
+
+
+@here
+def test_a_step_that_updates_weights_past_its_optimizer_is_refused() -> None:
+    other = keras.optimizers.SGD(0.1)
+
+    class Past(keras.Sequential):
+        def train_step(self, data: Any) -> Any:
+            other.apply([keras.ops.ones_like(v) for v in self.trainable_variables], self.trainable_variables)
+            return super().train_step(data)
+
+    prepared = program(layers(cls=Past))
+    with pytest.raises(ModelError, match=r"changes the trainable variable 'wanted/dense.*/kernel' itself"):
+        prepared.compute(None, share())
+
+
+@here
+def test_state_that_changes_only_later_is_refused_by_name() -> None:
+    class Late(keras.Layer):
+        def build(self, shape: Any) -> None:
+            self.kept = self.add_weight(shape=(), trainable=False, name="kept")
+            self.calls = -1
+
+        def call(self, inputs: Any) -> Any:
+            self.calls += 1
+            if self.calls > 1:
+                self.kept.assign(self.kept + 1)
+            return inputs
+
+    layer = Late()
+    prepared = program(layers(layer))
+    layer.calls = 0
+    prepared.compute(None, share())
+    with pytest.raises(ModelError, match=r"'wanted/late.*/kept', which its first step left alone"):
+        prepared.compute(None, share())
+
+
+@here
+@pytest.mark.parametrize("through", ["assign", "data"])
+def test_layer_state_changes_by_the_weighted_mean(through: str) -> None:
+    class Mean(keras.Layer):
+        def build(self, shape: Any) -> None:
+            self.mean = self.add_weight(shape=(), trainable=False, name="mean")
+
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training and through == "assign":
+                self.mean.assign(self.mean + 8)
+            elif training:
+                self.mean.value.data += 8
+            return inputs
+
+    layer = Mean()
+    prepared = program(layers(layer))
+    assert prepared.compute(None, share(weight=0.25))["state/0"].tolist() == 2
+    assert prepared.compute(None, share(weight=0.5))["state/0"].tolist() == 4
+
+
+@here
+def test_integer_layer_state_is_refused_by_name() -> None:
+    class Counter(keras.Layer):
+        def build(self, shape: Any) -> None:
+            self.calls = self.add_weight(shape=(), dtype="int32", trainable=False, name="calls")
+
+        def call(self, inputs: Any) -> Any:
+            self.calls.assign(self.calls + 1)
+            return inputs
+
+    with pytest.raises(ModelError, match=r"int32 variable 'wanted/counter.*/calls'"):
+        program(layers(Counter())).compute(None, share())
+
+
+@here
+def test_the_averages_of_pytorchs_own_normalization_are_layer_state() -> None:
+    module = torch.nn.BatchNorm1d(6)
+    model = layers(keras.layers.TorchModuleWrapper(module, output_shape=(None, 6)))
+    prepared = program(model)
+    module.running_mean.zero_()
+    module.num_batches_tracked.zero_()
+    model.train()
+    partials = [prepared.compute(None, share(replica)) for replica in (0, 1)]
+    assert not module.running_mean.any()
+    total = as_total({name: sum(partial[name] for partial in partials) for name in partials[0]})
+    prepared.apply(None, total)
+    np.testing.assert_allclose(module.running_mean.numpy(), 0.1 * X[:4].mean(axis=0), rtol=1e-5)
+    assert module.num_batches_tracked == 1
+
+
+@here
+def test_tensors_over_memory_that_is_read_only() -> None:
+    for dtype in ("float32", "float16", ml_dtypes.bfloat16, "int32"):
+        array = np.arange(6).astype(dtype).reshape(2, 3)
+        array.flags.writeable = False
+        tensor = borrowed(array)
+        assert tensor.data_ptr() == array.ctypes.data
+        assert tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+        back = TorchBackend().concrete(tensor)
+        assert back.dtype == array.dtype
+        assert back.ctypes.data == array.ctypes.data
+
+
+@here
+def test_inputs_are_copied_to_aligned_memory() -> None:
+    rows = np.arange(70, dtype="float32").reshape(10, 7)
+    for leaf in (rows[3:], torch.from_numpy(rows)[3:], rows[::-1], rows.astype("uint32")[1:]):
+        tensor = copied(leaf)
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.is_contiguous()
+        assert tensor.tolist() == leaf.tolist()
+    assert copied(rows.astype("uint32")).dtype == torch.int64
+    assert copied(rows.astype(ml_dtypes.bfloat16)).dtype == torch.bfloat16
+    assert copied(None) is None
+
+
+@here
+def test_what_keras_does_not_do_on_pytorch_is_refused_or_said() -> None:
+    with pytest.raises(ModelError, match="steps_per_execution is 2"):
+        program(layers(), steps_per_execution=2)
+    with pytest.warns(UserWarning, match="jit_compile=True is ignored"):
+        program(layers(), jit_compile=True)
+
+
+@here
+def test_equal_bits_are_switched_on_and_missed_where_the_script_switches_them_off() -> None:
+    torch.set_num_threads(2)
+    model, backend = layers(), TorchBackend()
+    model.compile("sgd", "mse")
+    backend.program(model, "predict")
+    assert torch.are_deterministic_algorithms_enabled()
+    assert torch.get_num_threads() == 1
+    torch.use_deterministic_algorithms(False)
+    with pytest.warns(UserWarning, match="equal bits are no longer promised"):
+        backend.program(model, "predict")
