@@ -18,6 +18,7 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
+from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from lockstep.data.batch import GlobalBatch
@@ -67,9 +68,31 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         """Yield what the train function of the PyTorch backend takes."""
         return iter(self)
 
-    def get_tf_dataset(self) -> "GlobalInput":
-        """Return what yields what the train function of the TensorFlow backend takes, in each pass anew."""
-        return self
+    def get_tf_dataset(self) -> Any:
+        """Return what yields what the train function of the TensorFlow backend takes, in each pass anew.
+
+        Where nothing is split it is a `tf.data.Dataset` without a fixed batch size, as Keras makes it: a
+        number of examples that a graph knows changes the bits and Keras's losses of single outputs.
+        """
+        if not self._joint:
+            return self
+        import tensorflow as tf
+
+        signature = get_tensor_spec([self.first()])
+        options = tf.data.Options()
+        options.autotune.enabled = False
+        options.threading.private_threadpool_size = 1
+        return tf.data.Dataset.from_generator(self._optional, output_signature=signature).with_options(
+            options
+        )
+
+    def _optional(self) -> Iterator[Any]:
+        import tensorflow as tf
+
+        for data in self.get_jax_iterator():
+            yield keras.tree.map_structure(
+                lambda leaf: tf.experimental.Optional.empty(None) if leaf is None else leaf, data
+            )
 
     def __iter__(self) -> Iterator[Any]:
         for data in self.get_jax_iterator():
@@ -207,6 +230,10 @@ class StreamInput(GlobalInput):
         """Yield the global batches of the next pass."""
         for step, data in enumerate(self._inner.get_numpy_iterator()):
             yield whole_batch(data, step)
+
+    def get_tf_dataset(self) -> Any:
+        """Return the stream as Keras has it where nothing is split."""
+        return self._inner.get_tf_dataset() if self._joint else self
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches; each batch is compared when it is read."""
