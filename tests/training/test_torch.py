@@ -263,7 +263,16 @@ def test_integer_layer_state_is_refused_by_name() -> None:
 @here
 def test_the_averages_of_pytorchs_own_normalization_are_layer_state() -> None:
     module = torch.nn.BatchNorm1d(6)
-    model = layers(keras.layers.TorchModuleWrapper(module, output_shape=(None, 6)))
+
+    class Holder(keras.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.held = module
+
+        def call(self, inputs: Any) -> Any:
+            return self.held(inputs)
+
+    model = layers(Holder())
     prepared = program(model)
     module.running_mean.zero_()
     module.num_batches_tracked.zero_()

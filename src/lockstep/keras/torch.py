@@ -78,11 +78,7 @@ class TorchBackend:
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
         """Return `f(batches) -> logs or outputs`, as `TorchTrainer` calls it with a list of one batch."""
-
-        def function(batches: Sequence[Any]) -> Any:
-            return step(None, batches[0])[0]
-
-        return function
+        return lambda batches: step(None, batches[0])[0]
 
     def settle(self) -> None:
         """Do nothing: `apply` has read its total when it returns."""
@@ -388,6 +384,7 @@ def _state_of(model: Any) -> list[Slot]:
 
 def _buffers(model: Any) -> dict[str, torch.Tensor]:
     """Return the state of PyTorch's own modules, which Keras wraps but does not know, by path."""
+    # A layer lists those of the layers within it as well.
     found = {
         id(tensor): (f"{layer.path}/{name}", tensor)
         for layer in model._flatten_layers()
