@@ -2,15 +2,18 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
+# Keras backends to test or measure: names, or "all". By default JAX and TensorFlow, and PyTorch if installed.
+export BACKENDS
+
 .PHONY: demo test test-all check bench clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
-test: .venv/dev
+test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(BIN)/python -m pytest -m "not slow"
 
-test-all: .venv/dev
+test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
 	$(BIN)/python -m pytest
 
 check: .venv/dev

@@ -1,4 +1,4 @@
-"""The tutorial's CNN with two workers: Lockstep on JAX against PyTorch's DistributedDataParallel.
+"""The tutorial's CNN with two workers: Lockstep on a backend against PyTorch's DistributedDataParallel.
 
 Each program also runs without an exchange (each process for itself): its own ceiling. And one worker
 through Lockstep against plain Keras. All pinned, one thread a process, 64 images a process.
@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 from cnn_model import BATCH
@@ -32,7 +33,7 @@ def commands(program: Program) -> list[list[str]]:
     tail = [str(TURNS), str(STEPS)]
     keras = [str(HERE / "cnn_keras.py"), program.name]
     torch = [str(HERE / "cnn_ddp.py"), program.name]
-    run = [sys.executable, "-m", "lockstep", "run", "--backend", "jax", "--threads-per-worker", "1"]
+    run = [sys.executable, "-m", "lockstep", "run", "--threads-per-worker", "1"]
     if program in (LOCKSTEP, ONE_WORKER, SEAM):
         replicas = 1 if program is SEAM else 2
         options = ["-n", str(program.processes), "--replicas", str(replicas)]
@@ -44,11 +45,17 @@ def commands(program: Program) -> list[list[str]]:
     return [[sys.executable, *torch, exchange, str(i), *tail] for i in range(program.processes)]
 
 
-def start(program: Program, variables: dict[str, str]) -> None:
-    threads = {"NPROC": "1", "OMP_NUM_THREADS": "1", "KERAS_BACKEND": "jax"}
+def start(program: Program, variables: dict[str, str], backend: str) -> None:
+    fixed = {
+        "NPROC": "1",
+        "OMP_NUM_THREADS": "1",
+        "TF_NUM_INTRAOP_THREADS": "1",
+        "TF_NUM_INTEROP_THREADS": "1",
+    }
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": backend}
     for command in commands(program):
         STARTED.append(
-            subprocess.Popen(command, env=os.environ | threads | variables, stdin=subprocess.DEVNULL)
+            subprocess.Popen(command, env=os.environ | fixed | quiet | variables, stdin=subprocess.DEVNULL)
         )
 
 
@@ -75,14 +82,20 @@ def check() -> None:
     assert results(SEAM) == results(PLAIN), "one replica and plain Keras differ"
 
 
-def main() -> None:
+def main(backend: str) -> None:
+    for program in PROGRAMS:
+        program.answers.clear()
+    STARTED.clear()
     with tempfile.TemporaryDirectory() as folder:
-        take_turns(Path(folder), PROGRAMS, start, TURNS)
+        take_turns(Path(folder), PROGRAMS, partial(start, backend=backend), TURNS)
         statuses = [process.wait(60) for process in STARTED]
     if any(statuses):
         sys.exit(f"the programs ended with {statuses}")
     check()
-    print(f"tutorial's CNN, {BATCH} images a replica, {TURNS} turns of {STEPS} steps: median (p10-p90)")
+    print(
+        f"tutorial's CNN on {backend}, {BATCH} images a replica, {TURNS} turns of {STEPS} steps: "
+        "median (p10-p90)"
+    )
     for program in PROGRAMS:
         spread = Spread.of(rates(program))
         print(f"  {program.name:24} {spread.median:8,.0f} images/s ({spread.low:,.0f}-{spread.high:,.0f})")
@@ -94,4 +107,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1] if len(sys.argv) > 1 else "jax")

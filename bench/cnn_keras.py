@@ -1,4 +1,4 @@
-"""One process of the tutorial's CNN in Keras on JAX: `fit`, an epoch a turn.
+"""One process of the tutorial's CNN in Keras: `fit`, an epoch a turn.
 
     cnn_keras.py PROGRAM PLAIN PROCESS TURNS STEPS
 

@@ -1,4 +1,6 @@
-"""All rows: what `make bench` prints."""
+"""All rows: what `make bench` prints. BACKENDS names Keras backends; JAX alone by default."""
+
+import os
 
 import allreduce
 import cnn
@@ -6,8 +8,9 @@ import cnn
 
 def main() -> None:
     allreduce.main()
-    print()
-    cnn.main()
+    for backend in (os.environ.get("BACKENDS") or "jax").split():
+        print()
+        cnn.main(backend)
 
 
 if __name__ == "__main__":

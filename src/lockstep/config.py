@@ -11,6 +11,8 @@ from lockstep.errors import ConfigError
 
 _PREFIX = "LOCKSTEP_"
 _FIRST_PORT = 20000
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
+"""Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again."""
 _TF_CONFIG_AT_START = os.environ.get("TF_CONFIG")
 
 Value = TypeVar("Value")
@@ -97,6 +99,8 @@ def worker_environment(
     environment |= _lockstep_variables(config) | _thread_variables(config.threads)
     environment["PYTHONHASHSEED"] = str(config.seed % 2**32)
     environment["PYTHONUNBUFFERED"] = "1"
+    for name, value in _MALLOC.items():
+        environment.setdefault(name, value)
     environment["TF_CONFIG"] = tf_config(config.worker, config.replicas)
     if backend is not None:
         environment["KERAS_BACKEND"] = backend

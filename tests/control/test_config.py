@@ -38,6 +38,8 @@ def test_the_whole_environment_of_a_worker() -> None:
     inherited = {"HOME": "/home", "OMP_NUM_THREADS": "64", "LOCKSTEP_OLD": "x", "TF_CONFIG": "old"}
     assert worker_environment(CONFIG, inherited) == {
         "HOME": "/home",
+        "MALLOC_TRIM_THRESHOLD_": "1073741824",
+        "MALLOC_MMAP_THRESHOLD_": "268435456",
         "LOCKSTEP_WORKER": "1",
         "LOCKSTEP_WORKERS": "2",
         "LOCKSTEP_REPLICAS": "3",

@@ -93,6 +93,16 @@ def backend(request: pytest.FixtureRequest) -> str:
     return name
 
 
+@pytest.fixture(
+    scope="session",
+    params=[name if name == "jax" else pytest.param(name, marks=pytest.mark.slow) for name in BACKENDS],
+)
+def thorough_backend(request: pytest.FixtureRequest) -> str:
+    """Each of the backends that are tested; all but JAX in slow tests only."""
+    name: str = request.param
+    return name
+
+
 @pytest.fixture(scope="session")
 def reports() -> list[tuple[str, dict[str, object]]]:
     """The events that this process's job has reported."""

@@ -12,8 +12,8 @@ WANTED = {"augmentation": ("accuracy", 0.95), "text": ("accuracy", 0.85), "gan":
 
 
 @pytest.mark.parametrize("name", WANTED)
-def test_an_example_reaches_its_result(launch: Callable[..., Any], backend: str, name: str) -> None:
-    run = launch("-n 2", str(EXAMPLES / f"{name}.py"), backend=backend)
+def test_an_example_reaches_its_result(launch: Callable[..., Any], thorough_backend: str, name: str) -> None:
+    run = launch("-n 2", str(EXAMPLES / f"{name}.py"), backend=thorough_backend)
     assert run.status == 0, run.stderr
     label, least = WANTED[name]
     digests = []

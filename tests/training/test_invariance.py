@@ -33,12 +33,17 @@ def results(launch: Launch, backend: str, workers: int, replicas: int, *argument
 
 
 def test_four_replicas_give_the_same_bits_on_one_to_four_workers(launch: Launch, backend: str) -> None:
-    everything = {n: results(launch, backend, n, 4, *names(backend)) for n in (1, 3)}
-    assert len(everything[1]) == len(names(backend)) + 1
-    assert everything[1] == everything[3]
-    (expected,) = (line for line in everything[1] if line.startswith("result cnn "))
-    for workers in (2, 4):
-        assert results(launch, backend, workers, 4, "cnn") == [expected]
+    lines = {workers: results(launch, backend, workers, 4, "cnn") for workers in (1, 2, 3, 4)}
+    assert lines == dict.fromkeys(lines, lines[1])
+
+
+def test_every_training_gives_the_same_bits_on_one_and_three_workers(
+    launch: Launch, thorough_backend: str
+) -> None:
+    backend = thorough_backend
+    one, three = (results(launch, backend, workers, 4, *names(backend)) for workers in (1, 3))
+    assert len(one) == len(names(backend)) + 1
+    assert one == three
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +80,9 @@ def test_one_replica_is_plain_keras_to_the_last_bit(
     keras_alone: tuple[list[str], Path], launch: Launch, backend: str
 ) -> None:
     assert len(keras_alone[0]) == len(names(backend))
-    assert results(launch, backend, 1, 1, "--exact", *names(backend)) == keras_alone[0]
+    some = ["cnn", "weighted", "dataset", "nested"]
+    expected = [line for line in keras_alone[0] if line.split()[1] in some]
+    assert results(launch, backend, 1, 1, "--exact", *some) == expected
 
 
 def test_a_script_that_is_started_by_hand_is_plain_keras_too(

@@ -47,6 +47,13 @@ def test_a_part_is_there(file: str, owner: Any, name: str) -> None:
     assert hasattr(owner, name), CHANGED.format(file, f"{owner.__name__}.{name}")
 
 
+def test_an_optimizer_lists_the_variables_it_was_built_for() -> None:
+    made = model()
+    made.optimizer.build(made.trainable_variables)
+    listed = len(made.optimizer._trainable_variables)
+    assert listed == 2, CHANGED.format("keras/jax.py, keras/torch.py", "Optimizer._trainable_variables")
+
+
 def test_a_backup_knows_its_weights_path() -> None:
     backup = keras.callbacks.BackupAndRestore("folder")
     assert backup._weights_path.startswith("folder"), CHANGED.format("keras/callbacks.py", "_weights_path")

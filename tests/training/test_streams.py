@@ -7,10 +7,12 @@ from typing import Any
 KINDS = ["endless", "finite", "short", *(name for name in ("tensorflow", "torch") if find_spec(name))]
 
 
-def test_streams_give_the_same_bits_on_one_and_two_workers(launch: Callable[..., Any], backend: str) -> None:
+def test_streams_give_the_same_bits_on_one_and_two_workers(
+    launch: Callable[..., Any], thorough_backend: str
+) -> None:
     lines = []
     for workers in (1, 2):
-        run = launch(f"-n {workers} --replicas 3", "streams.py", *KINDS, backend=backend)
+        run = launch(f"-n {workers} --replicas 3", "streams.py", *KINDS, backend=thorough_backend)
         assert run.status == 0, run.stderr
         lines += [run.marked(worker, "stream ") for worker in range(workers)]
     assert lines == [lines[0]] * 3
