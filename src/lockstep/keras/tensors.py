@@ -41,9 +41,12 @@ def borrowed(array: npt.NDArray[Any], device: torch.device | None = None) -> tor
 def on_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
     """View a tensor's memory in place (on a CPU), or copy it to the host."""
     tensor = tensor.detach().cpu()
+    viewed: npt.NDArray[Any]
     if tensor.dtype == torch.bfloat16:
-        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return tensor.numpy()
+        viewed = tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    else:
+        viewed = tensor.numpy()
+    return viewed
 
 
 def int32(value: int) -> int:
@@ -81,7 +84,7 @@ def promise_equal_bits(threads: int) -> None:
     # Without it, threads add what falls on one element (the gradient of indexing) in any order.
     torch.use_deterministic_algorithms(True, warn_only=True)
     # It comes with filling all new memory, which finds reads of what nobody wrote, and costs a pass.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False
     # It would choose algorithms by how long they take.
     torch.backends.cudnn.benchmark = False
     # The number of threads decides in which order sums are added.
@@ -93,7 +96,7 @@ def promise_equal_bits(threads: int) -> None:
 def random_states(seed: int) -> Iterator[None]:
     """Within the block the global states of Python, NumPy and PyTorch follow from `seed`."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    on_gpu = torch.cuda.is_initialized()
     devices = torch.cuda.get_rng_state_all() if on_gpu else []
     random.seed(seed)
     np.random.seed(seed % 2**32)
