@@ -231,7 +231,7 @@ def test_state_that_changes_only_later_is_refused_by_name() -> None:
 def test_layer_state_changes_by_the_weighted_mean(through: str) -> None:
     class Mean(keras.Layer):
         def build(self, shape: Any) -> None:
-            self.mean = self.add_weight(shape=(), trainable=False, name="mean")
+            self.mean = self.add_weight(shape=(), initializer="zeros", trainable=False, name="mean")
 
         def call(self, inputs: Any, training: bool = False) -> Any:
             if training and through == "assign":
