@@ -11,7 +11,7 @@ from typing import Any, get_args
 import click
 
 from lockstep import __version__
-from lockstep.config import keras_backend, usable_cores, visible_gpus
+from lockstep.config import keras_backend, switched_off, usable_cores, visible_gpus
 from lockstep.control.backend import BACKENDS, choose_backend
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder
@@ -128,6 +128,11 @@ def run(**options: Any) -> None:
     spec = _spec(options)
     claim_folder(spec.run_dir)
     click.echo(f"lockstep: {spec.describe()}", err=True)
+    for variable in switched_off() if spec.devices else ():
+        click.echo(
+            f"lockstep: {variable} switches deterministic operations off: equal bits are no longer promised",
+            err=True,
+        )
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
 
 

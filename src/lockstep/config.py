@@ -11,6 +11,8 @@ from lockstep.errors import ConfigError
 
 _PREFIX = "LOCKSTEP_"
 _FIRST_PORT = 20000
+_XLA_DETERMINISTIC = "xla_gpu_deterministic_ops"
+_CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
 """Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again."""
 _TF_CONFIG_AT_START = os.environ.get("TF_CONFIG")
@@ -105,9 +107,7 @@ def worker_environment(
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
     if devices is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = devices
-    if shared:
-        environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        environment |= _device_variables(inherited, devices, shared)
     return environment
 
 
@@ -155,6 +155,16 @@ def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, 
     return environ.get("KERAS_BACKEND"), configured
 
 
+def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the variables by which a person has switched a backend's deterministic operations off."""
+    off = {
+        "XLA_FLAGS": f"{_XLA_DETERMINISTIC}=false" in environ.get("XLA_FLAGS", ""),
+        "TF_DETERMINISTIC_OPS": environ.get("TF_DETERMINISTIC_OPS", "1") not in ("1", "true"),
+        "CUBLAS_WORKSPACE_CONFIG": environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8") not in _CUBLAS,
+    }
+    return tuple(name for name, is_off in off.items() if is_off)
+
+
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
     return len(os.sched_getaffinity(0))
@@ -182,6 +192,23 @@ def _thread_variables(threads: int) -> dict[str, str]:
     names = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
     fixed = {"TF_NUM_INTEROP_THREADS": "1", "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
     return {name: str(threads) for name in names} | fixed
+
+
+def _device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -> dict[str, str]:
+    # The same bits twice, on a GPU too, unless the person has decided otherwise.
+    flags = inherited.get("XLA_FLAGS", "")
+    if _XLA_DETERMINISTIC not in flags:
+        flags = f"{flags} --{_XLA_DETERMINISTIC}=true".strip()
+    variables = {
+        "CUDA_VISIBLE_DEVICES": devices,
+        "XLA_FLAGS": flags,
+        "TF_DETERMINISTIC_OPS": inherited.get("TF_DETERMINISTIC_OPS", "1"),
+        "CUBLAS_WORKSPACE_CONFIG": inherited.get("CUBLAS_WORKSPACE_CONFIG", _CUBLAS[0]),
+    }
+    if shared:
+        # JAX and TensorFlow would each take all of the memory at the start; PyTorch does not.
+        variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    return variables
 
 
 def _parse(environ: Mapping[str, str], name: str, convert: Callable[[str], Value]) -> Value:

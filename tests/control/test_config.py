@@ -10,6 +10,7 @@ from lockstep.config import (
     WorkerConfig,
     forget_worker,
     read_worker,
+    switched_off,
     tf_config,
     visible_gpus,
     worker_environment,
@@ -66,12 +67,37 @@ def test_the_whole_environment_of_a_worker() -> None:
 
 def test_backend_and_devices_only_if_asked() -> None:
     plain = worker_environment(CONFIG, {})
-    asked = worker_environment(CONFIG, {}, backend="torch", devices="0,1", shared=True)
+    asked = worker_environment(CONFIG, {}, backend="torch", devices="0,1")
     assert asked == plain | {
         "KERAS_BACKEND": "torch",
         "CUDA_VISIBLE_DEVICES": "0,1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": "--xla_gpu_deterministic_ops=true",
+        "TF_DETERMINISTIC_OPS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
+
+
+def test_workers_that_share_a_gpu_take_memory_on_demand() -> None:
+    alone = worker_environment(CONFIG, {}, devices="0")
+    shared = worker_environment(CONFIG, {}, devices="0", shared=True)
+    assert shared == alone | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    }
+
+
+def test_what_a_person_decided_about_determinism_stays_and_is_named() -> None:
+    off = {
+        "XLA_FLAGS": "--xla_gpu_deterministic_ops=false --xla_dump_to=x",
+        "TF_DETERMINISTIC_OPS": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":0:0",
+    }
+    made = worker_environment(CONFIG, off, devices="0")
+    assert {name: made[name] for name in off} == off
+    assert switched_off(off) == tuple(off)
+    assert switched_off({}) == ()
+    kept = worker_environment(CONFIG, {"XLA_FLAGS": "--xla_dump_to=x"}, devices="0")
+    assert kept["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_deterministic_ops=true"
 
 
 def test_only_the_index_of_a_tf_config_depends_on_the_worker() -> None:
