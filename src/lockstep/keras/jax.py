@@ -22,6 +22,7 @@ from lockstep.keras.digest import named_arrays
 from lockstep.keras.steps import (
     only_application,
     refuse_integer_state,
+    refuse_overwriting_gradients,
     replaced,
     seed_positions,
     whole_sums,
@@ -280,14 +281,8 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
             "keras.distribution is set: Lockstep distributes the step itself; "
             "remove keras.distribution.set_distribution"
         )
-    if kind != "train":
-        return
-    for variable in model.trainable_variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ModelError(
-                f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
-                "which cannot be averaged over replicas"
-            )
+    if kind == "train":
+        refuse_overwriting_gradients(model)
 
 
 def _zeros(variables: list[Any]) -> list[Any]:

@@ -36,6 +36,7 @@ from lockstep.keras.steps import (
     model_state,
     only_application,
     refuse_integer_state,
+    refuse_overwriting_gradients,
     replaced,
     seed_positions,
     whole_sums,
@@ -375,11 +376,5 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
         raise ModelError(
             "a strategy of tf.distribute is in use: Lockstep distributes the step itself; remove it"
         )
-    if kind != "train":
-        return
-    for variable in model.trainable_variables:
-        if getattr(variable, "overwrite_with_gradient", False):
-            raise ModelError(
-                f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
-                "which cannot be averaged over replicas"
-            )
+    if kind == "train":
+        refuse_overwriting_gradients(model)
