@@ -7,6 +7,7 @@ import jax
 import keras
 import numpy as np
 import pytest
+from keras.src.backend.common import global_state
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
@@ -52,6 +53,12 @@ def test_an_optimizer_lists_the_variables_it_was_built_for() -> None:
     made.optimizer.build(made.trainable_variables)
     listed = len(made.optimizer._trainable_variables)
     assert listed == 2, CHANGED.format("keras/jax.py, keras/torch.py", "Optimizer._trainable_variables")
+
+
+def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name() -> None:
+    keras.random.uniform((1,))
+    kept = global_state.get_global_attribute("global_seed_generator")
+    assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format("keras/torch.py", "global_state")
 
 
 def test_a_backup_knows_its_weights_path() -> None:

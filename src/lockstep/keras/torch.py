@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from keras.src.backend.common import global_state
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 
 from lockstep import job
 from lockstep.data.batch import Share
@@ -45,6 +44,9 @@ from lockstep.keras.tensors import (
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+
+_GLOBAL_SEED_GENERATOR = "global_seed_generator"
+"""The name under which Keras keeps the generator of random operations without a seed."""
 
 _REMEDY = (
     "on the PyTorch backend it has to call self.optimizer.apply exactly once, with the gradients of all "
@@ -349,15 +351,15 @@ def recorded_apply(optimizer: Any) -> Iterator[list[Application]]:
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
     """Within the block all global random states follow from `seed`; afterwards they are what they were."""
-    generator = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    generator = global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
     # What a layer draws from without a generator of its own. The name keeps Keras from counting it.
     ours = keras.random.SeedGenerator(seed % 10**9, name="replica")
-    global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, ours)
+    global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, ours)
     try:
         with random_states(seed):
             yield
     finally:
-        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, generator)
+        global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
 
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:
