@@ -14,7 +14,8 @@ _FIRST_PORT = 20000
 _XLA_DETERMINISTIC = "xla_gpu_deterministic_ops"
 _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
-"""Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again."""
+"""Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again: PyTorch takes
+its tensors from there. JAX has an allocator of its own, which these slow down."""
 _TF_CONFIG_AT_START = os.environ.get("TF_CONFIG")
 
 Value = TypeVar("Value")
@@ -101,11 +102,11 @@ def worker_environment(
     environment |= _lockstep_variables(config) | _thread_variables(config.threads)
     environment["PYTHONHASHSEED"] = str(config.seed % 2**32)
     environment["PYTHONUNBUFFERED"] = "1"
-    for name, value in _MALLOC.items():
-        environment.setdefault(name, value)
     environment["TF_CONFIG"] = tf_config(config.worker, config.replicas)
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
+    if backend == "torch":
+        environment = _MALLOC | environment
     if devices is not None:
         environment |= _device_variables(inherited, devices, shared)
     return environment

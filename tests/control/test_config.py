@@ -39,8 +39,6 @@ def test_the_whole_environment_of_a_worker() -> None:
     inherited = {"HOME": "/home", "OMP_NUM_THREADS": "64", "LOCKSTEP_OLD": "x", "TF_CONFIG": "old"}
     assert worker_environment(CONFIG, inherited) == {
         "HOME": "/home",
-        "MALLOC_TRIM_THRESHOLD_": "1073741824",
-        "MALLOC_MMAP_THRESHOLD_": "268435456",
         "LOCKSTEP_WORKER": "1",
         "LOCKSTEP_WORKERS": "2",
         "LOCKSTEP_REPLICAS": "3",
@@ -70,6 +68,8 @@ def test_backend_and_devices_only_if_asked() -> None:
     asked = worker_environment(CONFIG, {}, backend="torch", devices="0,1")
     assert asked == plain | {
         "KERAS_BACKEND": "torch",
+        "MALLOC_TRIM_THRESHOLD_": "1073741824",
+        "MALLOC_MMAP_THRESHOLD_": "268435456",
         "CUDA_VISIBLE_DEVICES": "0,1",
         "XLA_FLAGS": "--xla_gpu_deterministic_ops=true",
         "TF_DETERMINISTIC_OPS": "1",

@@ -44,7 +44,6 @@ from lockstep.keras.tensors import (
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
-
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras keeps the generator of random operations without a seed."""
 
