@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from lockstep.keras.steps import model_state
 Write = Callable[[str], object]
 
 _POLL_SECONDS = 0.01
+_SAY_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 600.0
 
 
@@ -91,17 +93,25 @@ def _locked(note: Path, path: str) -> Iterator[int]:
     """Hold the note's lock for the block; a process that dies lets go of it."""
     descriptor = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        begun = time.monotonic()
+        said = begun
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                now = time.monotonic()
+                if now - begun > _PATIENCE_SECONDS:
                     raise PeerStuckError(
                         f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; look whether "
                         "its disk answers"
                     ) from None
+                if now - said > _SAY_EVERY_SECONDS:
+                    said = now
+                    print(
+                        f"lockstep: has waited {now - begun:.0f} s for another worker that writes {path}",
+                        file=sys.stderr,
+                    )
                 time.sleep(_POLL_SECONDS)
         yield descriptor
     finally:
