@@ -1,6 +1,6 @@
 """What a Keras backend must do so that replicas can compute a model's steps."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
@@ -11,25 +11,38 @@ Kind = Literal["train", "test", "predict"]
 Partial = Mapping[str, Any]
 """A replica's part of a step: arrays of the backend by name, the same names for every replica."""
 
-Total = dict[str, npt.NDArray[Any]]
-"""The sum of all replicas' parts, by the same names; valid until the next reduce."""
+Total = Mapping[str, npt.NDArray[Any]]
+"""The sum of all replicas' parts, by the same names."""
 
 
 class Program(Protocol):
     """One step of one model, of one kind, in two halves with the sum over the replicas between them.
 
-    `state` is what the backend's Keras threads through its steps, or None where it lives in variables.
+    A step takes one round of computing and summing, or one more for each further update that it makes; see
+    `lockstep.keras.rounds`. `state` is what the backend's Keras threads through its steps, or None where it
+    lives in variables.
     """
 
-    def compute(self, state: Any, share: Share) -> Partial:
+    def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Compute the part of one replica that has examples, without changing `state`.
+
+        Args:
+            state: at the beginning of the step.
+            share: the replica's examples.
+            earlier: the totals of the rounds of this step before this one.
 
         Raises:
             ModelError: what the step changes cannot be combined over replicas.
         """
 
-    def apply(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Apply the sum; return (logs or None, new state). Reads `total` until `settle` returns at most."""
+    def complete(self, number: int) -> bool:
+        """Whether round `number`, counted from 0, of which a replica was computed, is the step's last."""
+
+    def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Apply the sums of all rounds; return (logs or None, new state).
+
+        Reads the totals until `settle` returns at most.
+        """
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs (replica, nest of arrays) of the computes since the last call.

@@ -17,11 +17,11 @@ import xxhash
 from lockstep.collectives.contract import Leaves, Span
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays
-from lockstep.errors import InternalError, ModelError
+from lockstep.errors import ModelError
 from lockstep.job import Job
 from lockstep.keras.agreement import agree, gather
 from lockstep.keras.calls import Calls
-from lockstep.keras.contract import Backend, Partial, Program
+from lockstep.keras.contract import Backend, Partial, Program, Total
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the workers' states."""
@@ -55,32 +55,39 @@ class Exchange:
         self._backend = backend
         self._program = program
         self._owned = job.view.replicas_of(job.worker)
-        self._layout: Layout | None = None
+        self._layouts: list[Layout] = []
         self._nest: Any = None
         self._calls = calls
         self._steps = 0
 
     def advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that trains or tests; return (logs, state)."""
-        started = self._compute(state, batch)
-        logs, state = self._reduce(state, batch, started)
+        totals: list[Total] = []
+        complete = False
+        while not complete:
+            started = self._compute(state, batch, totals)
+            complete = self._program.complete(len(totals))
+            total = self._reduce(batch, started, len(totals))
+            # The next reduce uses the total's memory again.
+            totals.append(total if complete else {name: array.copy() for name, array in total.items()})
+        logs, state = self._program.apply(state, totals)
         self._next_step(state)
         return logs, state
 
     def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._program.outputs()  # Those of a step that failed halfway.
-        started = self._compute(state, batch)
+        started = self._compute(state, batch, [])
         outputs = self._program.outputs()
         if self._nest is None:
             self._nest = outputs[0][1]
         rows = self._gather([nest for replica, nest in outputs if replica in started], batch)
-        if self._layout and self._layout.names:
-            _, state = self._reduce(state, batch, started)
+        if self._layouts[0].names:
+            _, state = self._program.apply(state, [self._reduce(batch, started, 0)])
         self._calls.current.steps += 1
         return rows, state
 
-    def _compute(self, state: Any, batch: GlobalBatch) -> dict[int, Partial]:
+    def _compute(self, state: Any, batch: GlobalBatch, earlier: Sequence[Total]) -> dict[int, Partial]:
         """Start the computation of the owned replicas that have examples.
 
         A worker whose replicas have no examples in the first batch computes replica 0 as well, without
@@ -90,20 +97,20 @@ class Exchange:
         call = self._calls.current
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._job.seed, call.number, call.steps))
         shares = [batch.share(replica, replicas, seed) for replica in self._owned]
-        started = {share.replica: self._program.compute(state, share) for share in shares if share.examples}
-        if self._layout is None:
+        compute = self._program.compute
+        started = {share.replica: compute(state, share, earlier) for share in shares if share.examples}
+        if len(self._layouts) == len(earlier):
             partial = next(iter(started.values()), None)
             if partial is None:
-                partial = self._program.compute(state, batch.share(0, replicas, seed))
+                partial = compute(state, batch.share(0, replicas, seed), earlier)
             names = tuple(sorted(partial))
             zeros = tuple(np.zeros_like(self._backend.concrete(partial[name])) for name in names)
-            self._layout = Layout(names, zeros)
+            self._layouts.append(Layout(names, zeros))
         return started
 
-    def _reduce(self, state: Any, batch: GlobalBatch, started: Mapping[int, Partial]) -> tuple[Any, Any]:
-        layout = self._layout
-        if layout is None:
-            raise InternalError("a step is reduced before any replica was computed")
+    def _reduce(self, batch: GlobalBatch, started: Mapping[int, Partial], number: int) -> Total:
+        """Sum the partials of round `number`; the result is valid until the next reduce."""
+        layout = self._layouts[number]
         # The backend is still computing: time to hash what it computes from.
         check = batch.check() if len(self._job.view.workers) > 1 else b""
         partials: dict[Span, Leaves] = {}
@@ -116,7 +123,7 @@ class Exchange:
             )
         self._backend.settle()
         total = self._job.communicator.reduce(partials, check=check, what=self._calls.where())
-        return self._program.apply(state, dict(zip(layout.names, total, strict=True)))
+        return dict(zip(layout.names, total, strict=True))
 
     def _next_step(self, state: Any) -> None:
         call = self._calls.current

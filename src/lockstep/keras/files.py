@@ -16,7 +16,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import PeerStuckError
 from lockstep.job import Job
 from lockstep.keras.contract import Backend
-from lockstep.keras.steps import model_state
+from lockstep.keras.variables import model_state
 
 Write = Callable[[str], object]
 

@@ -5,7 +5,6 @@ The other file, besides `lockstep.keras.tensorflow`, that touches private parts 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -15,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import ModelError
-from lockstep.keras.steps import replaced
+from lockstep.keras.rounds import refuse_own_update
 
 _ALIGNMENT = 64
 """TensorFlow's kernels insist on tensors that start at a multiple of this many bytes."""
@@ -27,39 +26,39 @@ _RANDOM = ("Random", "Multinomial", "TruncatedNormal")
 """How the names of TensorFlow's operations begin whose numbers depend on how often they have run."""
 
 
-@dataclass
-class Application:
-    """One application of an optimizer in a step.
+class Places:
+    """Where in its graph a step makes updates, as numbers of operations; made where the step begins.
 
     Attributes:
-        gradients: None where there are none.
-        variables: what they are gradients of; None for all that the optimizer was built with.
-        operations: how many operations the step's graph had by then.
+        made: the operations of the updates of earlier rounds.
+        noted: the first operation after the round's own update, which is not made.
     """
 
-    gradients: list[Any]
-    variables: list[Any] | None
-    operations: int
+    def __init__(self) -> None:
+        self._graph = tf.compat.v1.get_default_graph()
+        self.made: list[range] = []
+        self.noted: int | None = None
 
+    def note(self) -> None:
+        """Note that the round's own update is here."""
+        self.noted = self._here()
 
-@contextmanager
-def recorded_apply(optimizer: Any) -> Iterator[list[Application]]:
-    """Within the block `optimizer.apply` notes its gradients and changes nothing."""
-    record: list[Application] = []
-    graph = tf.compat.v1.get_default_graph()
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Note that the block makes an update."""
+        start = self._here()
+        yield
+        self.made.append(range(start, self._here()))
 
-    def note(grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None) -> None:
-        if tf.compat.v1.get_default_graph() is not graph:
+    def _here(self) -> int:
+        if tf.executing_eagerly():
+            return 0
+        if tf.compat.v1.get_default_graph() is not self._graph:
             raise ModelError(
                 "train_step applies its optimizer within a condition, a loop or a function of TensorFlow's; "
                 "its replicas cannot meet there: apply it in train_step itself"
             )
-        variables = None if trainable_variables is None else list(trainable_variables)
-        operations = 0 if tf.executing_eagerly() else len(graph.get_operations())
-        record.append(Application(list(grads), variables, operations))
-
-    with replaced(optimizer, "apply", note):
-        yield record
+        return len(self._graph.get_operations())
 
 
 def assigned(graph: Any) -> list[tf.Variable]:
@@ -96,29 +95,34 @@ def refuse_random_operations(graph: Any) -> None:
             )
 
 
-def refuse_late_uses(graph: Any, variables: Iterable[tf.Variable], start: int) -> None:
-    """Raise ModelError if operations of a graph, from number `start` on, read or assign `variables`."""
+def uses(graph: Any, variables: Iterable[tf.Variable], start: int) -> bool:
+    """Whether operations of a graph, from number `start` on, read or assign `variables`."""
+    inside = _captures(graph, variables)
+    return any(id(tensor) in inside for op in graph.get_operations()[start:] for tensor in op.inputs)
+
+
+def refuse_assignments(graph: Any, variables: Iterable[tf.Variable], updates: Sequence[range]) -> None:
+    """Raise ModelError if a graph assigns `variables` outside of its updates."""
+    inside = _captures(graph, variables)
+    for number, operation in enumerate(graph.get_operations()):
+        _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
+        for tensor in written:
+            if id(tensor) in inside and not any(number in update for update in updates):
+                refuse_own_update(inside[id(tensor)])
+
+
+def _captures(graph: Any, variables: Iterable[tf.Variable]) -> dict[int, str]:
+    """Return the names of those `variables` that a graph captures, by the ids of their tensors in it."""
     names = {id(variable.handle): variable.name for variable in variables}
-    inside = {id(inside): names[id(handle)] for handle, inside in graph.captures if id(handle) in names}
-    for operation in graph.get_operations()[start:]:
-        for tensor in operation.inputs:
-            if id(tensor) in inside:
-                raise ModelError(
-                    f"train_step uses the trainable variable {inside[id(tensor)]!r} after it has applied the "
-                    "optimizer; replicas apply their gradients together, when all of them have been "
-                    "computed, so everything that depends on new weights belongs into a callback"
-                )
+    return {id(inside): names[id(handle)] for handle, inside in graph.captures if id(handle) in names}
 
 
-def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Callable[..., Any]:
-    """Trace `function` for arguments like those given."""
+def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
+    """Return `function`, traced for arguments like those given; its `graph` is what came of it."""
     specs = keras.tree.map_structure(
         lambda one: tf.TensorSpec(one.shape, one.dtype) if isinstance(one, tf.Tensor) else one, like
     )
-    graph: Callable[..., Any] = tf.function(function, jit_compile=jit, autograph=False).get_concrete_function(
-        *specs
-    )
-    return graph
+    return tf.function(function, jit_compile=jit, autograph=False).get_concrete_function(*specs)
 
 
 def same_bits(variable: tf.Variable, before: Any) -> bool:

@@ -4,10 +4,9 @@ Keras's own `train_step` runs once a replica, traced with `optimizer.stateless_a
 recorder; a second compiled function applies the sum. Between the two the gradients are in Python.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +17,17 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
-from lockstep.keras.digest import named_arrays
-from lockstep.keras.steps import (
-    only_application,
-    refuse_integer_state,
-    refuse_overwriting_gradients,
-    replaced,
-    seed_positions,
-    whole_sums,
-)
+from lockstep.keras.rounds import Left, Rounds, Unknown
+from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients, replaced, whole_sums
+from lockstep.keras.variables import named_arrays, seed_positions
 
 _GOLDEN = np.uint32(0x9E3779B9)
 """2**32 divided by the golden ratio: spreads consecutive replica ids over the keys."""
 
-_REMEDY = (
-    "on the JAX backend it has to call self.optimizer.stateless_apply exactly once, with the gradients of "
-    "all trainable variables"
-)
-
-_UNKNOWN = (
-    "train_step uses weights after their update, which are known only once the replicas are summed; do it in "
-    "a callback's on_train_batch_end, or as a constraint of the variable"
+_SHAPE = (
+    "on the JAX backend a step updates weights through self.optimizer.stateless_apply, with the gradients of "
+    "all trainable variables; training with several optimizers is several compiled models with a step each, "
+    "as in Lockstep's examples/gan.py"
 )
 
 # Keras may hand a batch to `jax.device_put` before it reaches the train function. A global batch is no
@@ -98,25 +87,30 @@ class JaxProgram:
         self._seeds = seed_positions(model)
         self._compute = jax.jit(self._traced_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
+        self._rounds = Rounds()
         self._log_names: tuple[str, ...] = ()
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
 
-    def compute(self, state: Any, share: Share) -> Partial:
+    def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Compute one replica's part; returns before the arrays are ready."""
         replica, weight = np.uint32(share.replica), np.float64(share.weight)
         partial: Partial
-        partial, outputs = self._compute(state, share.data(), replica, weight)
+        partial, outputs = self._compute(state, share.data(), replica, weight, earlier)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial
 
-    def apply(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Apply the sum to the state, whose memory is given up; returns before the arrays are ready."""
+    def complete(self, number: int) -> bool:
+        """Whether a round is the step's last."""
+        return self._rounds.complete(number)
+
+    def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Apply the sums to the state, whose memory is given up; returns before the arrays are ready."""
         if not self._compiled:
             # Uncompiled operations may keep the array itself, and the total's memory is used again.
-            total = {name: jnp.array(value, copy=True) for name, value in total.items()}
-        logs, state, done = self._apply(state, total)
+            totals = [{name: jnp.array(a, copy=True) for name, a in total.items()} for total in totals]
+        logs, state, done = self._apply(state, totals)
         self._pending.append(done)
         return logs, state
 
@@ -138,61 +132,79 @@ class JaxProgram:
             groups.append(model.metrics_variables)
         return [variable for group in groups for variable in group]
 
-    def _traced_compute(self, state: Any, data: Any, replica: Any, weight: Any) -> tuple[Any, Any]:
+    def _traced_compute(
+        self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]
+    ) -> tuple[Any, Any]:
         trainable, before, *rest = state
         mixed = self._mix_seeds(before, replica)
+        after, metrics, outputs = mixed, [], None
         gradients: list[Any] = []
-        metrics: list[Any] = []
-        outputs: Any = None
         logs: dict[str, Any] = {}
         if self._kind == "train":
-            logs, gradients, after, metrics = self._train(trainable, mixed, rest, data, weight)
+            with whole_sums(self._model, weight):
+                gradients, result = self._train([trainable, mixed, rest[0], _zeros(rest[1])], data, earlier)
+            if result is None:
+                return _weighed(gradients, weight), None
+            logs, (after, metrics) = result
         elif self._kind == "test":
             with whole_sums(self._model, weight):
                 logs, (_, after, metrics) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
         else:
             outputs, after = self._model.predict_step((trainable, mixed), data)
-        partial = {f"gradient/{i}": g * weight.astype(g.dtype) for i, g in enumerate(gradients)}
+        partial = _weighed(gradients, weight)
         partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
         partial |= self._changes(mixed, after, replica, weight)
         partial |= self._own_logs(logs, metrics, weight)
         return partial, outputs
 
-    def _train(self, trainable: Any, rest: Any, others: Any, data: Any, weight: Any) -> tuple[Any, ...]:
-        """Run the user's `train_step`; return (logs, gradients, other layer state, metrics)."""
-        optimizer, metrics = others
-        state = (trainable, rest, optimizer, _zeros(metrics))
-        with recorded_apply(self._model.optimizer) as record, whole_sums(self._model, weight):
-            try:
-                logs, (trainable, rest, optimizer, metrics) = self._model.train_step(state, data)
-            except (TypeError, ValueError) as error:
-                if not any(name in str(error) for name in (Unknown.__name__, "__jax_array__")):
-                    raise
-                raise ModelError(_UNKNOWN) from error
-        application = only_application(record, _REMEDY)
-        returned = [*trainable, *optimizer]
-        if any(new is not expected for new, expected in zip(returned, application.updated, strict=True)):
-            raise ModelError(_UNKNOWN)
-        return logs, application.gradients, rest, metrics
+    def _train(self, state: Any, data: Any, earlier: Sequence[Any]) -> tuple[list[Any], Any]:
+        """Run the user's `train_step` in the round that follows the totals `earlier`.
 
-    def _traced_apply(self, state: Any, total: dict[str, Any]) -> tuple[Any, Any, Any]:
-        logs, state = self._applied(state, total)
+        Returns (the gradients of the round's own update, (logs, (other layer state, metrics))), without the
+        second where the step goes on after that update.
+        """
+        number = len(earlier)
+        record = Record(self._model.optimizer, earlier, self._rounds.leaves(number), [*state[0], *state[2]])
+        try:
+            with replaced(self._model.optimizer, "stateless_apply", record.note):
+                logs, (trainable, rest, optimizer, metrics) = self._model.train_step(tuple(state), data)
+        except Left:
+            pass
+        except (TypeError, ValueError) as error:
+            if not any(name in str(error) for name in (Unknown.__name__, "__jax_array__")):
+                raise
+        else:
+            returned = [*trainable, *optimizer]
+            if all(new is expected for new, expected in zip(returned, record.updated, strict=True)):
+                return record.gradients or [], (logs, (rest, metrics))
+            if record.gradients is None:
+                raise ModelError(f"train_step returns other weights than its optimizer updated; {_SHAPE}")
+        if not self._rounds.leaves(number):
+            self._rounds.leave(number)
+            return self._train(state, data, earlier)
+        return record.gradients or [], None
+
+    def _traced_apply(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
+        logs, state = self._applied(state, totals)
         # Ready when the whole computation is; unlike the state, nobody else can give its memory away.
         return logs, state, jnp.zeros(())
 
-    def _applied(self, state: Any, total: dict[str, Any]) -> tuple[Any, Any]:
+    def _applied(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         trainable, before, *rest = state
+        last = totals[-1]
         after = [
-            value + total[f"state/{i}"] if f"state/{i}" in total else value for i, value in enumerate(before)
+            value + last[f"state/{i}"] if f"state/{i}" in last else value for i, value in enumerate(before)
         ]
         if self._kind == "predict":
             return None, (trainable, after)
-        metrics = [value + total[f"metric/{i}"] for i, value in enumerate(rest[-1])]
-        logs = self._logs(metrics, total)
+        metrics = [value + last[f"metric/{i}"] for i, value in enumerate(rest[-1])]
+        logs = self._logs(metrics, last)
         if self._kind == "test":
             return logs, (trainable, after, metrics)
-        gradients = [total[f"gradient/{i}"] for i in range(len(trainable))]
-        trainable, optimizer = self._model.optimizer.stateless_apply(rest[0], gradients, trainable)
+        optimizer = rest[0]
+        for total in totals:
+            if gradients := _gradients(total):
+                trainable, optimizer = self._model.optimizer.stateless_apply(optimizer, gradients, trainable)
         return logs, (trainable, after, optimizer, metrics)
 
     def _mix_seeds(self, variables: list[Any], replica: Any) -> list[Any]:
@@ -228,7 +240,7 @@ class JaxProgram:
         own = logs.keys() - self._results(metrics).keys()
         return {f"log/{name}": jnp.asarray(logs[name], jnp.float32) * weight for name in sorted(own)}
 
-    def _logs(self, metrics: list[Any], total: dict[str, Any]) -> dict[str, Any]:
+    def _logs(self, metrics: list[Any], total: Mapping[str, Any]) -> dict[str, Any]:
         # A copy, since an output that is an input would be the total's own memory.
         own = {name: jnp.copy(total[f"log/{name}"]) for name in self._log_names if f"log/{name}" in total}
         logs = self._results(metrics) | own
@@ -241,37 +253,43 @@ class JaxProgram:
         return results
 
 
-class Unknown:
-    """Stands for a variable's new value, which is known only after the replicas are summed."""
+class Record:
+    """Stands for `optimizer.stateless_apply` in one round of a step.
 
-    def __jax_array__(self) -> Any:
-        raise ModelError(_UNKNOWN)
+    Attributes:
+        gradients: of the update that the round is for, once the step has come to it.
+        updated: the values of weights and of the optimizer's variables after the last application.
+    """
 
+    def __init__(self, optimizer: Any, earlier: Sequence[Any], leaves: bool, initial: list[Any]) -> None:
+        self._optimizer = optimizer
+        self._apply = optimizer.stateless_apply
+        self._earlier = iter(earlier)
+        self._leaves = leaves
+        self.gradients: list[Any] | None = None
+        self.updated = initial
 
-class Application(NamedTuple):
-    """One application of the optimizer: what came in, and what stands for what came out."""
-
-    gradients: list[Any]
-    updated: list[Unknown]
-
-
-@contextmanager
-def recorded_apply(optimizer: Any) -> Iterator[list[Application]]:
-    """Within the block `optimizer.stateless_apply` notes its gradients and changes nothing."""
-    record: list[Application] = []
-
-    def note(optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
-        if len(grads) != len(optimizer._trainable_variables):
+    def note(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
+        """Make an earlier round's update, or note this round's."""
+        if len(grads) != len(self._optimizer._trainable_variables):
             raise ModelError(
                 f"train_step applied {len(grads)} gradients to an optimizer of "
-                f"{len(optimizer._trainable_variables)} variables; {_REMEDY}"
+                f"{len(self._optimizer._trainable_variables)} variables; {_SHAPE}"
             )
-        weights, others = [Unknown() for _ in trainable_variables], [Unknown() for _ in optimizer_variables]
-        record.append(Application(list(grads), [*weights, *others]))
+        if (total := next(self._earlier, None)) is not None:
+            weights, others = self._apply(optimizer_variables, _gradients(total), trainable_variables)
+        elif self.gradients is not None:
+            raise Left
+        else:
+            self.gradients = list(grads)
+            if self._leaves:
+                raise Left
+            weights, others = (
+                [Unknown() for _ in trainable_variables],
+                [Unknown() for _ in optimizer_variables],
+            )
+        self.updated = [*weights, *others]
         return weights, others
-
-    with replaced(optimizer, "stateless_apply", note):
-        yield record
 
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:
@@ -287,3 +305,12 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
 
 def _zeros(variables: list[Any]) -> list[Any]:
     return [jnp.zeros_like(variable) for variable in variables]
+
+
+def _weighed(gradients: list[Any], weight: Any) -> dict[str, Any]:
+    return {f"gradient/{i}": g * weight.astype(g.dtype) for i, g in enumerate(gradients)}
+
+
+def _gradients(total: Mapping[str, Any]) -> list[Any]:
+    count = sum(name.startswith("gradient/") for name in total)
+    return [total[f"gradient/{i}"] for i in range(count)]

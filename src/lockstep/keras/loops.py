@@ -21,7 +21,7 @@ from lockstep.keras.contract import Backend, Kind
 from lockstep.keras.exchange import Exchange, state_facts
 from lockstep.keras.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
-from lockstep.keras.steps import model_state
+from lockstep.keras.variables import model_state
 
 Original = Callable[..., Any]
 

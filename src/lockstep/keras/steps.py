@@ -1,13 +1,12 @@
-"""What the adapters of all backends need to know of a step: its one update, its generators, its limits."""
+"""What the adapters of all backends need to know of a step: replaced methods, sums and limits."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import keras
 
 from lockstep.errors import ModelError
-from lockstep.keras.digest import named_arrays
 
 
 @contextmanager
@@ -19,24 +18,6 @@ def replaced(optimizer: Any, method: str, replacement: Callable[..., Any]) -> It
         yield
     finally:
         del vars(optimizer)[method]
-
-
-def only_application(record: list[Any], remedy: str) -> Any:
-    """Return the one application of the optimizer that a step must have.
-
-    Raises:
-        ModelError: the step applied its optimizer never or several times.
-    """
-    if len(record) != 1:
-        raise ModelError(f"train_step applied the model's optimizer {len(record)} times; {remedy}")
-    return record[0]
-
-
-def seed_positions(model: Any) -> frozenset[int]:
-    """Find which of `model.non_trainable_variables` are states of random generators."""
-    generators = [seed for layer in model._flatten_layers() for seed in layer._seed_generators]
-    states = {id(generator.state) for generator in generators}
-    return frozenset(i for i, v in enumerate(model.non_trainable_variables) if id(v) in states)
 
 
 def refuse_integer_state(variable: Any) -> None:
@@ -55,12 +36,6 @@ def refuse_overwriting_gradients(model: Any) -> None:
                 f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
                 "which cannot be averaged over replicas"
             )
-
-
-def model_state(model: Any) -> Mapping[str, Any]:
-    """Return the values of a model's and its optimizer's variables, by path; not within a JAX step."""
-    variables = [*model.variables, *(model.optimizer.variables if model.optimizer else [])]
-    return named_arrays(variables, [variable.value for variable in variables])
 
 
 @contextmanager

@@ -6,7 +6,7 @@ recorder; afterwards the variables have their old values again. The total is app
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,8 @@ from lockstep import job
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
-from lockstep.keras.digest import named_arrays
-from lockstep.keras.steps import (
-    model_state,
-    only_application,
-    refuse_integer_state,
-    refuse_overwriting_gradients,
-    replaced,
-    seed_positions,
-    whole_sums,
-)
+from lockstep.keras.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
+from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients, whole_sums
 from lockstep.keras.tensors import (
     borrowed,
     copied,
@@ -41,21 +33,12 @@ from lockstep.keras.tensors import (
     versions,
     weighted,
 )
+from lockstep.keras.variables import model_state, named_arrays, seed_positions
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras keeps the generator of random operations without a seed."""
-
-_REMEDY = (
-    "on the PyTorch backend it has to call self.optimizer.apply exactly once, with the gradients of all "
-    "trainable variables"
-)
-
-_UNKNOWN = (
-    "train_step uses weights after their update, which are known only once the replicas are summed; do it in "
-    "a callback's on_train_batch_end, or as a constraint of the variable"
-)
 
 
 class TorchBackend:
@@ -103,14 +86,6 @@ class TorchBackend:
 
 
 @dataclass(frozen=True)
-class Application:
-    """One call of `optimizer.apply`: what it was given."""
-
-    gradients: list[Any]
-    variables: list[Any]
-
-
-@dataclass(frozen=True)
 class Slot:
     """A tensor that keeps layer state from step to step, under the path by which messages name it."""
 
@@ -136,12 +111,14 @@ class Before:
     Attributes:
         kept: copies of the layer state that the step may change, by position.
         state: how often each piece of layer state was written to.
-        trainable: how often each trainable variable was written to.
+        trainable: how often each trainable variable was written to, not counting updates.
+        updated: the variables that updates of earlier rounds have changed, with copies, by their ids.
     """
 
     kept: Mapping[int, torch.Tensor]
     state: Sequence[int]
-    trainable: Sequence[int]
+    trainable: list[int]
+    updated: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchProgram:
@@ -156,35 +133,44 @@ class TorchProgram:
         self._trainable = [variable.value for variable in model.trainable_variables]
         self._metrics = [variable.value for variable in model.metrics_variables]
         self._changing: list[int] | None = None
-        self._updated: list[Any] = []
+        self._rounds = Rounds()
+        self._updates: list[Update] = []
         self._metric_names: frozenset[str] | None = None
         self._log_names: tuple[str, ...] = ()
         self._outputs: list[tuple[int, Any]] = []
 
-    def compute(self, state: Any, share: Share) -> Partial:
+    def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Compute one replica's part; the model's variables have their old values afterwards."""
         data = keras.tree.map_structure(copied, share.data())
         with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * _GOLDEN):
-            partial = self._run(data, share)
-            with torch.no_grad():
-                if self._kind != "predict":
-                    partial |= {f"metric/{i}": m.detach().clone() for i, m in enumerate(self._metrics)}
-                return partial | self._changes(before, share)
+            partial = self._run(data, share, earlier, before)
+            self._refuse_own_updates(before)
+            if partial is not None and self._rounds.complete(len(earlier)):
+                with torch.no_grad():
+                    if self._kind != "predict":
+                        partial |= {f"metric/{i}": m.detach().clone() for i, m in enumerate(self._metrics)}
+                    partial |= self._changes(before, share)
+        return self.compute(state, share, earlier) if partial is None else partial
 
-    def apply(self, state: Any, total: Total) -> tuple[Any, Any]:
-        """Apply the sum to the model's variables."""
+    def complete(self, number: int) -> bool:
+        """Whether a round is the step's last."""
+        return self._rounds.complete(number)
+
+    def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
+        """Apply the sums to the model's variables."""
+        last = totals[-1]
         with torch.no_grad():
-            if self._updated:
-                self._update(total)
+            for update, total in zip(self._updates, totals, strict=False):
+                self._update(update, total)
             for i in self._changing or ():
                 tensor = self._tensors[i]
-                tensor.add_(borrowed(total[f"state/{i}"], tensor.device))
+                tensor.add_(borrowed(last[f"state/{i}"], tensor.device))
             if self._kind == "predict":
                 return None, None
             for i, metric in enumerate(self._metrics):
-                metric.add_(borrowed(total[f"metric/{i}"], metric.device))
+                metric.add_(borrowed(last[f"metric/{i}"], metric.device))
             logs = self._model.get_metrics_result()
-        logs |= {name: total[f"log/{name}"] for name in self._log_names if f"log/{name}" in total}
+        logs |= {name: last[f"log/{name}"] for name in self._log_names if f"log/{name}" in last}
         return {name: figure(logs[name]) for name in self._log_names}, None
 
     def outputs(self) -> list[tuple[int, Any]]:
@@ -197,8 +183,13 @@ class TorchProgram:
         metrics = named_arrays(self._model.metrics_variables, self._metrics)
         return {**model_state(self._model), **metrics, **_buffers(self._model)}
 
-    def _run(self, data: Any, share: Share) -> dict[str, Any]:
-        """Run the user's own step and return what it contributes, apart from variables it changed."""
+    def _run(
+        self, data: Any, share: Share, earlier: Sequence[Total], before: Before
+    ) -> dict[str, Any] | None:
+        """Run the user's own step and return what it contributes, apart from variables it changed.
+
+        None: the step turned out to go on after the round's update, and has to be run again.
+        """
         model, weight = self._model, share.weight
         if self._kind == "predict":
             with torch.no_grad():
@@ -208,38 +199,64 @@ class TorchProgram:
             if self._kind == "test":
                 with torch.no_grad():
                     return self._own_logs(model.test_step(data), weight)
-            with recorded_apply(model.optimizer) as record:
-                logs = model.train_step(data)
-        return self._gradients(record, weight) | self._own_logs(logs, weight)
+            return self._train(data, weight, earlier, before)
 
-    def _gradients(self, record: list[Application], weight: float) -> dict[str, Any]:
-        """Return the weighted gradients, and for which variables there are any.
+    def _train(
+        self, data: Any, weight: float, earlier: Sequence[Total], before: Before
+    ) -> dict[str, Any] | None:
+        number = len(earlier)
+        leaves = self._rounds.leaves(number)
+        logs = None
+        with ExitStack() as stack:
+            recording = Recording(
+                number,
+                leaves,
+                self._updates,
+                lambda index: self._repeat(self._updates[index], earlier[index], before),
+                lambda update: stack.enter_context(hidden(update)),
+            )
+            stack.enter_context(recording.of(self._model))
+            with suppress(Left):
+                logs = self._model.train_step(data)
+        if logs is None and not leaves:
+            self._rounds.leave(number)
+            return None
+        if recording.update is not None and number == len(self._updates):
+            self._updates.append(recording.update)
+        return self._gradients(recording, weight) | ({} if logs is None else self._own_logs(logs, weight))
+
+    def _gradients(self, recording: Recording, weight: float) -> dict[str, Any]:
+        """Return the weighted gradients of a round's update, and for which variables there are any.
 
         A replica whose loss does not reach a variable contributes zeros to it.
         """
-        if not record and not self._trainable:
+        if recording.update is None:
             return {}
-        application = only_application(record, _REMEDY)
-        variables = application.variables
-        self._updated = self._updated or variables
-        if [id(v) for v in variables] != [id(v) for v in self._updated]:
-            raise ModelError(
-                "train_step applies its optimizer to other variables than at its first step; compile the "
-                "model again after changing which of its layers are trainable"
-            )
-        present = [float(gradient is not None) for gradient in application.gradients]
-        gradients = weighted(application.gradients, [v.value for v in variables], weight)
+        present = [float(gradient is not None) for gradient in recording.gradients]
+        gradients = weighted(recording.gradients, [v.value for v in recording.update.variables], weight)
         return {"present": torch.tensor(present)} | {f"gradient/{i}": g for i, g in enumerate(gradients)}
 
-    def _update(self, total: Total) -> None:
+    def _repeat(self, update: Update, total: Total, before: Before) -> None:
+        """Make the update of an earlier round, for the rest of the step."""
+        now = versions(self._trainable)
+        with torch.no_grad():
+            if not update.optimizer.built:
+                update.optimizer.build(update.variables)
+            for variable in update.changed:
+                tensor = variable.value
+                before.updated.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+            self._update(update, total)
+        for i, (old, new) in enumerate(zip(now, versions(self._trainable), strict=True)):
+            before.trainable[i] += new - old
+
+    def _update(self, update: Update, total: Total) -> None:
         gradients = [
             borrowed(total[f"gradient/{i}"], variable.value.device) if present else None
-            for i, (variable, present) in enumerate(zip(self._updated, total["present"], strict=True))
+            for i, (variable, present) in enumerate(zip(update.variables, total["present"], strict=True))
         ]
-        optimizer = self._model.optimizer
-        if not _only_reads_gradients(optimizer):
+        if not _only_reads_gradients(update.optimizer):
             gradients = [None if g is None else g.clone() for g in gradients]
-        optimizer.apply(gradients, self._updated)
+        update.apply(gradients)
 
     @contextmanager
     def _as_replica(self, share: Share) -> Iterator[Before]:
@@ -254,9 +271,12 @@ class TorchProgram:
                 metric.zero_()
         self._forget_gradients()
         try:
-            yield Before(kept, versions(self._tensors), versions(self._trainable))
+            before = Before(kept, versions(self._tensors), versions(self._trainable), {})
+            yield before
         finally:
             with torch.no_grad():
+                for tensor, value in before.updated.values():
+                    tensor.copy_(value)
                 for i, value in kept.items():
                     self._tensors[i].copy_(value)
                 for metric, value in zip(self._metrics, metrics, strict=True):
@@ -267,12 +287,13 @@ class TorchProgram:
         for tensor in self._trainable:
             tensor.grad = None
 
-    def _changes(self, before: Before, share: Share) -> dict[str, Any]:
-        """Return what the step did to the layers' state, in the form in which it adds up."""
+    def _refuse_own_updates(self, before: Before) -> None:
         for i, version in enumerate(versions(self._trainable)):
             if version != before.trainable[i]:
-                path = self._model.trainable_variables[i].path
-                raise ModelError(f"the step changes the trainable variable {path!r} itself; {_REMEDY}")
+                refuse_own_update(self._model.trainable_variables[i].path)
+
+    def _changes(self, before: Before, share: Share) -> dict[str, Any]:
+        """Return what the step did to the layers' state, in the form in which it adds up."""
         changed = {i for i, version in enumerate(versions(self._tensors)) if version != before.state[i]}
         if self._changing is None:
             # Writes through `tensor.data` leave no trace but the value.
@@ -306,45 +327,6 @@ class TorchProgram:
         own = logs.keys() - self._metric_names
         values = {name: keras.ops.convert_to_tensor(logs[name], "float32") for name in sorted(own)}
         return {f"log/{name}": value.detach() * weight for name, value in values.items()}
-
-
-class Unknown:
-    """Stands for a variable's new value, which is known only after the replicas are summed."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ModelError(_UNKNOWN)
-
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(_UNKNOWN)
-
-    @classmethod
-    def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(_UNKNOWN)
-
-
-@contextmanager
-def recorded_apply(optimizer: Any) -> Iterator[list[Application]]:
-    """Within the block `optimizer.apply` notes what it is given, and nobody sees the variables after it."""
-    record: list[Application] = []
-    hidden: list[tuple[Any, Any]] = []
-
-    def note(grads: Any, trainable_variables: Any = None) -> None:
-        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-        record.append(Application(list(grads), list(variables)))
-        if not hidden:
-            hidden.extend((variable, variable._value) for variable in [*variables, *optimizer.variables])
-            for variable, _ in hidden:
-                variable._value = Unknown()
-
-    if optimizer is None:
-        yield record
-        return
-    try:
-        with replaced(optimizer, "apply", note):
-            yield record
-    finally:
-        for variable, value in hidden:
-            variable._value = value
 
 
 @contextmanager
