@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import pytest
 from keras.src.backend.common import global_state
+from keras.src.losses import loss as losses
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
@@ -35,6 +36,9 @@ def model() -> keras.Model:
         ("keras/jax.py", keras.Model, "_flatten_layers"),
         ("keras/jax.py", keras.Layer, "metrics_variables"),
         ("keras/jax.py", keras.optimizers.Optimizer, "stateless_apply"),
+        ("keras/losses.py", losses, "reduce_weighted_values"),
+        ("keras/losses.py", losses, "apply_mask"),
+        ("keras/losses.py", keras.Model, "_compute_loss"),
         ("keras/inputs.py", array_slicing, "convert_to_sliceable"),
         ("keras/inputs.py", array_slicing, "train_validation_split"),
         ("keras/inputs.py", PyDatasetAdapter, "_standardize_batch"),
@@ -64,6 +68,24 @@ def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name(
 def test_a_backup_knows_its_weights_path() -> None:
     backup = keras.callbacks.BackupAndRestore("folder")
     assert backup._weights_path.startswith("folder"), CHANGED.format("keras/callbacks.py", "_weights_path")
+
+
+def test_a_loss_is_reduced_once_through_a_function_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def reduce(values: Any, **options: Any) -> Any:
+        seen.append(sorted(options))
+        return values
+
+    monkeypatch.setattr(losses, "reduce_weighted_values", reduce)
+    keras.losses.MeanSquaredError()(np.zeros((2, 1)), np.zeros((2, 1)))
+    expected = [["dtype", "mask", "reduction", "sample_weight"]]
+    assert seen == expected, CHANGED.format("keras/losses.py", "Loss.__call__")
+    made = model()
+    tracker = made._loss_tracker
+    assert any(v is tracker.total for v in made.metrics_variables), CHANGED.format(
+        "keras/losses.py", "_loss_tracker"
+    )
 
 
 def test_layers_list_their_random_generators() -> None:

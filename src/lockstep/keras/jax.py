@@ -17,8 +17,9 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
+from lockstep.keras.losses import by_density, divided, replica_losses
 from lockstep.keras.rounds import Left, Rounds, Unknown
-from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients, replaced, whole_sums
+from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
 from lockstep.keras.variables import named_arrays, seed_positions
 
 _GOLDEN = np.uint32(0x9E3779B9)
@@ -137,25 +138,24 @@ class JaxProgram:
     ) -> tuple[Any, Any]:
         trainable, before, *rest = state
         mixed = self._mix_seeds(before, replica)
-        after, metrics, outputs = mixed, [], None
-        gradients: list[Any] = []
-        logs: dict[str, Any] = {}
-        if self._kind == "train":
-            with whole_sums(self._model, weight):
-                gradients, result = self._train([trainable, mixed, rest[0], _zeros(rest[1])], data, earlier)
-            if result is None:
-                return _weighed(gradients, weight), None
-            logs, (after, metrics) = result
-        elif self._kind == "test":
-            with whole_sums(self._model, weight):
-                logs, (_, after, metrics) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
-        else:
+        if self._kind == "predict":
             outputs, after = self._model.predict_step((trainable, mixed), data)
-        partial = _weighed(gradients, weight)
+            return self._changes(mixed, after, replica, weight), outputs
+        gradients: list[Any] = []
+        with replica_losses(self._model, weight) as densities:
+            if self._kind == "train":
+                gradients, result = self._train([trainable, mixed, rest[0], _zeros(rest[1])], data, earlier)
+            else:
+                logs, (_, *state) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
+                result = logs, state
+        partial = {f"gradient/{i}": g * weight.astype(g.dtype) for i, g in enumerate(gradients)}
+        if result is None:
+            return partial, None
+        logs, (after, metrics) = result
         partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
         partial |= self._changes(mixed, after, replica, weight)
         partial |= self._own_logs(logs, metrics, weight)
-        return partial, outputs
+        return partial if earlier else by_density(self._model, partial, densities, weight), None
 
     def _train(self, state: Any, data: Any, earlier: Sequence[Any]) -> tuple[list[Any], Any]:
         """Run the user's `train_step` in the round that follows the totals `earlier`.
@@ -191,6 +191,7 @@ class JaxProgram:
 
     def _applied(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
         trainable, before, *rest = state
+        totals = [divided(self._model, total) for total in totals]
         last = totals[-1]
         after = [
             value + last[f"state/{i}"] if f"state/{i}" in last else value for i, value in enumerate(before)
@@ -305,10 +306,6 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
 
 def _zeros(variables: list[Any]) -> list[Any]:
     return [jnp.zeros_like(variable) for variable in variables]
-
-
-def _weighed(gradients: list[Any], weight: Any) -> dict[str, Any]:
-    return {f"gradient/{i}": g * weight.astype(g.dtype) for i, g in enumerate(gradients)}
 
 
 def _gradients(total: Mapping[str, Any]) -> list[Any]:

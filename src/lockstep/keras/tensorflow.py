@@ -31,8 +31,9 @@ from lockstep.keras.graphs import (
     traced,
     uses,
 )
+from lockstep.keras.losses import by_density, follows_the_loss, replica_losses
 from lockstep.keras.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.steps import refuse_overwriting_gradients, replaced, whole_sums
+from lockstep.keras.steps import refuse_overwriting_gradients, replaced
 from lockstep.keras.touched import Touched, mixed, seeds_of
 from lockstep.keras.updates import GlobalUpdate, gradients_in
 from lockstep.keras.variables import model_state, optimizers_of
@@ -131,8 +132,9 @@ class TensorFlowProgram:
         """Apply the sums to the model's variables."""
         one = tf.constant(1.0)
         tensors = self._tensors(totals)
+        scale = self._scale(one, tensors[-1])
         for update, total in zip(self._global_updates, tensors, strict=False):
-            update.make(one, total)
+            update.make(scale, total)
         rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
         if self._finish is None:
             self._finish = self._finished if self._eager else traced(self._finished, self._jit, one, rest)
@@ -147,6 +149,10 @@ class TensorFlowProgram:
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the model's and the optimizer's variables by their paths."""
         return model_state(self._model)
+
+    def _scale(self, one: Any, total: dict[str, Any]) -> Any:
+        """Return what to multiply with what follows the loss: `one`, or by its denominator."""
+        return tf.math.divide_no_nan(one, total["density"]) if "density" in total else one
 
     def _tensors(self, totals: Sequence[Total]) -> list[dict[str, Any]]:
         take = tf.constant if self._eager else borrowed
@@ -237,16 +243,23 @@ class TensorFlowProgram:
     def _step(
         self, weight: Any, earlier: list[dict[str, Any]], data: Any
     ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-        """Run the user's own step; return its gradients, the figures beyond its metrics, its outputs."""
+        """Run the user's own step.
+
+        Returns (gradients, figures beyond the metrics, outputs or the densities of the losses).
+        """
         model = self._model
         if self._kind == "predict":
             return {}, {}, model.predict_step(data)
-        with whole_sums(model, weight), weighed_losses(model, weight):
+        gradients: list[Any] = []
+        with replica_losses(model, weight) as densities, weighed_losses(model, weight):
             if self._kind == "test":
-                return {}, self._own_logs(model.test_step(data)), None
-            gradients, logs = self._train(earlier, data)
+                logs = model.test_step(data)
+            else:
+                gradients, logs = self._train(earlier, data)
         dense = {f"gradient/{i}": tf.convert_to_tensor(g) for i, g in enumerate(gradients) if g is not None}
-        return dense, {} if logs is None else self._own_logs(logs), None
+        if logs is None:
+            return dense, {}, None
+        return dense, self._own_logs(logs), None if earlier else [known_here(d) for d in densities]
 
     def _train(self, earlier: list[dict[str, Any]], data: Any) -> tuple[list[Any], dict[str, Any] | None]:
         """Run the user's `train_step` in the round that follows the totals `earlier`.
@@ -305,21 +318,25 @@ class TensorFlowProgram:
         for seed in touched.seeds:
             seed.assign(mixed(seed.read_value(), replica))
         starts = [variable.read_value() for variable in touched.state]
-        gradients, own, outputs = step(weight, earlier, *given)
+        gradients, own, rest = step(weight, earlier, *given)
         partial = {name: g * tf.cast(weight, g.dtype) for name, g in (gradients | own).items()}
         if self._rounds.complete(len(earlier)):
             partial |= {f"metric/{i}": metric.read_value() for i, metric in enumerate(touched.metrics)}
             partial |= touched.changes(starts, replica, weight)
         for variable, value in zip(variables, before, strict=True):
             variable.assign(value)
-        return partial, outputs
+        if self._kind == "predict":
+            return partial, rest
+        return by_density(self._model, partial, rest or [], weight), None
 
     def _finished(self, one: Any, total: dict[str, Any]) -> dict[str, Any] | None:
         """Take over the rest of a total; return the logs."""
         for i, variable in enumerate(self._touched.state):
             variable.assign_add(own(total[f"state/{i}"], one))
+        scale = self._scale(one, total)
         for i, metric in enumerate(self._touched.metrics):
-            metric.assign_add(own(total[f"metric/{i}"], one))
+            name = f"metric/{i}"
+            metric.assign_add(own(total[name], scale if follows_the_loss(self._model, name) else one))
         if self._kind == "predict":
             return None
         logs = self._model.get_metrics_result()
@@ -343,6 +360,13 @@ def weighed_losses(model: Any, weight: Any) -> Iterator[None]:
 
             stack.enter_context(replaced(metric, "update_state", update))
         yield
+
+
+def known_here(density: Any) -> Any:
+    """Return a loss's density, or None where it stands in a graph within this one."""
+    if density is None or tf.executing_eagerly() or density.graph is tf.compat.v1.get_default_graph():
+        return density
+    return None
 
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:

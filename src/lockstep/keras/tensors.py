@@ -33,6 +33,7 @@ def borrowed(array: npt.NDArray[Any], device: torch.device | None = None) -> tor
 
     It must not be written to.
     """
+    array = np.asarray(array)
     if array.dtype == ml_dtypes.bfloat16:
         return borrowed(array.view(np.int16), device).view(torch.bfloat16)
     return torch.from_numpy(np.asarray(_Writable(array))).to(device)

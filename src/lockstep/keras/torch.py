@@ -20,8 +20,9 @@ from lockstep import job
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
+from lockstep.keras.losses import by_density, divided, replica_losses
 from lockstep.keras.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients, whole_sums
+from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.tensors import (
     borrowed,
     copied,
@@ -147,8 +148,6 @@ class TorchProgram:
             self._refuse_own_updates(before)
             if partial is not None and self._rounds.complete(len(earlier)):
                 with torch.no_grad():
-                    if self._kind != "predict":
-                        partial |= {f"metric/{i}": m.detach().clone() for i, m in enumerate(self._metrics)}
                     partial |= self._changes(before, share)
         return self.compute(state, share, earlier) if partial is None else partial
 
@@ -158,8 +157,9 @@ class TorchProgram:
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
         """Apply the sums to the model's variables."""
-        last = totals[-1]
         with torch.no_grad():
+            totals = [divided(self._model, total) for total in totals]
+            last = totals[-1]
             for update, total in zip(self._updates, totals, strict=False):
                 self._update(update, total)
             for i in self._changing or ():
@@ -195,11 +195,17 @@ class TorchProgram:
             with torch.no_grad():
                 self._outputs.append((share.replica, model.predict_step(data)))
             return {}
-        with whole_sums(model, weight):
+        with replica_losses(model, weight) as densities:
             if self._kind == "test":
                 with torch.no_grad():
-                    return self._own_logs(model.test_step(data), weight)
-            return self._train(data, weight, earlier, before)
+                    partial: dict[str, Any] | None = self._own_logs(model.test_step(data), weight)
+            else:
+                partial = self._train(data, weight, earlier, before)
+        if partial is None or not self._rounds.complete(len(earlier)):
+            return partial
+        partial |= {f"metric/{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
+        with torch.no_grad():
+            return partial if earlier else by_density(model, partial, densities, weight)
 
     def _train(
         self, data: Any, weight: float, earlier: Sequence[Total], before: Before

@@ -22,7 +22,7 @@ class GlobalUpdate:
         self._function: Callable[..., Any] | None = None
 
     def make(self, one: Any, total: Mapping[str, Any]) -> None:
-        """Make the update from its total; `one` is 1, which the graph must not know."""
+        """Make the update from its total times `one`, which the graph must not know to be 1."""
         gradients = gradients_in(total, self._update)
         if self._function is None:
             self._function = self._traced(one, gradients)

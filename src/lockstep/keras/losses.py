@@ -1,0 +1,137 @@
+"""Losses that are no plain means over examples: how replicas' losses become that of the global batch."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+from keras.src.losses import loss as keras_loss
+
+from lockstep.errors import ModelError
+
+_MEANS = ("mean", "sum_over_batch_size")
+_WEIGHTED_MEAN = "mean_with_sample_weight"
+
+
+@contextmanager
+def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
+    """Within the block a replica's losses are computed so that they combine; yield what tells how.
+
+    The list has the density of each loss that was computed: its denominator for each element, where that is
+    a number of unmasked elements or a sum of weights, or None where it is the number of elements.
+
+    Raises:
+        ModelError: some of the model's losses are sums and others means.
+    """
+    densities: list[Any] = []
+    reduce = keras_loss.reduce_weighted_values
+
+    def observed(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        densities.append(_density(sample_weight, mask, reduction))
+        return reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
+
+    keras_loss.reduce_weighted_values = observed
+    try:
+        with whole_sums(model, weight):
+            yield densities
+    finally:
+        keras_loss.reduce_weighted_values = reduce
+
+
+def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight: Any) -> dict[str, Any]:
+    """Weigh what follows from the loss by the replica's share of the loss's denominator.
+
+    A replica's loss is its sum divided by its own denominator: losses and gradients weighted by the
+    denominators, and divided by the sum of them, are those of the global batch. That takes one denominator:
+    with several losses of which one has a density, replicas weigh by their examples.
+
+    Args:
+        model: whose step it is.
+        partial: weighted by examples.
+        densities: of the step's losses.
+        weight: the replica's share of the examples.
+    """
+    if len(densities) != 1 or densities[0] is None:
+        return partial
+    density = densities[0]
+    followers = {
+        name: value * keras.ops.cast(density, keras.backend.standardize_dtype(value.dtype))
+        for name, value in partial.items()
+        if follows_the_loss(model, name)
+    }
+    return {**partial, **followers, "density": density * keras.ops.cast(weight, "float32")}
+
+
+def divided(model: Any, total: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a total of NumPy or JAX, divided by the densities that its partials were weighed by, if any."""
+    if "density" not in total:
+        return total
+    density = total["density"]
+    # Without any, what follows the loss is zero.
+    density = density + (density == 0)
+    followers = {
+        name: value / density.astype(value.dtype)
+        for name, value in total.items()
+        if follows_the_loss(model, name)
+    }
+    return {**total, **followers}
+
+
+def follows_the_loss(model: Any, name: str) -> bool:
+    """Whether a part of a partial is proportional to the loss."""
+    if name.startswith("gradient/"):
+        return True
+    tracker = getattr(model, "_loss_tracker", None)
+    if tracker is None or not name.startswith("metric/"):
+        return False
+    return model.metrics_variables[int(name.removeprefix("metric/"))] is tracker.total
+
+
+def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
+    if reduction in _MEANS and mask is not None:
+        weights = mask
+    elif reduction == _WEIGHTED_MEAN and (mask is not None or sample_weight is not None):
+        weights = keras_loss.apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
+    else:
+        return None
+    return keras.ops.stop_gradient(keras.ops.mean(keras.ops.cast(weights, "float32")))
+
+
+@contextmanager
+def whole_sums(model: Any, weight: Any) -> Iterator[None]:
+    """Within the block a loss that is a sum over examples counts as the replica's part of it.
+
+    Replicas' gradients are averaged with `weight`, each replica's share of the examples; a sum divided by
+    it survives that as the sum. Losses that were added to the model, regularizers for example, are means.
+
+    Raises:
+        ModelError: some of the model's losses are sums and others means.
+    """
+    reductions = {getattr(loss, "reduction", "mean") == "sum" for loss in keras.tree.flatten(model.loss)}
+    if True not in reductions:
+        yield
+        return
+    if False in reductions:
+        raise ModelError(
+            "some of the model's losses have reduction='sum' and others are means over the examples: "
+            "replicas cannot weigh both; give all of them the same reduction"
+        )
+    compute = model._compute_loss
+
+    def compute_whole(*args: Any, **kwargs: Any) -> Any:
+        total = compute(*args, **kwargs)
+        added = sum(model._aggregate_additional_loss(loss) for loss in model.losses)
+        return (total - added) / keras.ops.cast(weight, total.dtype) + added
+
+    # Past the model's own __setattr__, which tracks what it is given.
+    vars(model)["_compute_loss"] = compute_whole
+    try:
+        yield
+    finally:
+        del vars(model)["_compute_loss"]

@@ -1,0 +1,70 @@
+"""Trainings whose losses are means over something else than examples; nothing in them is random.
+
+    losses.py [--plain]
+
+Prints what came out of each, exactly, and the numbers themselves.
+"""
+
+import contextlib
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+
+layers = keras.layers
+
+
+def sentences() -> tuple[Any, Any]:
+    """Tokens, padded with 0 after very different lengths, and a target for each."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(1, 20, (90, 7))
+    lengths = random.integers(1, 8, 90)
+    lengths[:20] = 1
+    tokens[np.arange(7) >= lengths[:, None]] = 0
+    return tokens, (tokens % 3).astype("float32")[..., None]
+
+
+def masked() -> tuple[keras.Model, Any, Any, Any]:
+    """A mask that the model makes, a recurrent layer, a regularizer, metrics with and without weights."""
+    model = keras.Sequential(
+        [
+            layers.Input((7,), dtype="int32"),
+            layers.Embedding(20, 4, mask_zero=True),
+            layers.LSTM(5, return_sequences=True),
+            layers.Dense(1, kernel_regularizer="l2"),
+        ]
+    )
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    model.compile(optimizer, "mse", metrics=["mae"], weighted_metrics=["mse"])
+    return model, *sentences(), None
+
+
+def weighted() -> tuple[keras.Model, Any, Any, Any]:
+    """A mean with sample weights."""
+    model = keras.Sequential([layers.Input((7,)), layers.Dense(4, activation="tanh"), layers.Dense(1)])
+    model.compile("adam", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+    tokens, targets = sentences()
+    return model, tokens.astype("float32"), targets[:, 0], np.linspace(0.1, 3, 90).astype("float32")
+
+
+def main() -> None:
+    plain = sys.argv[1:] == ["--plain"]
+    scope = contextlib.nullcontext if plain else lockstep.MultiWorkerMirroredStrategy().scope
+    for training in (masked, weighted):
+        keras.utils.set_random_seed(3)
+        with scope():
+            model, x, y, weight = training()
+        part = (x[:50], y[:50]) if weight is None else (x[:50], y[:50], weight[:50])
+        options = {"sample_weight": weight, "validation_data": part, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, batch_size=32, epochs=3, **options).history
+        figures = [value for _, values in sorted(history.items()) for value in values]
+        weights = np.concatenate([np.ravel(array) for array in model.get_weights()])
+        print("result", training.__name__, lockstep.digest(model))
+        print("numbers", *(float(number) for number in [*figures, *weights]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""How losses that are no plain means over examples combine: exactly, or per replica as the docs list it."""
+
+import inspect
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.topology import split_evenly
+
+Launch = Callable[..., Any]
+ops = keras.ops
+REPLICAS = 3
+"""Of the job that this process is in."""
+X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
+Y = np.random.default_rng(1).normal(size=(10, 4, 1)).astype("float32")
+
+
+def test_one_denominator_is_exact(launch: Launch, plain: Callable[..., str], backend: str) -> None:
+    expected = plain("losses.py", "--plain", backend=backend).splitlines()
+    lines = {}
+    for workers, replicas in ((1, 1), (1, 4), (3, 4)):
+        run = launch(f"-n {workers} --replicas {replicas}", "losses.py", backend=backend)
+        assert run.status == 0, run.stderr
+        lines[workers, replicas] = run.marked(0, "result ") + run.marked(0, "numbers ")
+    assert sorted(lines[1, 1]) == sorted(expected)
+    assert lines[1, 4] == lines[3, 4]
+    for found, line in zip(sorted(lines[1, 4]), sorted(expected), strict=True):
+        if line.startswith("numbers "):
+            got, wanted = (np.array(text.split()[1:], "float64") for text in (found, line))
+            assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted)
+
+
+class Masks(keras.layers.Layer):
+    """Masks what is below a limit."""
+
+    def __init__(self, limit: float) -> None:
+        super().__init__()
+        self.limit, self.supports_masking = limit, True
+
+    def call(self, inputs: Any) -> Any:
+        return inputs * 1
+
+    def compute_mask(self, inputs: Any, mask: Any = None) -> Any:
+        return inputs[..., 0] > self.limit
+
+
+class Added(keras.layers.Layer):
+    """Adds a loss that depends on its inputs as a whole."""
+
+    def __init__(self, loss: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(self.loss(inputs))
+        return inputs
+
+
+def two_masks() -> keras.Model:
+    inputs = keras.Input((4, 1))
+    dense = keras.layers.Dense(1)
+    return keras.Model(inputs, [dense(Masks(0.0)(inputs)), dense(Masks(0.7)(inputs))])
+
+
+def one_model(*layers: Any) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        return keras.Sequential([keras.Input((4, 1)), *(layer() for layer in layers), keras.layers.Dense(1)])
+
+    return build
+
+
+KINDS = {
+    "two masks": two_masks,
+    "a sum that a layer adds": one_model(
+        lambda: keras.layers.Dense(2), lambda: Added(lambda rows: ops.sum(rows**2))
+    ),
+    "examples compared with each other": one_model(
+        lambda: keras.layers.Dense(2), lambda: Added(lambda rows: ops.mean(ops.std(rows, axis=0)))
+    ),
+    "BatchNormalization": one_model(keras.layers.BatchNormalization),
+}
+
+
+def compiled(kind: str, scope: Any) -> keras.Model:
+    keras.utils.set_random_seed(3)
+    with scope:
+        model = KINDS[kind]()
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
+
+
+def after_a_step(model: keras.Model, rows: slice, fit: Any) -> list[Any]:
+    y = [Y[rows]] * len(model.outputs)
+    fit(model, X[rows, :, None], y[0] if len(y) == 1 else y, batch_size=10, shuffle=False, verbose=0)
+    return [np.asarray(variable.value) for variable in model.trainable_variables]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_listed_as_per_replica_is_the_mean_of_the_replicas(kind: str) -> None:
+    """With SGD, that is the mean of the weights that each replica's examples lead to, by their numbers."""
+    found = after_a_step(
+        compiled(kind, lockstep.MultiWorkerMirroredStrategy().scope()), slice(None), keras.Model.fit
+    )
+    counts = split_evenly(len(X), REPLICAS)
+    ends = np.cumsum(counts)
+    alone = [
+        after_a_step(compiled(kind, nullcontext()), slice(end - count, end), inspect.unwrap(keras.Model.fit))
+        for count, end in zip(counts, ends, strict=True)
+    ]
+    whole = after_a_step(compiled(kind, nullcontext()), slice(None), inspect.unwrap(keras.Model.fit))
+    for got, wanted in zip(found, zip(*alone, strict=True), strict=True):
+        np.testing.assert_allclose(got, np.average(wanted, axis=0, weights=counts), rtol=1e-5, atol=1e-6)
+    assert any(not np.allclose(got, other, rtol=1e-3) for got, other in zip(found, whole, strict=True))
+
+
+def test_a_mean_that_a_train_step_updates_with_a_number_counts_each_replica_once() -> None:
+    class Counting(keras.Sequential):  # type: ignore[misc]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.mine = keras.metrics.Mean(name="mine")
+
+        def train_step(self, state: Any, data: Any) -> Any:
+            logs, (*rest, metrics) = super().train_step(state, data)
+            index = [variable is self.mine.total for variable in self.metrics_variables].index(True)
+            kept = [metrics[index], metrics[index + 1]]
+            kept = self.mine.stateless_update_state(kept, ops.mean(data[0]))
+            metrics = [*metrics[:index], *kept, *metrics[index + 2 :]]
+            return {**logs, "mine": self.mine.stateless_result(kept)}, (*rest, metrics)
+
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = Counting([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    history = model.fit(X, Y[:, 0], batch_size=10, shuffle=False, verbose=0).history
+    parts = np.split(X, np.cumsum(split_evenly(len(X), REPLICAS))[:-1])
+    np.testing.assert_allclose(history["mine"][0], np.mean([part.mean() for part in parts]), rtol=1e-5)
