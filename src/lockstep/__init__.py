@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.job import is_chief
     from lockstep.keras.digest import digest
     from lockstep.strategy.mirrored import MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0.dev0"
-__all__ = ["MultiWorkerMirroredStrategy", "__version__", "digest"]
+__all__ = ["MultiWorkerMirroredStrategy", "__version__", "digest", "is_chief"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +21,8 @@ def __getattr__(name: str) -> Any:
         from lockstep.keras.digest import digest
 
         return digest
+    if name == "is_chief":
+        from lockstep.job import is_chief
+
+        return is_chief
     raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

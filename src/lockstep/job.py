@@ -60,6 +60,15 @@ def current() -> Job:
     return _current[0]
 
 
+def is_chief() -> bool:
+    """Whether this process is its job's chief: the one worker that should write files and print.
+
+    Ask each time: another worker may have become it. In a program that runs by itself it is
+    always true.
+    """
+    return current().is_chief
+
+
 def _alone() -> Job:
     view = place(replicas=1, workers=(0,))
     hub = Hub(ReducePlan.of(view))

@@ -39,7 +39,8 @@ model.fit(
 )
 model.save(folder / "whole.keras")
 model.save(folder / f"own-{worker}.keras")
-if worker == 0:
+print(f"chief {lockstep.is_chief()}")
+if lockstep.is_chief():
     model.save(folder / "chief.keras")
 for name in ("whole.keras", "best.keras", f"own-{worker}.keras"):
     loaded = keras.models.load_model(folder / name)

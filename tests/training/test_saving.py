@@ -25,6 +25,10 @@ def test_every_worker_loads_what_was_saved(saved: tuple[Any, Path]) -> None:
         ]
 
 
+def test_one_worker_is_the_chief(saved: tuple[Any, Path]) -> None:
+    assert [saved[0].marked(worker, "chief ") for worker in range(2)] == [["chief True"], ["chief False"]]
+
+
 def test_callbacks_write_once_and_leave_nothing_behind(saved: tuple[Any, Path]) -> None:
     folder = saved[1]
     with (folder / "log.csv").open() as file:
