@@ -17,7 +17,7 @@ from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError
 from lockstep.paths import RunPaths
 from lockstep.topology import place
 
@@ -181,24 +181,19 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
 
     paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    try:
-        exchange = _open_exchange(spec.workers)
-    except LockstepError as error:
-        console.say(str(error))
-        return 1
     with EventLog.open(paths.events, SystemClock(), console.say) as events:
         agent = Agent(
             spec=spec,
             paths=paths,
             pid=os.getpid(),
             launcher=LocalLauncher(),
-            exchange=exchange,
+            open_exchange=_open_exchange,
             command=command,
             console=console,
             events=events,
             clock=SystemClock(),
             descendants=LinuxDescendants(),
-            state=State(frozenset(range(spec.workers)), Limits(timeout=spec.timeout)),
+            state=State(frozenset(range(spec.workers)), Limits(timeout=spec.timeout), view=spec.view),
         )
         return agent.run()
 
@@ -208,4 +203,4 @@ def _open_exchange(workers: int) -> Any:
     from lockstep.control.agent import Exchange
 
     arena = Arena.create(workers)
-    return Exchange(arena.fd, arena.abort)
+    return Exchange(arena.fd, arena.abort, arena.close)

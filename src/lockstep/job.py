@@ -1,13 +1,18 @@
 """What a process knows of the job it computes for."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from lockstep.collectives.contract import Communicator
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
+from lockstep.errors import PeerLostError
 from lockstep.topology import View, place
+
+Result = TypeVar("Result")
 
 
 class Report(Protocol):
@@ -17,18 +22,29 @@ class Report(Protocol):
         """Note `event` with fields that JSON can hold; never blocks for long, never raises."""
 
 
-@dataclass(frozen=True)
+def raise_it(lost: PeerLostError) -> NoReturn:
+    """Raise the error by which a view ended: no view follows."""
+    raise lost
+
+
+Place = tuple[View, Communicator]
+"""A view, and this worker's end of its exchange."""
+
+
+@dataclass
 class Job:
     """One worker's place in its job.
 
     Attributes:
-        view: who owns which replica.
+        view: who owns which replica, now.
         worker: this process's worker id.
         seed: everything random in the job follows from it.
         threads: number of threads that compute one replica.
-        communicator: this worker's end of the exchange.
+        communicator: this worker's end of the view's exchange.
         report: hears what this worker does.
         folder: the run's own, where workers may leave notes for each other; None without one.
+        next_place: waits for the view that follows one that is over, and enters it; raises its argument, or
+            an error of its own, where none follows.
     """
 
     view: View
@@ -38,11 +54,60 @@ class Job:
     communicator: Communicator
     report: Report
     folder: Path | None = None
+    next_place: Callable[[PeerLostError], Place] = raise_it
+    _undone: list[Callable[[], object]] = field(default_factory=list)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the one that writes and prints."""
+        """Whether this worker is the one that writes and prints, in the present view."""
         return self.worker == self.view.chief
+
+    def as_chief(self, act: Callable[[], object]) -> None:
+        """Have `act` done by the chief: writing a file, for example.
+
+        All workers call this at the same place. If the chief is lost before it has taken part in the next
+        exchange, nobody knows how far it came: then the next chief does it, perhaps again.
+        """
+        if self.is_chief:
+            act()
+        else:
+            self._undone.append(act)
+
+    def exchange(
+        self,
+        act: Callable[[View, Communicator], Result],
+        catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Result:
+        """Make one call of the exchange: again in each view that follows before the call is done.
+
+        All workers of a view make the same calls, and a call is done for all of them or for none. So
+        whoever is in the next view makes the same call there.
+
+        Args:
+            act: makes the call for the view it is given, and nothing that must not be done twice.
+            catching_up: surrounds what this worker does when it has become the chief and the one before it
+                may have left things undone.
+
+        Raises:
+            PeerLostError: the view is over, and the job with it.
+        """
+        while True:
+            try:
+                result = act(self.view, self.communicator)
+            except PeerLostError as lost:
+                self.communicator.close()
+                self.view, self.communicator = self.next_place(lost)
+                if self.is_chief and self._undone:
+                    with catching_up():
+                        self._catch_up()
+            else:
+                self._undone.clear()
+                return result
+
+    def _catch_up(self) -> None:
+        undone, self._undone = self._undone, []
+        for act in undone:
+            act()
 
 
 _current: list[Job] = []

@@ -20,9 +20,6 @@ from lockstep.errors import ConfigError, PeerLostError, PeerStuckError
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 
-_REPORT_EVERY = 0.5
-_GRACE_FOR_AGENT = 60.0
-
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script of `arguments` as the worker that the environment describes."""
@@ -44,23 +41,22 @@ def main(arguments: Sequence[str]) -> None:
 
 def _enter_job(config: WorkerConfig, client: Client) -> None:
     from lockstep import job
-    from lockstep.collectives.contract import Waiting, WaitPolicy
-    from lockstep.collectives.plan import ReducePlan
-    from lockstep.collectives.shared import Arena, SharedCommunicator
+    from lockstep.membership import Membership
     from lockstep.topology import place
-
-    def observe(waiting: Waiting) -> None:
-        client.waiting(waiting.what, waiting.workers, waiting.seconds)
 
     seed_everything(config.seed)
     view = place(config.replicas, tuple(range(config.workers)))
-    # The agent judges who is stuck, for it can show where; the communicator only if the agent does not.
-    policy = WaitPolicy(report_every=_REPORT_EVERY, timeout=config.timeout + _GRACE_FOR_AGENT)
-    communicator = SharedCommunicator(
-        Arena.attach(config.arena), config.worker, ReducePlan.of(view), policy, observe
-    )
+    membership = Membership(config, client)
+    communicator = membership.enter(view, config.arena)
     entered = job.Job(
-        view, config.worker, config.seed, config.threads, communicator, client.report, config.run_dir
+        view,
+        config.worker,
+        config.seed,
+        config.threads,
+        communicator,
+        client.report,
+        config.run_dir,
+        membership.next_place,
     )
     job.enter(entered)
     os.register_at_fork(after_in_child=_leave_job)

@@ -108,13 +108,13 @@ class Stage:
                     paths,
                     os.getpid(),
                     launcher,
-                    Exchange(0, abort),
+                    lambda members: Exchange(0, abort, lambda: None),
                     self.agent_side,
                     console,
                     events,
                     SystemClock(),
                     descendants,
-                    State(frozenset(range(len(plays))), QUICK),
+                    State(frozenset(range(len(plays))), QUICK, view=spec.view),
                 ).run()
         entries = [json.loads(line) for line in paths.events.read_text().splitlines()]
         return Outcome(

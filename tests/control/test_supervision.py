@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.control.supervision import (
+from lockstep.control.decisions import (
     Abort,
     Action,
     DumpStack,
@@ -21,15 +21,17 @@ from lockstep.control.supervision import (
     Failed,
     Finish,
     Kill,
-    Limits,
     Notice,
     Signal,
-    Stage,
-    State,
     StopAsked,
     TimePassed,
     Verdict,
     Waits,
+)
+from lockstep.control.supervision import (
+    Limits,
+    Stage,
+    State,
     decide,
     describe_exit,
     name_workers,

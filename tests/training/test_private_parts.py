@@ -46,6 +46,9 @@ def model() -> keras.Model:
         ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
         ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),
         ("keras/callbacks.py", keras.callbacks.BackupAndRestore, "_save_model"),
+        ("keras/callbacks.py", keras.callbacks.ProgbarLogger, "_reset_progbar"),
+        ("keras/callbacks.py", keras.callbacks.ProgbarLogger, "_maybe_init_progbar"),
+        ("keras/callbacks.py", keras.callbacks.ProgbarLogger, "_finalize_progbar"),
     ],
 )
 def test_a_part_is_there(file: str, owner: Any, name: str) -> None:
@@ -65,9 +68,15 @@ def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name(
     assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format("keras/torch.py", "global_state")
 
 
-def test_a_backup_knows_its_weights_path() -> None:
-    backup = keras.callbacks.BackupAndRestore("folder")
-    assert backup._weights_path.startswith("folder"), CHANGED.format("keras/callbacks.py", "_weights_path")
+def test_a_csv_logger_knows_its_file() -> None:
+    logger = vars(keras.callbacks.CSVLogger("log.csv"))
+    assert {"csv_file", "filename", "append", "sep"} <= logger.keys(), CHANGED.format(
+        "keras/callbacks.py", "CSVLogger"
+    )
+
+
+def test_a_jax_model_says_whether_its_variables_have_its_state() -> None:
+    assert model()._jax_state_synced is True, CHANGED.format("keras/jax.py", "_jax_state_synced")
 
 
 def test_a_loss_is_reduced_once_through_a_function_of_its_module(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,18 +12,32 @@ from typing import NamedTuple
 
 from lockstep.clock import Clock
 from lockstep.config import WorkerConfig, worker_environment
+from lockstep.control import decisions
 from lockstep.control import supervision as rules
 from lockstep.control.console import Console
 from lockstep.control.descendants import Descendants
 from lockstep.control.explanation import explain
 from lockstep.control.launcher import Launch, Launcher
 from lockstep.control.member import Member, Stream
-from lockstep.control.messages import MAX_PACKET, Failed, Finished, Report, Started, Stop, Waiting, decode
+from lockstep.control.messages import (
+    MAX_PACKET,
+    Failed,
+    Finished,
+    NewView,
+    Over,
+    Report,
+    Started,
+    Stop,
+    Waiting,
+    decode,
+)
 from lockstep.control.output import Log
 from lockstep.control.script import Script
 from lockstep.control.spec import JobSpec
+from lockstep.errors import LockstepError
 from lockstep.events import EventLog
 from lockstep.paths import RunPaths
+from lockstep.topology import View
 
 _LEAVE_GRACE = 0.5
 _LAST_FLUSH = 0.5
@@ -39,10 +53,12 @@ class Exchange(NamedTuple):
     Attributes:
         descriptor: inherited by every worker.
         abort: makes every worker that waits there raise `PeerLostError` with the given reason.
+        close: forgets it; the workers still have it.
     """
 
     descriptor: int
     abort: Callable[[str], None]
+    close: Callable[[], None]
 
 
 @dataclass
@@ -54,7 +70,7 @@ class Agent:
         paths: of the run, absolute.
         pid: this process's id, which workers check.
         launcher: starts workers.
-        exchange: what the workers share.
+        open_exchange: makes what the workers of a view, so many, share.
         command: socket to the command; its end means that the command has ended.
         console: the person's terminal.
         events: what happened.
@@ -67,16 +83,17 @@ class Agent:
     paths: RunPaths
     pid: int
     launcher: Launcher
-    exchange: Exchange
+    open_exchange: Callable[[int], Exchange]
     command: socket.socket
     console: Console
     events: EventLog
     clock: Clock
     descendants: Descendants
     state: rules.State
+    _exchange: Exchange | None = None
     _members: dict[int, Member] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
-    _verdict: rules.Verdict | None = None
+    _verdict: decisions.Verdict | None = None
     _used_strategy: bool = False
     _stopped: bool = False
     _killed: bool = False
@@ -99,21 +116,24 @@ class Agent:
     def _open(self) -> None:
         self.events.write("job", **(asdict(self.spec) | {"run_dir": str(self.spec.run_dir)}))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
+        try:
+            self._exchange = self.open_exchange(self.spec.workers)
+        except LockstepError as error:
+            self._verdict = decisions.Verdict(1, str(error))
+            return
         for worker in range(self.spec.workers):
             try:
-                self._start(worker)
+                self._start(worker, self._exchange.descriptor)
             except OSError as error:
-                self._verdict = rules.Verdict(1, f"worker {worker} cannot be started: {error}")
+                self._verdict = decisions.Verdict(1, f"worker {worker} cannot be started: {error}")
                 return
 
-    def _start(self, worker: int) -> None:
+    def _start(self, worker: int, arena: int) -> None:
         spec = self.spec
         script = Script(spec.target, spec.module, spec.arguments)
         log = Log.open(self.paths.log(worker), self.console.say)
-        environment = partial(self._environment, worker)
-        handle = self.launcher.start(
-            Launch(worker, script.command_line, environment, self.exchange.descriptor)
-        )
+        environment = partial(self._environment, worker, arena)
+        handle = self.launcher.start(Launch(worker, script.command_line, environment, arena))
         stdout, stderr = self.console.outlets(worker)
         streams = Stream(handle.stdout, log, stdout), Stream(handle.stderr, log, stderr)
         member = Member(worker, handle, log, streams, self.paths.stack(worker))
@@ -122,7 +142,7 @@ class Agent:
         self._selector.register(handle.exited, selectors.EVENT_READ, partial(self._see_exit, member))
         self.events.write("started", worker=worker, pid=handle.pid)
 
-    def _environment(self, worker: int, control: int) -> dict[str, str]:
+    def _environment(self, worker: int, arena: int, control: int) -> dict[str, str]:
         spec = self.spec
         config = WorkerConfig(
             worker=worker,
@@ -134,7 +154,7 @@ class Agent:
             run_dir=self.paths.root,
             agent=self.pid,
             control=control,
-            arena=self.exchange.descriptor,
+            arena=arena,
         )
         devices = spec.devices[worker] if spec.devices else None
         return worker_environment(
@@ -151,7 +171,7 @@ class Agent:
         for key, _ in self._selector.select(timeout):
             key.data()
         if self.state.deadline is not None and self.clock.now() >= self.state.deadline:
-            self._decide(rules.TimePassed())
+            self._decide(decisions.TimePassed())
         owned = frozenset(member.handle.pid for member in self._members.values() if not member.exited)
         self.descendants.reap(owned)
 
@@ -182,7 +202,7 @@ class Agent:
         if isinstance(message, Stop):
             self._stopped = True
             self.events.write("stop", signal=message.signal)
-            self._decide(rules.StopAsked(message.signal))
+            self._decide(decisions.StopAsked(message.signal))
 
     def _receive_from_command(self) -> bytes | None:
         try:
@@ -208,13 +228,15 @@ class Agent:
                 member.ready = True
                 self.events.write("ready", worker=worker)
             case Report(event, fields):
-                self._used_strategy |= event == "strategy"
                 self.events.write(event, **{**fields, "worker": worker})
+                if event == "strategy":
+                    self._used_strategy = True
+                    self._decide(decisions.Joined(worker))
             case Waiting(what, workers, seconds):
-                self._decide(rules.Waits(worker, what, workers, seconds))
+                self._decide(decisions.Waits(worker, what, workers, seconds))
             case Failed(status, summary, traceback, blames):
                 self.events.write("failed", worker=worker, summary=summary, traceback=traceback)
-                self._decide(rules.Failed(worker, status, summary, blames))
+                self._decide(decisions.Failed(worker, status, summary, blames))
             case Finished():
                 self.events.write("done", worker=worker)
 
@@ -230,9 +252,9 @@ class Agent:
         for stream in member.streams:
             stream.drain()
         self.events.write("exited", worker=member.worker, status=status)
-        self._decide(rules.Exited(member.worker, status))
+        self._decide(decisions.Exited(member.worker, status))
 
-    def _decide(self, event: rules.Event) -> None:
+    def _decide(self, event: decisions.Event) -> None:
         decision = rules.decide(self.state, event, self.clock.now())
         if decision.actions:
             actions = [type(action).__name__ for action in decision.actions]
@@ -241,23 +263,49 @@ class Agent:
         for action in decision.actions:
             self._act(action)
 
-    def _act(self, action: rules.Action) -> None:
+    def _act(self, action: decisions.Action) -> None:
         match action:
-            case rules.Abort(reason):
-                self.exchange.abort(reason)
-            case rules.Signal(worker, number):
+            case decisions.Abort(reason):
+                self._end_view(Over(reason))
+            case decisions.Renew(view, reason):
+                self._renew(view, reason)
+            case decisions.Signal(worker, number):
                 self._members[worker].handle.send_signal(number)
-            case rules.Kill(worker):
+            case decisions.Kill(worker):
                 self._killed = True
                 self._members[worker].handle.send_signal(signal.SIGKILL)
-            case rules.DumpStack(worker):
+            case decisions.DumpStack(worker):
                 self._members[worker].ask_for_stack()
-            case rules.Notice(text):
+            case decisions.Notice(text):
                 self.console.say(text)
-            case rules.Finish(verdict):
+            case decisions.Finish(verdict):
                 self._verdict = verdict
 
-    def _conclude(self, verdict: rules.Verdict) -> int:
+    def _renew(self, view: View, reason: str) -> None:
+        """Give the members of `view` the memory of a new exchange, and wake them from the old one."""
+        self.events.write("view", number=view.number, workers=view.workers, reason=reason)
+        try:
+            exchange = self.open_exchange(len(view.workers))
+        except LockstepError as error:
+            self._decide(decisions.Unfit(f"{reason}, but {error}"))
+            return
+        old, self._exchange = self._exchange, exchange
+        for worker in view.workers:
+            self._members[worker].tell(NewView(view.number, view.workers), exchange.descriptor)
+        if old is not None:
+            old.abort(reason)
+            old.close()
+        self.console.chief = view.chief
+
+    def _end_view(self, over: Over) -> None:
+        """Tell all workers that no view follows, and wake them."""
+        for member in self._members.values():
+            if not member.exited:
+                member.tell(over)
+        if self._exchange is not None:
+            self._exchange.abort(over.reason)
+
+    def _conclude(self, verdict: decisions.Verdict) -> int:
         in_peace = self.state.stage is rules.Stage.FINISHED and not self._killed
         left = self.descendants.end(grace=_LEAVE_GRACE if in_peace else 0)
         for member in self._members.values():
@@ -291,6 +339,8 @@ class Agent:
     def _close(self) -> None:
         for member in self._members.values():
             member.close()
+        if self._exchange is not None:
+            self._exchange.close()
         self._selector.close()
         with contextlib.suppress(OSError):
             self.command.close()

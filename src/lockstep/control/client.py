@@ -1,18 +1,31 @@
 """The worker's end of the socket to its agent."""
 
+import os
 import select
 import socket
 from typing import Any
 
-from lockstep.control.messages import Failed, Finished, Report, Started, Waiting, WorkerMessage, encode
+from lockstep.control.messages import (
+    MAX_PACKET,
+    Failed,
+    Finished,
+    NewView,
+    Over,
+    Report,
+    Started,
+    Waiting,
+    WorkerMessage,
+    decode,
+    encode,
+)
 
 _PATIENCE = 1.0
 
 
 class Client:
-    """Tells the agent what happens in this worker; safe to call from any thread.
+    """Tells the agent what happens in this worker, from any thread, and hears what it decides.
 
-    Nothing here raises, and nothing blocks longer than a second: a worker does not depend on being heard.
+    Telling never raises, and never blocks longer than a second: a worker does not depend on being heard.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -37,6 +50,27 @@ class Client:
     def finished(self) -> None:
         """Say that the script came to its end."""
         self._send(Finished(), _PATIENCE)
+
+    def next_view(self, seconds: float) -> tuple[NewView, int] | Over | None:
+        """Wait for what the agent decides about a view that is over; for the main thread.
+
+        Returns:
+            The newest view and the descriptor of its memory, which the caller has to close; or that the job
+            is over; or None if nothing has come in `seconds`.
+        """
+        answer: tuple[NewView, int] | Over | None = None
+        while not isinstance(answer, Over):
+            ready, _, _ = select.select([self._connection], [], [], 0.0 if answer else seconds)
+            if not ready:
+                break
+            packet, descriptors, _, _ = socket.recv_fds(self._connection, MAX_PACKET, 1)
+            if isinstance(answer, tuple):
+                os.close(answer[1])
+            message = decode(packet) if packet else Over("the agent is gone")
+            answer = (message, descriptors[0]) if isinstance(message, NewView) else None
+            if isinstance(message, Over):
+                answer = message
+        return answer
 
     def _send(self, message: WorkerMessage, patience: float) -> None:
         try:

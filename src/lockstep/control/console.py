@@ -1,6 +1,7 @@
 """The person's terminal: what workers write, and what Lockstep says of them."""
 
 from collections.abc import Callable
+from functools import partial
 
 from lockstep.control.output import LinePrefixer, Sink
 from lockstep.control.spec import Tee
@@ -17,13 +18,13 @@ class Console:
         stdout: takes what workers write to stdout.
         stderr: takes what workers write to stderr, and notes.
         tee: whose output is shown.
-        chief: the worker whose output is shown as it is.
+        chief: the worker whose output is shown as it is; may change.
     """
 
     def __init__(self, stdout: Sink, stderr: Sink, tee: Tee, chief: int) -> None:
         self.sinks = (stdout, stderr)
         self._tee = tee
-        self._chief = chief
+        self.chief = chief
         self._prefixers: list[LinePrefixer] = []
 
     @property
@@ -38,15 +39,13 @@ class Console:
 
     def shows(self, worker: int) -> bool:
         """Whether the output of `worker` is shown."""
-        return self._tee == "all" or worker == self._chief
+        return self._tee == "all" or worker == self.chief
 
     def outlets(self, worker: int) -> tuple[Write, Write]:
         """Return where the stdout and the stderr of `worker` go."""
-        if not self.shows(worker):
-            return _nowhere, _nowhere
         stdout, stderr = self.sinks
         if self._tee == "chief":
-            return stdout.write, stderr.write
+            return partial(self._show, worker, stdout), partial(self._show, worker, stderr)
         prefix = f"[worker {worker}] ".encode()
         prefixers = LinePrefixer(prefix, stdout.write), LinePrefixer(prefix, stderr.write)
         self._prefixers += prefixers
@@ -66,6 +65,6 @@ class Console:
         for sink in self.sinks:
             sink.flush()
 
-
-def _nowhere(data: bytes) -> None:
-    """The logs have it."""
+    def _show(self, worker: int, sink: Sink, data: bytes) -> None:
+        if self.shows(worker):
+            sink.write(data)

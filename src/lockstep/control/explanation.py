@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Mapping
 
+from lockstep.control.decisions import Evidence, Verdict
 from lockstep.control.member import Member
-from lockstep.control.supervision import Evidence, Verdict
 
 _LOG_LINES = 20
 _FRAMES = 10

@@ -2,13 +2,14 @@
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.control.console import Write
 from lockstep.control.launcher import Handle
-from lockstep.control.messages import MAX_PACKET
+from lockstep.control.messages import MAX_PACKET, AgentMessage, encode
 from lockstep.control.output import Log
 from lockstep.control.stack import STACK_SIGNAL, innermost
 
@@ -73,6 +74,11 @@ class Member:
                 take(packet)
             return False
         return True
+
+    def tell(self, message: AgentMessage, *descriptors: int) -> None:
+        """Send a message, with descriptors; one that has ended does not hear it."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            socket.send_fds(self.handle.control, [encode(message)], descriptors)
 
     def ask_for_stack(self) -> None:
         """Ask the worker for its stack; one that is not ready would not survive the question."""

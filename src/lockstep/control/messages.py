@@ -1,4 +1,4 @@
-"""What workers tell the agent, and the command tells it. JSON, one message a packet."""
+"""What workers, the agent and the command tell each other. JSON, one message a packet."""
 
 from typing import Any, TypeVar
 
@@ -56,8 +56,27 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     signal: int
 
 
+class NewView(msgspec.Struct, frozen=True, tag="view"):
+    """The view that follows one that is over; the descriptor of its memory comes with it.
+
+    Attributes:
+        number: of the view.
+        workers: its members, the longest-serving first.
+    """
+
+    number: int
+    workers: tuple[int, ...]
+
+
+class Over(msgspec.Struct, frozen=True, tag="over"):
+    """The job ends, for `reason`: no view follows."""
+
+    reason: str
+
+
 WorkerMessage = Started | Report | Waiting | Failed | Finished
-Message = WorkerMessage | Stop
+AgentMessage = NewView | Over
+Message = WorkerMessage | Stop | AgentMessage
 Kind = TypeVar("Kind")
 
 _decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)

@@ -3,11 +3,36 @@
 A job is RUNNING until something decides its end, its `Verdict`. Then the workers get, in this order and
 each only if they still run: the abort of their exchange, SIGTERM, SIGKILL. The first failure decides
 the status; what follows from it (`PeerLostError` in the others) never does.
+
+Once a worker has made a strategy the job is elastic: a worker that is lost is left behind in a new view,
+whose members compute its replicas too. A script that raises is given a moment to raise on all workers.
 """
 
 import signal
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+
+from lockstep.control.decisions import (
+    Abort,
+    Action,
+    DumpStack,
+    Event,
+    Evidence,
+    Exited,
+    Failed,
+    Finish,
+    Joined,
+    Kill,
+    Notice,
+    Renew,
+    Signal,
+    StopAsked,
+    TimePassed,
+    Unfit,
+    Verdict,
+    Waits,
+)
+from lockstep.topology import View, place
 
 
 class Stage(Enum):
@@ -19,14 +44,6 @@ class Stage(Enum):
     TERMINATING = auto()
     KILLING = auto()
     FINISHED = auto()
-
-
-class Evidence(Enum):
-    """What a message about a worker should show."""
-
-    NONE = auto()
-    LOG = auto()
-    STACK = auto()
 
 
 @dataclass(frozen=True)
@@ -53,112 +70,6 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Exited:
-    """A worker's process ended; `status` is negative for a signal."""
-
-    worker: int
-    status: int
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A worker's script raised; `blames` if only because of another worker."""
-
-    worker: int
-    status: int
-    summary: str
-    blames: bool
-
-
-@dataclass(frozen=True)
-class Waits:
-    """A worker has waited for `seconds` in `what` for `workers`."""
-
-    worker: int
-    what: str
-    workers: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class StopAsked:
-    """A person or a scheduler wants the job to end."""
-
-    signal: int
-
-
-@dataclass(frozen=True)
-class TimePassed:
-    """The deadline of the state has come."""
-
-
-Event = Exited | Failed | Waits | StopAsked | TimePassed
-
-
-@dataclass(frozen=True)
-class Abort:
-    """End the exchange between the workers."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Signal:
-    """Send `signal` to the main process of a worker."""
-
-    worker: int
-    signal: int
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Kill the main process of a worker."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class DumpStack:
-    """Ask a worker for its Python stack."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class Notice:
-    """Tell the person."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """How the job ends.
-
-    Attributes:
-        status: the exit status of the job.
-        message: why, in one line; empty if all went well.
-        workers: whose evidence to show.
-        evidence: which.
-    """
-
-    status: int
-    message: str = ""
-    workers: tuple[int, ...] = ()
-    evidence: Evidence = Evidence.NONE
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Kill what is left, tell the person, end with the verdict's status."""
-
-    verdict: Verdict
-
-
-Action = Abort | Signal | Kill | DumpStack | Notice | Finish
-
-
-@dataclass(frozen=True)
 class State:
     """What supervision remembers.
 
@@ -171,6 +82,10 @@ class State:
         blaming: workers whose own failure only blames another worker.
         deserted: workers that have said once that they wait for one that ended well.
         deadline: when `TimePassed` is due.
+        view: who computes what.
+        elastic: whether the job can go on without a worker.
+        failed: what each worker whose script raised ended with, the first one first.
+        finished: workers that ended well.
         noticed: when each set of late workers was last told of.
     """
 
@@ -182,6 +97,10 @@ class State:
     blaming: frozenset[int] = frozenset()
     deserted: frozenset[int] = frozenset()
     deadline: float | None = None
+    view: View | None = None
+    elastic: bool = False
+    failed: tuple[tuple[int, Verdict], ...] = ()
+    finished: frozenset[int] = frozenset()
     noticed: tuple[tuple[tuple[int, ...], float], ...] = ()
 
 
@@ -203,8 +122,13 @@ def decide(state: State, event: Event, now: float) -> Decision:
             return _exited(state, event, now)
         case Failed():
             return _failed(state, event, now)
+        case Joined():
+            joined = replace(state, elastic=state.view is not None)
+            return Decision(joined, reason=f"worker {event.worker} has joined")
         case Waits():
             return _waits(state, event, now)
+        case Unfit():
+            return _end(state, Verdict(1, event.reason), now)
         case StopAsked():
             return _stop_asked(state, event, now)
         case TimePassed():
@@ -240,7 +164,11 @@ def name_workers(workers: tuple[int, ...]) -> str:
 def _exited(state: State, event: Exited, now: float) -> Decision:
     state = replace(state, running=state.running - {event.worker})
     how = f"worker {event.worker} {describe_exit(event.status)}"
-    if state.stage is Stage.RUNNING and event.status != 0 and event.worker not in state.blaming:
+    if event.status == 0:
+        state = replace(state, finished=state.finished | {event.worker})
+    elif state.stage is Stage.RUNNING and event.worker not in state.blaming:
+        if state.elastic:
+            return _lost(state, event, how, now)
         verdict = Verdict(shell_status(event.status), how, (event.worker,), Evidence.LOG)
         return _end(state, verdict, now)
     if not state.running:
@@ -248,13 +176,47 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
     return Decision(state, reason=how)
 
 
+def _lost(state: State, event: Exited, how: str, now: float) -> Decision:
+    """Go on without a worker, if there is anybody to go on."""
+    failures = dict(state.failed)
+    if not state.running:
+        if state.finished:
+            return _finish(replace(state, verdict=Verdict(0)), f"{how}; others had ended well")
+        lost = Verdict(shell_status(event.status), how, (event.worker,), Evidence.LOG)
+        verdict = state.failed[0][1] if state.failed else lost
+        return _finish(replace(state, verdict=verdict), f"{how}; no worker is left")
+    if event.worker in failures:
+        if state.deadline is not None:
+            return Decision(state, reason=f"{how}; perhaps the others fail too")
+        how = failures[event.worker].message
+    return _renew(state, how)
+
+
+def _renew(state: State, how: str) -> Decision:
+    """Begin a view of those members that still run and have not failed."""
+    assert state.view is not None
+    failures = dict(state.failed)
+    staying = tuple(
+        worker for worker in state.view.workers if worker in state.running and worker not in failures
+    )
+    if not staying:
+        return Decision(state, reason=f"{how}; nobody is left to go on")
+    view = place(state.view.replicas, staying, state.view.number + 1)
+    reason = f"{how}; {name_workers(staying)} {'goes' if len(staying) == 1 else 'go'} on (view {view.number})"
+    return Decision(replace(state, view=view), (Renew(view, reason), Notice(reason)), reason)
+
+
 def _failed(state: State, event: Failed, now: float) -> Decision:
     message = f"worker {event.worker} ended with status {event.status}: {event.summary}"
     verdict = Verdict(event.status, message, (event.worker,), Evidence.LOG)
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason=f"{message}; the job is ending already")
-    if not event.blames:
+    if not event.blames and not state.elastic:
         return _end(state, verdict, now)
+    if not event.blames:
+        deadline = now + state.limits.blame if state.deadline is None else state.deadline
+        state = replace(state, failed=(*state.failed, (event.worker, verdict)), deadline=deadline)
+        return Decision(state, reason=f"{message}; perhaps the others fail too")
     state = replace(state, blaming=state.blaming | {event.worker})
     if state.suspect is None:
         state = replace(state, suspect=verdict, deadline=now + state.limits.blame)
@@ -315,8 +277,12 @@ def _time_passed(state: State, now: float) -> Decision:
     if state.deadline is None or now < state.deadline:
         return Decision(state, reason="nothing is due")
     match state.stage:
+        case Stage.RUNNING if state.failed:
+            return _leave_failed(state)
         case Stage.RUNNING if state.suspect:
             return _end(state, state.suspect, now)
+        case Stage.LOOKING if state.verdict and state.elastic and state.running - set(state.verdict.workers):
+            return _leave_stuck(state, state.verdict)
         case Stage.LOOKING if state.verdict:
             return _end_stuck(state, state.verdict, now)
         case Stage.ENDING:
@@ -325,6 +291,24 @@ def _time_passed(state: State, now: float) -> Decision:
             return _kill(state, now, "some workers did not end after the signal")
         case _:
             return _finish(state, "some workers cannot be ended")
+
+
+def _leave_failed(state: State) -> Decision:
+    """Go on without the workers whose script raised, once their processes are gone."""
+    state = replace(state, deadline=None)
+    late = tuple(worker for worker, _ in state.failed if worker in state.running)
+    if late:
+        kills = tuple(Kill(worker) for worker in late)
+        return Decision(state, kills, f"{name_workers(late)} failed, and did not end")
+    return _renew(state, state.failed[-1][1].message)
+
+
+def _leave_stuck(state: State, verdict: Verdict) -> Decision:
+    """Go on without the workers that did not arrive, once their processes are gone."""
+    state = replace(state, stage=Stage.RUNNING, verdict=None, deadline=None)
+    stuck = tuple(worker for worker in verdict.workers if worker in state.running)
+    kills = tuple(Kill(worker) for worker in stuck)
+    return Decision(state, (*kills, Notice(f"{verdict.message}; it is killed")), verdict.message)
 
 
 def _end(state: State, verdict: Verdict, now: float) -> Decision:

@@ -4,8 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError
 from lockstep.job import Job
+from lockstep.topology import View
 
 Facts = Mapping[str, str]
 """What a worker is about to do, by name, in the order in which differences are to be reported."""
@@ -28,16 +30,22 @@ def agree(job: Job, what: str, facts: Facts) -> None:
     Raises:
         DisagreementError: on every worker; names the two workers and the first fact that differs.
     """
-    if len(job.view.workers) == 1:
-        return
-    blobs = gather(job, what, {}, msgspec.json.encode(list(facts.items())))
-    gathered = [dict(msgspec.json.decode(blob, type=list[tuple[str, str]])) for blob in blobs]
-    difference = describe_difference(job.view.workers, gathered)
-    if difference:
+
+    def compare(view: View, communicator: Communicator) -> str | None:
+        if len(view.workers) == 1:
+            return None
+        own = msgspec.json.encode(list({"call": what, **facts}.items()))
+        gathered = [
+            dict(msgspec.json.decode(blob, type=list[tuple[str, str]]))
+            for blob in communicator.gather(own, what=what)
+        ]
+        return describe_difference(view.workers, gathered)
+
+    if difference := job.exchange(compare):
         raise DisagreementError(f"{what}: {difference}")
 
 
-def gather(job: Job, what: str, facts: Facts, blob: bytes) -> list[bytes]:
+def gather(view: View, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
     """Give every worker the blobs of all, in the order of the view's workers.
 
     Raises:
@@ -46,9 +54,9 @@ def gather(job: Job, what: str, facts: Facts, blob: bytes) -> list[bytes]:
     own = msgspec.msgpack.encode((list({"call": what, **facts}.items()), blob))
     packed = [
         msgspec.msgpack.decode(other, type=tuple[list[tuple[str, str]], bytes])
-        for other in job.communicator.gather(own, what=what)
+        for other in communicator.gather(own, what=what)
     ]
-    difference = describe_difference(job.view.workers, [dict(heading) for heading, _ in packed])
+    difference = describe_difference(view.workers, [dict(heading) for heading, _ in packed])
     if difference:
         raise DisagreementError(f"{what}: {difference}")
     return [other for _, other in packed]

@@ -1,6 +1,7 @@
 """What a Keras backend must do so that replicas can compute a model's steps."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
@@ -49,6 +50,9 @@ class Program(Protocol):
 
         Only programs that predict have outputs.
         """
+
+    def published(self, state: Any) -> AbstractContextManager[None]:
+        """Within the block the model's variables have the values in `state`, as between steps."""
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays of `state` by names that a person recognises."""

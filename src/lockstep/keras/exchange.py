@@ -1,11 +1,13 @@
 """How a step goes: compute the replicas this worker owns, sum over all of them, apply the total.
 
-The same for every backend. The program of a step computes and applies; the communicator sums.
+The same for every backend. The program of a step computes and applies; the communicator sums. In a new view,
+what was computed for the step is kept, and only replicas that the worker did not own before are added.
 """
 
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import keras
@@ -14,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lockstep.collectives.contract import Leaves, Span
+from lockstep.collectives.contract import Communicator, Leaves, Span
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import ModelError
@@ -22,6 +24,7 @@ from lockstep.job import Job
 from lockstep.keras.agreement import agree, gather
 from lockstep.keras.calls import Calls
 from lockstep.keras.contract import Backend, Partial, Program, Total
+from lockstep.topology import View
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the workers' states."""
@@ -54,7 +57,6 @@ class Exchange:
         self._job = job
         self._backend = backend
         self._program = program
-        self._owned = job.view.replicas_of(job.worker)
         self._layouts: list[Layout] = []
         self._nest: Any = None
         self._calls = calls
@@ -65,9 +67,10 @@ class Exchange:
         totals: list[Total] = []
         complete = False
         while not complete:
-            started = self._compute(state, batch, totals)
+            total = self._job.exchange(
+                partial(self._sum, state, batch, totals, {}), partial(self._program.published, state)
+            )
             complete = self._program.complete(len(totals))
-            total = self._reduce(batch, started, len(totals))
             # The next reduce uses the total's memory again.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
         logs, state = self._program.apply(state, totals)
@@ -77,52 +80,75 @@ class Exchange:
     def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._program.outputs()  # Those of a step that failed halfway.
-        started = self._compute(state, batch, [])
-        outputs = self._program.outputs()
-        if self._nest is None:
-            self._nest = outputs[0][1]
-        rows = self._gather([nest for replica, nest in outputs if replica in started], batch)
+        started: dict[int, Partial] = {}
+        outputs: dict[int, Any] = {}
+
+        def join(view: View, communicator: Communicator) -> Any:
+            self._compute(state, batch, [], started, view)
+            outputs.update(self._program.outputs())
+            if self._nest is None:
+                self._nest = next(iter(outputs.values()))
+            own = [outputs[replica] for replica in view.replicas_of(self._job.worker) if replica in started]
+            return self._join(own, batch, view, communicator)
+
+        rows = self._job.exchange(join)
         if self._layouts[0].names:
-            _, state = self._program.apply(state, [self._reduce(batch, started, 0)])
+            total = self._job.exchange(partial(self._sum, state, batch, [], started))
+            _, state = self._program.apply(state, [total])
         self._calls.current.steps += 1
         return rows, state
 
-    def _compute(self, state: Any, batch: GlobalBatch, earlier: Sequence[Total]) -> dict[int, Partial]:
-        """Start the computation of the owned replicas that have examples.
+    def _compute(
+        self,
+        state: Any,
+        batch: GlobalBatch,
+        earlier: Sequence[Total],
+        started: dict[int, Partial],
+        view: View,
+    ) -> None:
+        """Start the computation of the replicas owned in `view` that have examples and are not in `started`.
 
         A worker whose replicas have no examples in the first batch computes replica 0 as well, without
         contributing it: that is how it learns what a partial looks like.
         """
-        replicas = self._job.view.replicas
         call = self._calls.current
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._job.seed, call.number, call.steps))
-        shares = [batch.share(replica, replicas, seed) for replica in self._owned]
-        compute = self._program.compute
-        started = {share.replica: compute(state, share, earlier) for share in shares if share.examples}
+        for replica in view.replicas_of(self._job.worker):
+            share = batch.share(replica, view.replicas, seed)
+            if share.examples and replica not in started:
+                started[replica] = self._program.compute(state, share, earlier)
         if len(self._layouts) == len(earlier):
-            partial = next(iter(started.values()), None)
-            if partial is None:
-                partial = compute(state, batch.share(0, replicas, seed), earlier)
-            names = tuple(sorted(partial))
-            zeros = tuple(np.zeros_like(self._backend.concrete(partial[name])) for name in names)
+            computed = next(iter(started.values()), None)
+            if computed is None:
+                computed = self._program.compute(state, batch.share(0, view.replicas, seed), earlier)
+            names = tuple(sorted(computed))
+            zeros = tuple(np.zeros_like(self._backend.concrete(computed[name])) for name in names)
             self._layouts.append(Layout(names, zeros))
-        return started
 
-    def _reduce(self, batch: GlobalBatch, started: Mapping[int, Partial], number: int) -> Total:
-        """Sum the partials of round `number`; the result is valid until the next reduce."""
-        layout = self._layouts[number]
+    def _sum(
+        self,
+        state: Any,
+        batch: GlobalBatch,
+        earlier: Sequence[Total],
+        started: dict[int, Partial],
+        view: View,
+        communicator: Communicator,
+    ) -> Total:
+        """Compute and sum the round that follows `earlier`; the total is valid until the next reduce."""
+        self._compute(state, batch, earlier, started, view)
+        layout = self._layouts[len(earlier)]
         # The backend is still computing: time to hash what it computes from.
-        check = batch.check() if len(self._job.view.workers) > 1 else b""
+        check = batch.check() if len(view.workers) > 1 else b""
         partials: dict[Span, Leaves] = {}
-        for replica in self._owned:
-            partial = started.get(replica)
+        for replica in view.replicas_of(self._job.worker):
+            computed = started.get(replica)
             partials[Span(replica, replica + 1)] = (
                 layout.zeros
-                if partial is None
-                else layout.leaves({name: self._backend.concrete(value) for name, value in partial.items()})
+                if computed is None
+                else layout.leaves({name: self._backend.concrete(value) for name, value in computed.items()})
             )
         self._backend.settle()
-        total = self._job.communicator.reduce(partials, check=check, what=self._calls.where())
+        total = communicator.reduce(partials, check=check, what=self._calls.where())
         return dict(zip(layout.names, total, strict=True))
 
     def _next_step(self, state: Any) -> None:
@@ -133,13 +159,14 @@ class Exchange:
             arrays = self._program.named_state(state)
             agree(self._job, f"after step {call.steps} of {call.name}", state_facts(self._backend, arrays))
 
-    def _gather(self, own: Sequence[Any], batch: GlobalBatch) -> Any:
+    def _join(self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator) -> Any:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""
         parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
-        if len(self._job.view.workers) > 1:
+        if len(view.workers) > 1:
             packed = [[(str(a.dtype), list(a.shape), a.tobytes()) for a in part] for part in parts]
             facts = {"data": batch.check().hex()}
-            blobs = gather(self._job, self._calls.where(), facts, msgspec.msgpack.encode(packed))
+            blob = msgspec.msgpack.encode(packed)
+            blobs = gather(view, communicator, self._calls.where(), facts, blob)
             parts = [_unpack(part) for blob in blobs for part in _decode(blob)]
         leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return keras.tree.pack_sequence_as(self._nest, leaves)

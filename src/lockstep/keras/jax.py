@@ -5,6 +5,7 @@ recorder; a second compiled function applies the sum. Between the two the gradie
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -119,6 +120,16 @@ class JaxProgram:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    @contextmanager
+    def published(self, state: Any) -> Iterator[None]:
+        """Give the variables the values of `state`, whose memory the next update takes."""
+        for variable, value in zip(self._variables(), (v for group in state for v in group), strict=True):
+            variable.assign(value)
+        # So that Keras neither overwrites them now, nor takes the state from them for the next step.
+        self._model._jax_state_synced = True
+        yield
+        self._model._jax_state_synced = False
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays that Keras threads through its steps by the paths of their variables."""

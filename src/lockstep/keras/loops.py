@@ -15,7 +15,7 @@ from lockstep.data.batch import GlobalBatch
 from lockstep.errors import ScopeError
 from lockstep.job import Job
 from lockstep.keras.agreement import Facts, agree
-from lockstep.keras.callbacks import following, writes
+from lockstep.keras.callbacks import on_chief, writes
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.contract import Backend, Kind
 from lockstep.keras.exchange import Exchange, state_facts
@@ -63,12 +63,10 @@ class Loops:
             self._begin(call, model, training, lambda: {**epochs, **_all_facts(training, validation)})
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
-            given.update(verbose=self._verbose(given["verbose"]))
-            if not self._job.is_chief:
-                given.update(callbacks=following(callbacks))
+            given.update(callbacks=on_chief(callbacks, given["verbose"]))
             result = original(*bound.args, **bound.kwargs)
             if writes(callbacks):
-                self._job.communicator.barrier(what=f"the end of {call.name}")
+                self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:

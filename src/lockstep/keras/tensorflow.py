@@ -6,7 +6,7 @@ so that replicas can be computed one after the other; a third one applies the su
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -145,6 +145,10 @@ class TensorFlowProgram:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def published(self, state: Any) -> AbstractContextManager[None]:
+        """Do nothing: the variables are the state."""
+        return nullcontext()
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the model's and the optimizer's variables by their paths."""

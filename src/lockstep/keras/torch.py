@@ -6,7 +6,7 @@ recorder; afterwards the variables have their old values again. The total is app
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +177,10 @@ class TorchProgram:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
+
+    def published(self, state: Any) -> AbstractContextManager[None]:
+        """Do nothing: the variables are the state."""
+        return nullcontext()
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return what steps read and write by the paths of the variables."""

@@ -1,0 +1,142 @@
+"""What supervision hears of, and what it can decide: events, actions, and the verdict at the end of a job."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lockstep.topology import View
+
+
+class Evidence(Enum):
+    """What a message about a worker should show."""
+
+    NONE = auto()
+    LOG = auto()
+    STACK = auto()
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker's process ended; `status` is negative for a signal."""
+
+    worker: int
+    status: int
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker's script raised; `blames` if only because of another worker."""
+
+    worker: int
+    status: int
+    summary: str
+    blames: bool
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A worker has made a strategy: from now on others can do what it leaves undone."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Waits:
+    """A worker has waited for `seconds` in `what` for `workers`."""
+
+    worker: int
+    what: str
+    workers: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Unfit:
+    """This machine cannot give what the next view needs."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopAsked:
+    """A person or a scheduler wants the job to end."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class TimePassed:
+    """The deadline of the state has come."""
+
+
+Event = Exited | Failed | Joined | Waits | Unfit | StopAsked | TimePassed
+
+
+@dataclass(frozen=True)
+class Abort:
+    """End the exchange between the workers."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Renew:
+    """End the view, for `reason`, and begin `view` with those of its members that still run."""
+
+    view: View
+    reason: str
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send `signal` to the main process of a worker."""
+
+    worker: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill the main process of a worker."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class DumpStack:
+    """Ask a worker for its Python stack."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Tell the person."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How the job ends.
+
+    Attributes:
+        status: the exit status of the job.
+        message: why, in one line; empty if all went well.
+        workers: whose evidence to show.
+        evidence: which.
+    """
+
+    status: int
+    message: str = ""
+    workers: tuple[int, ...] = ()
+    evidence: Evidence = Evidence.NONE
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Kill what is left, tell the person, end with the verdict's status."""
+
+    verdict: Verdict
+
+
+Action = Abort | Renew | Signal | Kill | DumpStack | Notice | Finish

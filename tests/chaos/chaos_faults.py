@@ -1,0 +1,111 @@
+"""Faults at named points of the protocol, in a worker that was told of them."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.collectives import futex, meeting, shared
+from lockstep.collectives.room import Room
+from lockstep.membership import Membership
+
+POINTS = (
+    "before publishing",
+    "halfway through publishing",
+    "published",
+    "arrived",
+    "halfway through summing",
+    "summed",
+    "after reduce",
+    "after apply",
+    "growing the memory",
+    "in a gather",
+    "told of a loss",
+    "in the next view",
+)
+
+KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "exception")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a worker the first time that it passes a point from a step on."""
+
+    worker: int
+    step: int
+    point: str
+    kind: str = "SIGKILL"
+
+
+class Misfortune(Exception):
+    """What a script raises on one worker only."""
+
+
+class Faults:
+    """The faults of one worker."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self._faults = list(faults)
+        self.step = 0
+
+    def passing(self, point: str) -> None:
+        """Suffer what is due at `point`."""
+        for fault in self._faults:
+            if fault.point == point and fault.step <= self.step:
+                self._faults.remove(fault)
+                strike(fault.kind)
+                return
+
+
+def strike(kind: str) -> None:
+    """Let this process die, stop for a while, or raise."""
+    if kind == "exception":
+        raise Misfortune
+    if kind == "SIGSTOP":
+        # Somebody else has to let it go on.
+        subprocess.Popen(["/bin/sh", "-c", f"sleep 0.05; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), getattr(signal, kind))
+
+
+def prepare(faults: Faults) -> None:
+    """Let the protocol's own code pass the points."""
+    run = shared.run
+    runs = [0]
+
+    def halfway(tasks: Any, *rest: Any) -> None:
+        # A reduction runs twice: it publishes, and it sums.
+        point = ("halfway through publishing", "halfway through summing")[runs[0] % 2]
+        runs[0] += 1
+        middle = len(tasks) // 2
+        run(tasks[:middle], *rest)
+        faults.passing(point)
+        run(tasks[middle:], *rest)
+        faults.passing(("published", "summed")[point.endswith("summing")])
+
+    def around(owner: Any, name: str, before: str = "", after: str = "") -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before:
+                faults.passing(before)
+            result = original(*args, **kwargs)
+            if after:
+                faults.passing(after)
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def restart(self: Any, *args: Any, **kwargs: Any) -> Any:
+        runs[0] = 0
+        return reduce(self, *args, **kwargs)
+
+    reduce = shared.SharedCommunicator.reduce
+    shared.SharedCommunicator.reduce = restart  # type: ignore[method-assign]
+    shared.run = halfway  # type: ignore[attr-defined]
+    around(futex, "add_one", after="arrived")
+    around(Room, "map", before="growing the memory")
+    around(shared.SharedCommunicator, "gather", before="in a gather")
+    around(meeting.Meeting, "_receive", before="in a gather")
+    around(Membership, "next_place", before="told of a loss", after="in the next view")

@@ -1,0 +1,107 @@
+"""A training without a framework: what a worker computes, and what one process would have computed."""
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from chaos_faults import Faults
+
+from lockstep.collectives.contract import Communicator, Span
+from lockstep.job import Job
+from lockstep.topology import View, split_evenly
+
+Array = npt.NDArray[Any]
+LARGE, SMALL = 1500, 40
+
+
+def examples(step: int, replica: int, replicas: int) -> list[int]:
+    """The ids of a replica's examples; batches are ragged, and the last replicas may have none."""
+    size = (37, 5, 64, 2)[step % 4]
+    counts = split_evenly(size, replicas)
+    start = 1000 * step + sum(counts[:replica])
+    return list(range(start, start + counts[replica]))
+
+
+def gradient(state: Array, ids: list[int], step: int) -> list[Array]:
+    """Depends on the state and on the examples, in more than their number."""
+    total = np.zeros_like(state)
+    for example in ids:
+        total += np.sin(state * np.float32(example % 13 + 1) + np.float32(example % 7))
+    # Sometimes another call, with more leaves: the memory grows.
+    return [total, *([np.full(LARGE, len(ids), "float64")] if step % 5 == 3 else [])]
+
+
+def apply(state: Array, chain: bytes, total: list[Array], ids: list[list[int]]) -> tuple[Array, bytes]:
+    """Return the next state, and the hash of all examples so far, in their order."""
+    news = np.asarray(state - np.float32(0.01) * total[0] / np.float32(64), "float32")
+    return news, hashlib.sha256(chain + repr(ids).encode() + b"".join(t.tobytes() for t in total)).digest()
+
+
+def digest(state: Array, chain: bytes) -> str:
+    return hashlib.sha256(state.tobytes() + chain).hexdigest()
+
+
+def beginning(seed: int) -> tuple[Array, bytes]:
+    return np.random.default_rng(seed).normal(size=SMALL).astype("float32"), b""
+
+
+def alone(seed: int, replicas: int, steps: int) -> str:
+    """What one process comes to, adding along the tree by itself."""
+    state, chain = beginning(seed)
+    for step in range(steps):
+        ids = [examples(step, replica, replicas) for replica in range(replicas)]
+        parts = [gradient(state, own, step) for own in ids]
+        total = [tree([part[leaf] for part in parts]) for leaf in range(len(parts[0]))]
+        state, chain = apply(state, chain, total, ids)
+    return digest(state, chain)
+
+
+def tree(parts: list[Array]) -> Array:
+    """Sum along the job's tree: the left half is the largest power of two below the number of parts."""
+    if len(parts) == 1:
+        return parts[0]
+    half = 1 << (len(parts) - 1).bit_length() - 1
+    return np.asarray(tree(parts[:half]) + tree(parts[half:]), parts[0].dtype)
+
+
+def train(job: Job, steps: int, faults: Faults) -> str:
+    """Train as a worker of a job."""
+    state, chain = beginning(job.seed)
+    replicas = job.view.replicas
+    for step in range(steps):
+        faults.step = step
+        summed = job.exchange(partial(total, job, state, step, {}, faults))
+        faults.passing("after reduce")
+        ids = [examples(step, replica, replicas) for replica in range(replicas)]
+        state, chain = apply(state, chain, summed, ids)
+        faults.passing("after apply")
+        if step % 3 == 1:
+            own = digest(state, chain).encode() * 20000
+            blobs = job.exchange(partial(gathered, own))
+            assert set(blobs) == {own}
+    job.exchange(lambda view, communicator: communicator.barrier())
+    return digest(state, chain)
+
+
+def total(
+    job: Job,
+    state: Array,
+    step: int,
+    parts: dict[int, list[Array]],
+    faults: Faults,
+    view: View,
+    communicator: Communicator,
+) -> list[Array]:
+    """Compute the replicas that are not among `parts`, and sum all."""
+    for replica in view.replicas_of(job.worker):
+        if replica not in parts:
+            parts[replica] = gradient(state, examples(step, replica, view.replicas), step)
+    own = {Span(replica, replica + 1): parts[replica] for replica in view.replicas_of(job.worker)}
+    faults.passing("before publishing")
+    return list(communicator.reduce(own, check=step.to_bytes(4), what=f"step {step}"))
+
+
+def gathered(blob: bytes, view: View, communicator: Communicator) -> list[bytes]:
+    return communicator.gather(blob)

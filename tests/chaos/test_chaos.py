@@ -1,0 +1,33 @@
+"""Workers die at every named point of the protocol, and the survivors come to the same bits."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chaos_faults import POINTS
+
+HARNESS = Path(__file__).with_name("harness.py")
+
+
+def run(*arguments: str) -> dict[str, int]:
+    """Run jobs; return how many there were, and how many workers they have lost."""
+    command = [sys.executable, str(HARNESS), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
+    return {name: int(count) for name, count in re.findall(r"(\w+) (\d+)", result.stdout.splitlines()[-1])}
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_workers_are_lost_at_a_point(point: str) -> None:
+    seen = run("--seed", "1000", "--jobs", "6", "--point", point)
+    assert seen["failed"] == 0
+    # One is lost elsewhere in each job.
+    assert seen["lost"] > seen["jobs"]
+
+
+def test_workers_are_lost_anywhere() -> None:
+    seen = run("--jobs", "80")
+    assert seen["failed"] == 0
+    assert seen["lost"] > 80
