@@ -20,8 +20,10 @@ from lockstep.control.decisions import (
     Exited,
     Failed,
     Finish,
+    Joined,
     Kill,
     Notice,
+    Renew,
     Signal,
     StopAsked,
     TimePassed,
@@ -38,6 +40,7 @@ from lockstep.control.supervision import (
     shell_status,
     signal_name,
 )
+from lockstep.topology import place
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 TWO = State(frozenset({0, 1}), Limits(timeout=60.0))
@@ -48,6 +51,7 @@ PATTERNS: list[tuple[str, type[Event]]] = [
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", Exited),
     (r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)", Failed),
     (r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)", Waits),
+    (r"worker (?P<worker>\d+) joins", Joined),
     (r"stop by (?P<signal>\d+)", StopAsked),
     (r"time passes", TimePassed),
 ]
@@ -74,6 +78,8 @@ def render(action: Action) -> str:
     match action:
         case Abort(reason):
             return f"abort: {reason}"
+        case Renew(view, _):
+            return f"view {view.number} of {name_workers(view.workers)}"
         case Signal(worker, number):
             return f"signal worker {worker}: {signal_name(number)}"
         case Kill(worker):
@@ -95,7 +101,9 @@ def trace(scenario: str) -> str:
             continue
         lines.append(line)
         if match := re.fullmatch(r"workers (\d+), timeout (\d+)", line):
-            state = State(frozenset(range(int(match[1]))), Limits(timeout=float(match[2])))
+            count = int(match[1])
+            view = place(count, tuple(range(count)))
+            state = State(frozenset(view.workers), Limits(timeout=float(match[2])), view=view)
         elif match := re.fullmatch(r"([\d.]+): (.*)", line):
             decision = decide(state, parse(match[2]), float(match[1]))
             state = decision.state

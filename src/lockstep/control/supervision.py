@@ -86,6 +86,7 @@ class State:
         elastic: whether the job can go on without a worker.
         failed: what each worker whose script raised ended with, the first one first.
         finished: workers that ended well.
+        condemned: stuck workers that were killed, whose end has not been seen yet.
         noticed: when each set of late workers was last told of.
     """
 
@@ -101,6 +102,7 @@ class State:
     elastic: bool = False
     failed: tuple[tuple[int, Verdict], ...] = ()
     finished: frozenset[int] = frozenset()
+    condemned: frozenset[int] = frozenset()
     noticed: tuple[tuple[tuple[int, ...], float], ...] = ()
 
 
@@ -166,9 +168,9 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
     how = f"worker {event.worker} {describe_exit(event.status)}"
     if event.status == 0:
         state = replace(state, finished=state.finished | {event.worker})
-    elif state.stage is Stage.RUNNING and event.worker not in state.blaming:
-        if state.elastic:
-            return _lost(state, event, how, now)
+    elif state.elastic and state.stage in (Stage.RUNNING, Stage.LOOKING) and not _blames(state, event):
+        return _lost(_running(state), event, how)
+    elif state.stage is Stage.RUNNING and not _blames(state, event):
         verdict = Verdict(shell_status(event.status), how, (event.worker,), Evidence.LOG)
         return _end(state, verdict, now)
     if not state.running:
@@ -176,7 +178,18 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
     return Decision(state, reason=how)
 
 
-def _lost(state: State, event: Exited, how: str, now: float) -> Decision:
+def _blames(state: State, event: Exited) -> bool:
+    return event.worker in state.blaming
+
+
+def _running(state: State) -> State:
+    """Forget who was stuck: whoever is waited for now may be another."""
+    if state.stage is Stage.RUNNING:
+        return state
+    return replace(state, stage=Stage.RUNNING, verdict=None, deadline=None)
+
+
+def _lost(state: State, event: Exited, how: str) -> Decision:
     """Go on without a worker, if there is anybody to go on."""
     failures = dict(state.failed)
     if not state.running:
@@ -227,9 +240,14 @@ def _waits(state: State, event: Waits, now: float) -> Decision:
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason="the job is ending already")
     gone = tuple(worker for worker in event.workers if worker not in state.running)
-    late = tuple(worker for worker in event.workers if worker in state.running)
+    if state.elastic:
+        # Who is lost is left behind in the next view, of which the worker has not heard yet.
+        gone = tuple(worker for worker in gone if worker in state.finished)
+    late = tuple(worker for worker in event.workers if worker in state.running - state.condemned)
     if gone:
         return _deserted(state, event, gone, now)
+    if not late:
+        return Decision(state, reason=f"whom worker {event.worker} waits for is about to be left behind")
     state = replace(state, deserted=state.deserted - {event.worker})
     if late and event.seconds >= state.limits.timeout:
         return _stuck(state, event, late, now)
@@ -305,8 +323,8 @@ def _leave_failed(state: State) -> Decision:
 
 def _leave_stuck(state: State, verdict: Verdict) -> Decision:
     """Go on without the workers that did not arrive, once their processes are gone."""
-    state = replace(state, stage=Stage.RUNNING, verdict=None, deadline=None)
     stuck = tuple(worker for worker in verdict.workers if worker in state.running)
+    state = replace(_running(state), condemned=state.condemned.union(stuck))
     kills = tuple(Kill(worker) for worker in stuck)
     return Decision(state, (*kills, Notice(f"{verdict.message}; it is killed")), verdict.message)
 
