@@ -1,18 +1,19 @@
 """A program like a user's: trains what its arguments name, and prints what came out, exactly.
 
-    program.py [--plain] [--exact] [--save FOLDER] NAME...
+    program.py [--plain | --both] [--exact] [--save FOLDER] NAME...
 
---plain trains without Lockstep. --exact leaves out what is random or computed per replica (shuffling,
-Dropout, BatchNormalization), so that replicas and plain Keras must agree. --save writes weights,
-figures and predictions to FOLDER/NAME-<process id>.npz.
+--plain trains without Lockstep, --both first without and then with it. --exact leaves out what is random or
+computed per replica (shuffling, Dropout, BatchNormalization), so that replicas and plain Keras must agree.
+--save writes weights, figures and predictions to FOLDER/NAME-<process id>.npz, and with --both those of plain
+Keras to FOLDER/plain-NAME-<process id>.npz.
 """
 
 import argparse
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,15 @@ class Trained:
     y: Any
     batch_size: int = 50
     weight: Any = None
+    noted: dict[str, Any] = field(default_factory=dict)
+    """Further figures and arrays that have to be equal."""
 
 
 @dataclass
 class Context:
     scope: Callable[[], contextlib.AbstractContextManager[None]]
     exact: bool
+    folder: Path | None = None
 
     @property
     def shuffle(self) -> bool:
@@ -324,23 +328,33 @@ TRAININGS = [
 ]
 
 
-def main() -> None:
+def main(trainings: Sequence[Callable[[Context], Trained]] = TRAININGS) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--both", action="store_true")
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--save", type=Path)
     parser.add_argument("names", nargs="*")
     arguments = parser.parse_args()
+    known = {training.__name__: training for training in trainings}
+    if arguments.both:
+        # Lockstep replaces methods of Keras when a strategy is made, not before.
+        plain = Context(contextlib.nullcontext, arguments.exact, arguments.save)
+        for name in arguments.names or known:
+            train(known[name], plain, "plain-")
     scope = contextlib.nullcontext if arguments.plain else lockstep.MultiWorkerMirroredStrategy().scope
-    context = Context(scope, arguments.exact)
-    known = {training.__name__: training for training in TRAININGS}
     for name in arguments.names or known:
-        keras.utils.set_random_seed(7)
-        trained = known[name](context)
-        report(name, trained, arguments.save)
+        train(known[name], Context(scope, arguments.exact, arguments.save))
 
 
-def report(name: str, trained: Trained, folder: Path | None) -> None:
+def train(training: Callable[[Context], Trained], context: Context, kind: str = "") -> None:
+    # Names that Keras makes up begin anew.
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(7)
+    report(training.__name__, training(context), context.folder, kind)
+
+
+def report(name: str, trained: Trained, folder: Path | None, kind: str) -> None:
     model = trained.model
     figures = model.evaluate(
         trained.x,
@@ -351,19 +365,29 @@ def report(name: str, trained: Trained, folder: Path | None) -> None:
         return_dict=True,
     )
     rows = keras.tree.flatten(model.predict(trained.x, batch_size=trained.batch_size, verbose=0))
-    evaluated = " ".join(f"{key}={float(value).hex()}" for key, value in sorted(figures.items()))
-    predicted = hashlib.sha256(b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in rows)).hexdigest()
-    print(f"result {name} {lockstep.digest(model)} {predicted} {evaluated}")
+    noted = {key: np.asarray(value) for key, value in trained.noted.items()}
+    evaluated = " ".join(f"{key}={hexadecimal(value)}" for key, value in sorted(figures.items()))
+    predicted, further = hashed(rows), hashed(noted.values())
+    print(f"{kind}result {name} {lockstep.digest(model)} {predicted} {further} {evaluated}")
     if folder:
         history = {f"history {key}": np.asarray(value) for key, value in model.history.history.items()}
         weights = np.concatenate([np.ravel(np.asarray(value)) for value in model.get_weights()])
         np.savez(
-            folder / f"{name}-{os.getpid()}.npz",
+            folder / f"{kind}{name}-{os.getpid()}.npz",
             weights=weights,
-            figures=[float(figures[key]) for key in sorted(figures)],
+            figures=np.concatenate([np.ravel(figures[key]) for key in sorted(figures)]),
             rows=np.concatenate([np.ravel(leaf) for leaf in rows]),
             **history,
+            **{f"noted {key}": value for key, value in noted.items()},
         )
+
+
+def hexadecimal(value: Any) -> str:
+    return ",".join(float(one).hex() for one in np.ravel(value))
+
+
+def hashed(arrays: Iterable[Any]) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(array).tobytes() for array in arrays)).hexdigest()
 
 
 if __name__ == "__main__":
