@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Keras backends to test or measure: names, or "all". By default JAX and TensorFlow, and PyTorch if installed.
 export BACKENDS
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench soak clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,11 @@ check: .venv/dev
 bench: .venv/bench
 	$(BIN)/python bench/run.py
 
+# Kills thousands of workers, on every backend that is installed; takes an hour.
+soak: .venv/dev
+	$(BIN)/python tests/chaos/harness.py --jobs 1500
+	$(BIN)/python -m pytest -q -m slow tests/training/test_survival.py tests/training/test_resuming.py
+
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
@@ -43,4 +48,6 @@ clean:
 
 .venv/bench: .venv/dev
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	# It asks for another distribution of TensorFlow than the one that is here.
+	$(BIN)/python -m pip install --quiet --no-deps 'tf_keras==2.21.*'
 	touch $@

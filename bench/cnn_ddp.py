@@ -1,52 +1,78 @@
 """One process of the tutorial's CNN in PyTorch, tuned: one thread, one bucket, gradients in the bucket.
 
-    cnn_ddp.py PROGRAM EXCHANGE PROCESS TURNS STEPS
+    cnn_ddp.py PROGRAM MODEL ADAM EXCHANGE PROCESS TURNS STEPS
 
-With EXCHANGE 1 two processes train together in DistributedDataParallel over gloo, else each for itself.
+MODEL is `torch`, or `keras`: Keras's model on its PyTorch backend, which is a module of PyTorch. ADAM is
+`adam`, PyTorch's as it comes, or `fused`, one that passes over the memory once. With EXCHANGE 1 two processes
+train together in DistributedDataParallel over gloo, else each for itself.
 """
 
-import hashlib
+import itertools
+import math
 import os
 import sys
 import time
+from typing import Any
 
 from turns import SOCKET, Turns, pin
 
-NAME, EXCHANGE, PROCESS, TURNS, STEPS = sys.argv[1], sys.argv[2] == "1", *map(int, sys.argv[3:])
+NAME, MODEL, ADAM = sys.argv[1:4]
+EXCHANGE, PROCESS, TURNS, STEPS = map(int, sys.argv[4:])
 pin(PROCESS)
+os.environ["KERAS_BACKEND"] = "torch"
 
 import torch  # noqa: E402
 
-from cnn_model import BATCH, examples, torch_cnn  # noqa: E402
+from cnn_model import BATCH, LEARNING_RATE, examples, keras_cnn, torch_cnn  # noqa: E402
+
+
+def cnn() -> Any:
+    if MODEL == "torch":
+        return torch_cnn()
+    import keras
+
+    return keras_cnn(keras)
+
 
 torch.set_num_threads(1)
-torch.manual_seed(1)
-model = torch_cnn()
+model = cnn()
 if EXCHANGE:
     meeting = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=PROCESS, world_size=2)
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
-optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=ADAM == "fused" or None)
+BETA, EPSILON = 0.999, 1e-7
+numbers = itertools.count(1)
 loss_of = torch.nn.CrossEntropyLoss()
 images, labels = examples(STEPS * BATCH * 2)
-x, y = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
+x, y = torch.from_numpy(images), torch.from_numpy(labels)
+if MODEL == "torch":
+    x = x.unsqueeze(1)
 
 
-def epoch() -> float:
+def epoch() -> tuple[float, Any]:
+    """Return the seconds it took and the mean loss of this process's examples."""
     begun = time.perf_counter()
+    total = torch.zeros(())
     for step in range(STEPS):
         start = (2 * step + PROCESS) * BATCH
         optimizer.zero_grad(set_to_none=False)
-        loss_of(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+        loss = loss_of(model(x[start : start + BATCH]), y[start : start + BATCH])
+        loss.backward()
+        # Keras adds epsilon before it corrects Adam's second moment, PyTorch after: this makes them equal.
+        optimizer.param_groups[0]["eps"] = EPSILON / math.sqrt(1 - BETA ** next(numbers))
         optimizer.step()
-    return time.perf_counter() - begun
+        total += loss.detach()
+    return time.perf_counter() - begun, total / STEPS
 
 
 epoch()
-turns = Turns(os.environ[SOCKET], NAME, PROCESS)
+turns = Turns(NAME, PROCESS)
 for _ in range(TURNS):
-    if not turns.wait():
-        sys.exit("the driver is gone")
-    seconds = epoch()
-    state = b"".join(value.detach().numpy().tobytes() for value in model.parameters())
-    turns.answer({"seconds": seconds, "loss": hashlib.sha256(state).hexdigest()})
+    turns.wait()
+    seconds, loss = epoch()
+    if EXCHANGE:
+        torch.distributed.all_reduce(loss)
+        loss /= 2
+    turns.answer(seconds, loss.item(), (value.detach().numpy() for value in parameters))

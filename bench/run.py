@@ -1,4 +1,4 @@
-"""All rows: what `make bench` prints. BACKENDS names Keras backends; JAX alone by default."""
+"""All rows: what `make bench` prints. BACKENDS names Keras backends, or all; JAX alone by default."""
 
 import os
 
@@ -8,7 +8,8 @@ import cnn
 
 def main() -> None:
     allreduce.main()
-    for backend in (os.environ.get("BACKENDS") or "jax").split():
+    names = os.environ.get("BACKENDS") or "jax"
+    for backend in cnn.PEERS if names == "all" else names.split():
         print()
         cnn.main(backend)
 

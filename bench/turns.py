@@ -1,82 +1,225 @@
 """Programs that stay alive and take turns, so that each is measured under the same weather.
 
 The driver listens on a Unix socket. Every process of every program connects, says who it is, and then does
-one turn of work for each message it gets, answering with what it measured.
+one turn of work for each message it gets, answering with what it measured. The driver waits for nothing
+without an end: a process that ends early or is silent for too long ends everything, by name.
 """
 
+import hashlib
 import json
 import os
+import select
 import socket
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 SOCKET = "BENCH_TURNS"
+PORTS = "BENCH_PORTS"
+"""Two ports of the loopback that nobody listens on, for programs that meet there."""
 CONNECT_SECONDS = 120.0
 TURN_SECONDS = 300.0
+END_SECONDS = 60.0
+STOP_SECONDS = 10.0
+LOOK_SECONDS = 0.5
+
+
+class Line:
+    """One end of a connection that carries a JSON value a line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._file = connection.makefile("rw")
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def send(self, message: Any) -> None:
+        self._file.write(json.dumps(message) + "\n")
+        self._file.flush()
+
+    def receive(self) -> Any:
+        """Return the next message, None once the other end is gone."""
+        line = self._file.readline()
+        return json.loads(line) if line.endswith("\n") else None
 
 
 class Turns:
     """A process's end: wait for a turn, do it, answer."""
 
-    def __init__(self, path: str, program: str, process: int) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
-        self._file = self._socket.makefile("rw")
-        self.answer({"program": program, "process": process})
+    def __init__(self, program: str, process: int) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(os.environ[SOCKET])
+        self._driver = Line(connection)
+        self._driver.send({"program": program, "process": process})
 
-    def wait(self) -> bool:
-        """Return True when it is this process's turn, False once the driver is gone."""
-        return self._file.readline() == "go\n"
+    def wait(self) -> None:
+        """Return when it is this process's turn."""
+        if self._driver.receive() is None:
+            sys.exit("the driver is gone")
 
-    def answer(self, measured: dict[str, Any]) -> None:
-        self._file.write(json.dumps(measured) + "\n")
-        self._file.flush()
+    def answer(self, seconds: float, loss: float, weights: Iterable[Any] = ()) -> None:
+        """Tell how long the turn took, and what two processes must have in common after it."""
+        digest = hashlib.sha256()
+        for array in weights:
+            digest.update(array.tobytes())
+        self._driver.send({"seconds": seconds, "loss": float(loss).hex(), "weights": digest.hexdigest()})
+
+
+class Epochs:
+    """A Keras callback, but for its base class: waits before each epoch, and answers after it."""
+
+    model: Any
+
+    def __init__(self, program: str, process: int) -> None:
+        super().__init__()
+        self._name = program, process
+        self._turns: Turns | None = None
+        self._begun = 0.0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self._turns is None and epoch:
+            # The first epoch compiles: it is nobody's turn.
+            self._turns = Turns(*self._name)
+        if self._turns is not None:
+            self._turns.wait()
+        self._begun = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        seconds = time.perf_counter() - self._begun
+        if self._turns is not None:
+            self._turns.answer(seconds, logs["loss"], self.model.get_weights())
+
+
+class FailedError(Exception):
+    """A program ended early, or was silent for too long."""
 
 
 @dataclass
 class Program:
-    """Some processes that work together; `answers[turn][process]` is what they measured."""
+    """Some processes that work together; `answers[turn][process]` is what they measured.
+
+    `commands` start the processes, one each or all at once; `variables` is their own part of the environment.
+    """
 
     name: str
+    commands: list[list[str]]
     processes: int
+    replicas: int
+    variables: dict[str, str] = field(default_factory=dict)
     answers: list[list[dict[str, Any]]] = field(default_factory=list)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ends: dict[int, Line] = field(default_factory=dict)
+
+    @contextmanager
+    def running(self, listener: socket.socket) -> Iterator[None]:
+        """Start the processes and meet them; they are gone when this ends."""
+        meeting = {SOCKET: listener.getsockname(), PORTS: " ".join(map(str, free_ports(2)))}
+        environment = os.environ | self.variables | meeting
+        try:
+            for command in self.commands:
+                self.children.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
+            self._meet(listener)
+            yield
+        finally:
+            for process in self.children:
+                stop(process)
+
+    def take_turn(self) -> None:
+        for process, end in self.ends.items():
+            try:
+                end.send("go")
+            except OSError as error:
+                raise FailedError(f"{self.name}: process {process} {self._how_it_ended()}") from error
+        answers: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + TURN_SECONDS
+        while missing := {self.ends[process]: process for process in self.ends.keys() - answers.keys()}:
+            # All at once: when one ends early, the others may wait for it without an end.
+            for end in select.select(list(missing), [], [], LOOK_SECONDS)[0]:
+                answer = end.receive()
+                if answer is None:
+                    raise FailedError(f"{self.name}: process {missing[end]} {self._how_it_ended()}")
+                answers[missing[end]] = answer
+            if time.monotonic() > deadline:
+                silent = sorted(missing.values())
+                raise FailedError(f"{self.name}: no answer from {silent} in {TURN_SECONDS:.0f} s")
+        self.answers.append([answers[process] for process in range(self.processes)])
+
+    def finish(self) -> None:
+        """Wait until the processes have ended by themselves."""
+        statuses = [ended(process, END_SECONDS) for process in self.children]
+        if None in statuses:
+            raise FailedError(f"{self.name}: does not end after its last turn")
+        if any(statuses):
+            raise FailedError(f"{self.name}: the processes ended with {statuses}")
+
+    def _meet(self, listener: socket.socket) -> None:
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while len(self.ends) < self.processes:
+            if select.select([listener], [], [], LOOK_SECONDS)[0]:
+                end = Line(listener.accept()[0])
+                hello = end.receive()
+                if hello is not None:
+                    self.ends[hello["process"]] = end
+            elif any(process.poll() is not None for process in self.children):
+                raise FailedError(f"{self.name}: could not start; {self._how_it_ended()}")
+            elif time.monotonic() > deadline:
+                raise FailedError(f"{self.name}: not ready after {CONNECT_SECONDS:.0f} s")
+
+    def _how_it_ended(self) -> str:
+        statuses = [ended(process, LOOK_SECONDS) for process in self.children]
+        return f"ended early (exit statuses {statuses}; None is still alive)"
 
 
-def pin(core: int) -> None:
-    """Keep this process on one core; to be called before a framework counts the cores."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[core % len(cores)]})
+def ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Return the exit status, None if the process is still alive after some time."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return None
 
 
-def take_turns(
-    folder: Path, programs: list[Program], start: Callable[[Program, dict[str, str]], None], turns: int
-) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    if ended(process, STOP_SECONDS) is None:
+        process.kill()
+        process.wait()
+
+
+def pin(*cores: int) -> None:
+    """Keep this process on these cores; to be called before a framework counts them."""
+    found = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {found[core % len(found)] for core in cores})
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports of the loopback that nobody listens on at this moment."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for free in sockets:
+            free.bind(("127.0.0.1", 0))
+        return [free.getsockname()[1] for free in sockets]
+
+
+def take_turns(folder: Path, programs: list[Program], turns: int) -> None:
     """Start all programs, let each do `turns` turns, one program at a time, in alternating order."""
-    path = folder / "turns"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
+        listener.bind(str(folder / "turns"))
         listener.listen(64)
-        listener.settimeout(CONNECT_SECONDS)
-        ends: dict[tuple[str, int], Any] = {}
         for program in programs:
             # One after the other, so that none compiles while another does.
-            start(program, {SOCKET: str(path)})
-            for _ in range(program.processes):
-                end, _ = listener.accept()
-                end.settimeout(TURN_SECONDS)
-                file = end.makefile("rw")
-                hello = json.loads(file.readline())
-                ends[hello["program"], hello["process"]] = file
+            stack.enter_context(program.running(listener))
         for turn in range(turns):
             for program in programs if turn % 2 == 0 else reversed(programs):
-                own = [ends[program.name, process] for process in range(program.processes)]
-                for file in own:
-                    file.write("go\n")
-                    file.flush()
-                program.answers.append([json.loads(file.readline()) for file in own])
+                program.take_turn()
+        for program in programs:
+            program.finish()
 
 
 @dataclass(frozen=True)
