@@ -5,13 +5,14 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
 from lockstep import __version__
-from lockstep.config import keras_backend, switched_off, usable_cores, visible_gpus
+from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
 from lockstep.control.backend import BACKENDS, choose_backend
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder
@@ -82,9 +83,7 @@ def cli() -> None:
 @click.option(
     "--seed",
     type=click.IntRange(min=0),
-    default=0,
-    show_default=True,
-    help="Everything random follows from it.",
+    help="Everything random follows from it.  [default: 0]",
 )
 @click.option(
     "--run-dir",
@@ -106,6 +105,28 @@ def cli() -> None:
     metavar="SECONDS",
     help="A worker for which others wait longer is stuck, and ends the job.",
 )
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Keep checkpoints here, and go on from the newest one that is there.",
+)
+@click.option(
+    "--checkpoint-every",
+    "every",
+    metavar="N|TIME",
+    default="10m",
+    show_default=True,
+    help="So many steps of training, or a time such as 30s, 10m or 1h.",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    metavar="K",
+    help="How many checkpoints to keep.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -118,7 +139,8 @@ def run(**options: Any) -> None:
     lockstep run -n 2 -m package.train --epochs 3
 
     The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
-    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started.
+    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started. With --checkpoint, SIGTERM lets
+    the chief keep a checkpoint first, for at most 20 seconds.
     """
     from lockstep.control.command import fill_standard_descriptors, run_under_agent
 
@@ -147,10 +169,13 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     backend = _backend(options["backend"])
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
     gpus = visible_gpus()
+    checkpoints, past = _checkpoints(options)
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
-    workers = options["workers"] or min(wanted, options["replicas"] or wanted)
-    replicas = options["replicas"] or workers
+    replicas = options["replicas"] or past.get("replicas")
+    workers = options["workers"] or min(wanted, replicas or wanted)
+    replicas = replicas or workers
     place(replicas, tuple(range(workers)))
+    threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     name = options["script"] if options["module"] else Path(options["script"]).stem
     return JobSpec(
@@ -159,14 +184,48 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         arguments=options["arguments"],
         workers=workers,
         replicas=replicas,
-        threads=options["threads"] or max(1, usable_cores() // replicas),
-        seed=options["seed"],
+        threads=threads,
+        seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
         timeout=options["timeout"],
         run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
         tee=options["tee"],
         backend=backend,
         devices=devices,
+        checkpoints=checkpoints,
     )
+
+
+def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[str, Any]]:
+    """Return what to keep, and what the checkpoint that the job goes on from says of its job."""
+    if options["checkpoint"] is None:
+        return None, {}
+    from lockstep.checkpoint.choice import newest, parse_every, refuse_another_job
+
+    every = parse_every(options["every"])
+    folder = options["checkpoint"].absolute()
+    found = newest(folder, lambda text: click.echo(f"lockstep: {text}", err=True))
+    resume, past = found or (None, {})
+    if resume is not None:
+        refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
+    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def checkpoints(folder: Path) -> None:
+    """List the checkpoints in FOLDER, and verify each.
+
+    The exit status is 1 if one is damaged.
+    """
+    from lockstep.checkpoint.store import Store
+
+    entries = Store(folder).entries()
+    for entry in entries:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
+        click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {entry.fault or 'whole'}")
+    if not entries:
+        click.echo(f"there is no checkpoint in {folder}")
+    sys.exit(any(entry.fault for entry in entries))
 
 
 def _be_agent(spec: JobSpec, command: socket.socket) -> int:
@@ -193,7 +252,12 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
             events=events,
             clock=SystemClock(),
             descendants=LinuxDescendants(),
-            state=State(frozenset(range(spec.workers)), Limits(timeout=spec.timeout), view=spec.view),
+            state=State(
+                frozenset(range(spec.workers)),
+                Limits(timeout=spec.timeout),
+                view=spec.view,
+                keeps=spec.checkpoints is not None,
+            ),
         )
         return agent.run()
 

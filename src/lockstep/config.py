@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from lockstep.errors import ConfigError
 
 _PREFIX = "LOCKSTEP_"
@@ -19,6 +21,25 @@ its tensors from there. JAX has an allocator of its own, which these slow down."
 _TF_CONFIG_AT_START = os.environ.get("TF_CONFIG")
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Which checkpoints a job keeps, and which one it goes on from.
+
+    Attributes:
+        folder: where they are, absolute.
+        steps: how many steps of training lie between two; None where time decides.
+        seconds: how many seconds; None where steps decide.
+        keep: how many are kept.
+        resume: the one to go on from; None to begin.
+    """
+
+    folder: Path
+    steps: int | None
+    seconds: float | None
+    keep: int
+    resume: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,7 @@ class WorkerConfig:
         agent: process id of the agent.
         control: inherited descriptor of the socket to the agent.
         arena: inherited descriptor of the memory that the workers share.
+        checkpoints: what is kept, if anything is.
     """
 
     worker: int
@@ -48,6 +70,7 @@ class WorkerConfig:
     agent: int
     control: int
     arena: int
+    checkpoints: Checkpoints | None = None
 
 
 def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
@@ -67,6 +90,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         agent=_parse(environ, "AGENT", _positive),
         control=_parse(environ, "CONTROL_FD", _count),
         arena=_parse(environ, "ARENA_FD", _count),
+        checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
     )
     if config.worker >= config.workers:
         raise ConfigError(
@@ -172,7 +196,7 @@ def usable_cores() -> int:
 
 
 def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
-    values = {
+    values: dict[str, object] = {
         "WORKER": config.worker,
         "WORKERS": config.workers,
         "REPLICAS": config.replicas,
@@ -184,6 +208,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         "CONTROL_FD": config.control,
         "ARENA_FD": config.arena,
     }
+    if config.checkpoints is not None:
+        values["CHECKPOINTS"] = msgspec.json.encode(config.checkpoints, enc_hook=str).decode()
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}
 
 
@@ -242,6 +268,13 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise ValueError("expected seconds, more than 0")
     return seconds
+
+
+def _checkpoints(text: str) -> Checkpoints | None:
+    try:
+        return msgspec.json.decode(text, type=Checkpoints | None, dec_hook=lambda kind, value: kind(value))
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from None
 
 
 def _folder(text: str) -> Path:

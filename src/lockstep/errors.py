@@ -12,7 +12,8 @@
     |   `-- DisagreementError  it computes something else than this worker
     |-- UnfitError             this machine or environment cannot do it
     |   |-- BackendError       the Keras backend is missing or not supported
-    |   `-- SharedMemoryError  too little memory to exchange gradients in
+    |   |-- SharedMemoryError  too little memory to exchange gradients in
+    |   `-- CheckpointError    a checkpoint cannot be written, or is damaged
     `-- InternalError          a bug in Lockstep
 
 Errors of other libraries are mapped to these where they enter.
@@ -69,6 +70,10 @@ class BackendError(UnfitError):
 
 class SharedMemoryError(UnfitError):
     """There is too little memory to exchange gradients in."""
+
+
+class CheckpointError(UnfitError):
+    """A checkpoint cannot be written, or one on disk is damaged or incomplete."""
 
 
 class InternalError(LockstepError):

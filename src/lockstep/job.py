@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from lockstep.checkpoint.keeper import Keeper
+from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Communicator
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
@@ -45,6 +47,8 @@ class Job:
         folder: the run's own, where workers may leave notes for each other; None without one.
         next_place: waits for the view that follows one that is over, and enters it; raises its argument, or
             an error of its own, where none follows.
+        keeper: keeps checkpoints, if there are to be any.
+        resumed: the checkpoint that the job goes on from, if any.
     """
 
     view: View
@@ -55,6 +59,8 @@ class Job:
     report: Report
     folder: Path | None = None
     next_place: Callable[[PeerLostError], Place] = raise_it
+    keeper: Keeper | None = None
+    resumed: Contents | None = None
     _undone: list[Callable[[], object]] = field(default_factory=list)
 
     @property

@@ -20,6 +20,8 @@ from lockstep.errors import ConfigError, PeerLostError, PeerStuckError
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 
+_GRACE_FOR_CHECKPOINT = 60.0
+
 
 def main(arguments: Sequence[str]) -> None:
     """Run the script of `arguments` as the worker that the environment describes."""
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str]) -> None:
 def _enter_job(config: WorkerConfig, client: Client) -> None:
     from lockstep import job
     from lockstep.membership import Membership
+    from lockstep.persistence import open_keeper, resumed
     from lockstep.topology import place
 
     seed_everything(config.seed)
@@ -57,6 +60,8 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
         client.report,
         config.run_dir,
         membership.next_place,
+        keeper=open_keeper(config, client),
+        resumed=resumed(config),
     )
     job.enter(entered)
     os.register_at_fork(after_in_child=_leave_job)
@@ -85,10 +90,20 @@ def _run(script: Script, client: Client) -> None:
         # Python gives it the meaning it always has; only the end of a good run is worth telling.
         if leaving.code in (None, 0):
             client.finished()
+            _end_keeping(client)
         raise
     except BaseException as error:
         sys.exit(_fail(error, client))
     client.finished()
+    _end_keeping(client)
+
+
+def _end_keeping(client: Client) -> None:
+    from lockstep import job
+
+    keeper = job.current().keeper
+    if keeper is not None and not keeper.close(_GRACE_FOR_CHECKPOINT):
+        client.report("checkpoint failed", reason=f"not written in {_GRACE_FOR_CHECKPOINT:.0f} s at the end")
 
 
 def _fail(error: BaseException, client: Client) -> int:

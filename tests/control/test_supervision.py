@@ -104,6 +104,8 @@ def trace(scenario: str) -> str:
             count = int(match[1])
             view = place(count, tuple(range(count)))
             state = State(frozenset(view.workers), Limits(timeout=float(match[2])), view=view)
+        elif line == "keeps checkpoints":
+            state = replace(state, keeps=True)
         elif match := re.fullmatch(r"([\d.]+): (.*)", line):
             decision = decide(state, parse(match[2]), float(match[1]))
             state = decision.state

@@ -123,6 +123,25 @@ def test_a_loss_that_is_a_sum_adds_up_and_does_not_mix_with_means(
         model.fit(X, [Y, Y], verbose=0)
 
 
+def test_a_loss_that_is_a_vector_is_refused(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    with strategy.scope():
+        model = build()
+        model.compile("sgd", keras.losses.MeanSquaredError(reduction=None))
+    with pytest.raises(ModelError, match="reduction=None: it is a vector"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_synchronized_statistics_are_refused_by_name(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    layer = keras.layers.BatchNormalization(name="mine")
+    # Only TensorFlow lets a script ask for it.
+    layer.synchronized = True
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), layer, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match="layer 'mine' has synchronized=True"):
+        model.fit(X, Y, verbose=0)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_loaded_model_is_compiled_and_trains(
     strategy: lockstep.MultiWorkerMirroredStrategy, tmp_path: Path, inside: bool

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import msgspec
+
 from lockstep.clock import Clock
 from lockstep.config import WorkerConfig, worker_environment
 from lockstep.control import decisions
@@ -114,7 +116,7 @@ class Agent:
         return status
 
     def _open(self) -> None:
-        self.events.write("job", **(asdict(self.spec) | {"run_dir": str(self.spec.run_dir)}))
+        self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
         try:
             self._exchange = self.open_exchange(self.spec.workers)
@@ -155,6 +157,7 @@ class Agent:
             agent=self.pid,
             control=control,
             arena=arena,
+            checkpoints=spec.checkpoints,
         )
         devices = spec.devices[worker] if spec.devices else None
         return worker_environment(

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from lockstep.config import Checkpoints
 from lockstep.topology import View, place
 
 Tee = Literal["chief", "all"]
@@ -39,6 +40,7 @@ class JobSpec:
         tee: whose output the terminal shows.
         backend: the Keras backend, None to leave it.
         devices: of each worker; empty to leave them.
+        checkpoints: what is kept, if anything is.
     """
 
     target: str
@@ -53,6 +55,7 @@ class JobSpec:
     tee: Tee = "chief"
     backend: str | None = None
     devices: tuple[Devices, ...] = ()
+    checkpoints: Checkpoints | None = None
 
     @property
     def view(self) -> View:
@@ -67,6 +70,8 @@ class JobSpec:
         ]
         if self.replicas > 1:
             parts.append(f"the same bits with any 1 to {self.replicas} workers")
+        if self.checkpoints is not None and self.checkpoints.resume is not None:
+            parts.append(f"goes on from {self.checkpoints.resume}")
         parts.append(f"logs in {self.run_dir}")
         return "; ".join(parts)
 

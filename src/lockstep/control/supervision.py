@@ -40,6 +40,7 @@ class Stage(Enum):
 
     RUNNING = auto()
     LOOKING = auto()
+    SAVING = auto()
     ENDING = auto()
     TERMINATING = auto()
     KILLING = auto()
@@ -57,6 +58,7 @@ class Limits:
         abort: to workers that hear of the abort, until SIGTERM.
         term: to workers that got SIGTERM or the person's own signal, until SIGKILL.
         kill: to workers that got SIGKILL, until the job ends without them.
+        save: to the chief, to keep a checkpoint before the job is stopped.
         notice: between two notices that one worker waits for another.
     """
 
@@ -66,6 +68,7 @@ class Limits:
     abort: float = 3.0
     term: float = 3.0
     kill: float = 1.0
+    save: float = 20.0
     notice: float = 10.0
 
 
@@ -84,6 +87,7 @@ class State:
         deadline: when `TimePassed` is due.
         view: who computes what.
         elastic: whether the job can go on without a worker.
+        keeps: whether the job keeps checkpoints.
         failed: what each worker whose script raised ended with, the first one first.
         finished: workers that ended well.
         condemned: stuck workers that were killed, whose end has not been seen yet.
@@ -100,6 +104,7 @@ class State:
     deadline: float | None = None
     view: View | None = None
     elastic: bool = False
+    keeps: bool = False
     failed: tuple[tuple[int, Verdict], ...] = ()
     finished: frozenset[int] = frozenset()
     condemned: frozenset[int] = frozenset()
@@ -175,6 +180,8 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
         return _end(state, verdict, now)
     if not state.running:
         return _finish(state, f"{how}; no worker is left")
+    if state.stage is Stage.SAVING and event.worker not in _savers(state):
+        return _signal_all(state, signal.SIGTERM, now, f"{how}; every other worker gets SIGTERM")
     return Decision(state, reason=how)
 
 
@@ -287,8 +294,20 @@ def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return _kill(state, now, f"{name} came again")
     verdict = state.verdict or Verdict(128 + event.signal, f"stopped by {name}")
+    saves = event.signal == signal.SIGTERM and state.keeps and state.elastic and state.stage is Stage.RUNNING
     state = replace(state, verdict=verdict)
+    if saves and (chief := _savers(state)):
+        state = replace(state, stage=Stage.SAVING, deadline=now + state.limits.save)
+        return Decision(
+            state, (Signal(chief[0], event.signal),), f"{name}: the chief keeps a checkpoint first"
+        )
     return _signal_all(state, event.signal, now, f"{name}: every worker gets it")
+
+
+def _savers(state: State) -> tuple[int, ...]:
+    """Return the chief, if it runs."""
+    assert state.view is not None
+    return (state.view.chief,) if state.view.chief in state.running else ()
 
 
 def _time_passed(state: State, now: float) -> Decision:
@@ -303,6 +322,8 @@ def _time_passed(state: State, now: float) -> Decision:
             return _leave_stuck(state, state.verdict)
         case Stage.LOOKING if state.verdict:
             return _end_stuck(state, state.verdict, now)
+        case Stage.SAVING:
+            return _signal_all(state, signal.SIGTERM, now, "the chief has not kept a checkpoint in time")
         case Stage.ENDING:
             return _terminate(state, now)
         case Stage.TERMINATING:

@@ -1,8 +1,9 @@
 """The distributed calls of a process (`fit`, `evaluate`, ...), numbered, and where in them it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -13,18 +14,33 @@ class Call:
         name: of the method, and how many of it there were; for messages.
         number: of the call among all, from 1; 0 outside of any.
         steps: taken in the call so far.
+        skipped: how many of its steps were taken before this process began, and are not taken again.
+        callbacks: that the call was given.
+        at_end: whether its state can be taken at its end only.
     """
 
     name: str
     number: int
     steps: int = 0
+    skipped: int = 0
+    callbacks: Sequence[Any] = ()
+    at_end: bool = False
 
 
 @dataclass
 class Calls:
-    """The calls in progress, the innermost last, and how many of each method there were."""
+    """The calls in progress, the innermost last, and how many of each method there were.
+
+    Attributes:
+        methods: how many calls of each method have begun.
+        outermost: how many calls outside of any other have begun.
+        taken: how many steps of training have been taken, in all calls.
+        stack: the calls in progress.
+    """
 
     methods: dict[str, int] = field(default_factory=dict)
+    outermost: int = 0
+    taken: int = 0
     stack: list[Call] = field(default_factory=lambda: [Call("no call", 0)])
 
     @contextmanager
@@ -32,7 +48,9 @@ class Calls:
         """Number a call of `method` and make it the current one for the block."""
         self.methods[method] = self.methods.get(method, 0) + 1
         name = f"{method} {self.methods[method]}"
-        if len(self.stack) > 1:
+        if len(self.stack) == 1:
+            self.outermost += 1
+        else:
             name = f"{name} within {self.current.name}"
         self.stack.append(Call(name, sum(self.methods.values())))
         try:

@@ -57,6 +57,13 @@ class Program(Protocol):
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays of `state` by names that a person recognises."""
 
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Return the state that has the values that `named_state` has returned, perhaps of another process.
+
+        Raises:
+            CheckpointError: they do not fit the model.
+        """
+
 
 class Backend(Protocol):
     """One Keras backend."""

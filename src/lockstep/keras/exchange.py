@@ -23,7 +23,8 @@ from lockstep.errors import ModelError
 from lockstep.job import Job
 from lockstep.keras.agreement import agree, gather
 from lockstep.keras.calls import Calls
-from lockstep.keras.contract import Backend, Partial, Program, Total
+from lockstep.keras.contract import Backend, Kind, Partial, Total
+from lockstep.keras.snapshots import Snapshots
 from lockstep.topology import View
 
 CHECK_EVERY = 100
@@ -53,17 +54,33 @@ class Layout:
 class Exchange:
     """The steps of one model, of one kind, in one job."""
 
-    def __init__(self, job: Job, backend: Backend, program: Program, calls: Calls) -> None:
+    def __init__(
+        self,
+        job: Job,
+        backend: Backend,
+        model: Any,
+        kind: Kind,
+        calls: Calls,
+        snapshots: Snapshots,
+    ) -> None:
         self._job = job
         self._backend = backend
-        self._program = program
+        self._program = backend.program(model, kind)
         self._layouts: list[Layout] = []
         self._nest: Any = None
         self._calls = calls
-        self._steps = 0
+        self._model = model
+        self._trains = kind == "train"
+        self._snapshots = snapshots
 
     def advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that trains or tests; return (logs, state)."""
+        call = self._calls.current
+        if call.steps < call.skipped:
+            call.steps += 1
+            if call.steps < call.skipped:
+                return {}, state
+            return self._snapshots.restore(self._model, self._program, state)
         totals: list[Total] = []
         complete = False
         while not complete:
@@ -74,7 +91,7 @@ class Exchange:
             # The next reduce uses the total's memory again.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
         logs, state = self._program.apply(state, totals)
-        self._next_step(state)
+        self._next_step(logs, state)
         return logs, state
 
     def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
@@ -151,13 +168,16 @@ class Exchange:
         total = communicator.reduce(partials, check=check, what=self._calls.where())
         return dict(zip(layout.names, total, strict=True))
 
-    def _next_step(self, state: Any) -> None:
+    def _next_step(self, logs: Any, state: Any) -> None:
         call = self._calls.current
         call.steps += 1
-        self._steps += 1
-        if self._steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
+        if self._trains:
+            self._calls.taken += 1
+        if call.steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
             arrays = self._program.named_state(state)
             agree(self._job, f"after step {call.steps} of {call.name}", state_facts(self._backend, arrays))
+        if self._trains and not call.at_end:
+            self._snapshots.keep(lambda: self._snapshots.take(self._model, logs, self._program, state))
 
     def _join(self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator) -> Any:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""

@@ -18,6 +18,7 @@ _FUNCTIONS: dict[str, Kind] = {
     "make_predict_function": "predict",
 }
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
+_STEPS = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
 _SAVES = ("save", "save_weights", "export")
 
 _installed: list[Loops] = []
@@ -39,10 +40,18 @@ def install(job: Job) -> Loops:
         for name, kind in _FUNCTIONS.items():
             _replace(name, functools.partial(loops.make_function, kind))
         for name in _SAVES:
-            _replace(name, saves.save)
+            _replace(name, functools.partial(_save, loops, saves))
+        for name in _STEPS:
+            _silence(name, loops)
         _installed.append(loops)
         job.report("strategy", backend=keras.backend.backend())
     return _installed[0]
+
+
+def _save(loops: Loops, saves: Saves, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    # What a script saved before this process began is saved; the model is not there yet.
+    if not loops.behind:
+        saves.save(original, *args, **kwargs)
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
@@ -55,6 +64,17 @@ def _replace(name: str, method: Callable[..., Any]) -> None:
         return method(original, self, *args, **kwargs)
 
     setattr(owner, name, replacement)
+
+
+def _silence(name: str, loops: Loops) -> None:
+    """Let no callback hear of steps that were taken before this process began."""
+    original = getattr(keras.callbacks.CallbackList, name)
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return None if loops.forwarding else original(self, *args, **kwargs)
+
+    setattr(keras.callbacks.CallbackList, name, replacement)
 
 
 def _backend() -> Backend:

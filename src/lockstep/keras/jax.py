@@ -21,7 +21,7 @@ from lockstep.keras.contract import Kind, Partial, Total
 from lockstep.keras.losses import by_density, divided, replica_losses
 from lockstep.keras.rounds import Left, Rounds, Unknown
 from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
-from lockstep.keras.variables import named_arrays, seed_positions
+from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
 
 _GOLDEN = np.uint32(0x9E3779B9)
 """2**32 divided by the golden ratio: spreads consecutive replica ids over the keys."""
@@ -134,6 +134,13 @@ class JaxProgram:
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays that Keras threads through its steps by the paths of their variables."""
         return named_arrays(self._variables(), [value for group in state for value in group])
+
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Return a state with the values of `arrays`."""
+        variables = self._variables()
+        refuse_misfits(named_arrays(variables, variables), arrays)
+        values = iter([jnp.array(arrays[name]) for name in named_arrays(variables, variables)])
+        return tuple([next(values) for _ in group] for group in state)
 
     def _variables(self) -> list[Any]:
         model = self._model

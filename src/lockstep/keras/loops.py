@@ -21,6 +21,8 @@ from lockstep.keras.contract import Backend, Kind
 from lockstep.keras.exchange import Exchange, state_facts
 from lockstep.keras.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
+from lockstep.keras.snapshots import Snapshots, callback_state
+from lockstep.keras.steps import refuse_synchronized_normalization
 from lockstep.keras.variables import model_state
 
 Original = Callable[..., Any]
@@ -39,7 +41,20 @@ class Loops:
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls = Calls()
+        self._snapshots = Snapshots(job, backend, self._calls)
         self.depth = 0
+        if job.resumed is not None:
+            self._snapshots.begin(job.resumed)
+
+    @property
+    def forwarding(self) -> bool:
+        """Whether `fit` goes through steps that were taken before this process began."""
+        return self._calls.current.steps < self._calls.current.skipped
+
+    @property
+    def behind(self) -> bool:
+        """Whether the script has not come yet to where the process before this one was."""
+        return self._snapshots.resumption is not None
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in the strategy's scope."""
@@ -47,6 +62,7 @@ class Loops:
         self._compared.discard(model)
         if self.depth:
             self._adopted.add(model)
+            self._snapshots.adopt(model)
         return result
 
     def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -58,13 +74,18 @@ class Loops:
         given = bound.arguments
         callbacks = given["callbacks"]
         with self._calls.enter("fit") as call:
+            if finished := self._snapshots.finished():
+                return past_fit(model, given["callbacks"], finished.result)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(call, model, training, lambda: {**epochs, **_all_facts(training, validation)})
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             given.update(callbacks=on_chief(callbacks, given["verbose"]))
+            call.callbacks = given["callbacks"]
             result = original(*bound.args, **bound.kwargs)
+            states = [callback_state(callback) for callback in call.callbacks]
+            self._finish(result, {"history": callback_state(result), "callbacks": states})
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
@@ -74,17 +95,21 @@ class Loops:
         if model not in self._adopted or self._alone:
             return original(model, *args, **kwargs)
         if kwargs.get("_use_cached_eval_dataset"):
+            if self.forwarding:
+                return {}
             with self._calls.enter("validation") as call:
                 self._compare(call, model, dict)
                 return original(model, *args, **kwargs)
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         with self._calls.enter("evaluate") as call:
+            if finished := self._snapshots.finished():
+                return finished.result
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
             self._begin(call, model, data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
-            return original(*bound.args, **bound.kwargs)
+            return self._finish(original(*bound.args, **bound.kwargs))
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict on global batches; every worker returns all rows, in their order."""
@@ -93,6 +118,8 @@ class Loops:
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         with self._calls.enter("predict") as call:
+            if finished := self._snapshots.finished():
+                return finished.result
             data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
             if not model.built:
                 with keras.StatelessScope():
@@ -102,7 +129,7 @@ class Loops:
                 data.plain_first = not all(layer.built for layer in model._flatten_layers())
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
-            return original(*bound.args, **bound.kwargs)
+            return self._finish(original(*bound.args, **bound.kwargs))
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Split a batch that all workers give; the first time, make sure that they have the same model."""
@@ -111,10 +138,20 @@ class Loops:
                 self._refuse_outsider(model)
             return original(model, *args, **kwargs)
         with self._calls.enter(method) as call:
+            call.at_end = True
+            if finished := self._snapshots.finished():
+                if self._snapshots.at_its_end:
+                    model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
+                    self._snapshots.restore(model)
+                return finished.result
+            self._snapshots.load_pending(model)
             if model.built and model not in self._compared:
                 self._compare(call, model, dict)
                 self._compared.add(model)
-            return original(model, *args, **kwargs)
+            result = self._finish(original(model, *args, **kwargs))
+            if method == "train_on_batch":
+                self._snapshots.keep(lambda: self._snapshots.take(model, None))
+            return result
 
     def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
         """Give an adopted model the function that its loop calls for each step."""
@@ -122,7 +159,7 @@ class Loops:
         if model not in self._adopted or self._alone:
             return original(model, force)
         if getattr(model, attribute) is None or force:
-            exchange = Exchange(self._job, self._backend, self._backend.program(model, kind), self._calls)
+            exchange = Exchange(self._job, self._backend, model, kind, self._calls, self._snapshots)
             take = exchange.predict if kind == "predict" else exchange.advance
 
             def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -176,6 +213,8 @@ class Loops:
         if self._alone:
             return
         model._symbolic_build(iterator=_first_of(data))
+        self._snapshots.load_pending(model)
+        refuse_synchronized_normalization(model)
         refuse_metrics_that_do_not_add(model, data.first)
         self._compare(call, model, facts)
 
@@ -185,6 +224,12 @@ class Loops:
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend, model_state(model))
             agree(self._job, call.name, {"call": call.name} | dict(facts()) | state)
+
+    def _finish(self, result: Any, kept: Any = None) -> Any:
+        """Note what a call that is in no other has returned."""
+        if len(self._calls.stack) == 2:
+            self._snapshots.finish(result if kept is None else kept)
+        return result
 
     def _verbose(self, verbose: Any) -> Any:
         return verbose if self._job.is_chief else 0
@@ -196,6 +241,16 @@ class Loops:
                 f"{self._job.view.replicas} replicas would train a model of its own; build and compile it "
                 "under `with strategy.scope():`"
             )
+
+
+def past_fit(model: Any, callbacks: Any, past: Any) -> Any:
+    """Return what a `fit` that was finished before this process began has returned; tell its callbacks."""
+    for callback, state in zip(on_chief(callbacks, verbose=0), past["callbacks"], strict=False):
+        vars(callback).update(state)
+    model.history = keras.callbacks.History()
+    model.history.set_model(model)
+    vars(model.history).update(past["history"])
+    return model.history
 
 
 def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
@@ -213,3 +268,9 @@ def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:
 def _first_of(data: GlobalInput) -> Iterator[tuple[int, int, list[Any]]]:
     """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""
     yield 0, 0, [data.first()]
+
+
+def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
+    """Return the (x, y, sample_weight) that a method for one batch was given."""
+    given = bind(original, model, args, kwargs).arguments
+    return given["x"], given.get("y"), given.get("sample_weight")

@@ -111,9 +111,15 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
     it survives that as the sum. Losses that were added to the model, regularizers for example, are means.
 
     Raises:
-        ModelError: some of the model's losses are sums and others means.
+        ModelError: some of the model's losses are sums and others means, or one is neither.
     """
-    reductions = {getattr(loss, "reduction", "mean") == "sum" for loss in keras.tree.flatten(model.loss)}
+    given = {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(model.loss)}
+    if given & {None, "none"}:
+        raise ModelError(
+            "a loss has reduction=None: it is a vector, and what its gradient means differs between "
+            'backends; give it reduction="sum" or a mean'
+        )
+    reductions = {reduction == "sum" for reduction in given}
     if True not in reductions:
         yield
         return

@@ -34,3 +34,13 @@ def refuse_overwriting_gradients(model: Any) -> None:
                 f"variable {variable.path!r} is overwritten by its gradient (float8 training), "
                 "which cannot be averaged over replicas"
             )
+
+
+def refuse_synchronized_normalization(model: Any) -> None:
+    """Raise ModelError for layers that ask for the statistics of the global batch."""
+    for layer in model._flatten_layers():
+        if getattr(layer, "synchronized", False):
+            raise ModelError(
+                f"layer {layer.path!r} has synchronized=True, but statistics are computed per replica: "
+                "remove it, or use fewer replicas with more examples each"
+            )

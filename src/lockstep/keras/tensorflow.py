@@ -36,7 +36,7 @@ from lockstep.keras.rounds import Left, Recording, Rounds, Update, hidden, refus
 from lockstep.keras.steps import refuse_overwriting_gradients, replaced
 from lockstep.keras.touched import Touched, mixed, seeds_of
 from lockstep.keras.updates import GlobalUpdate, gradients_in
-from lockstep.keras.variables import model_state, optimizers_of
+from lockstep.keras.variables import assign, optimizers_of, step_state
 
 
 class TensorFlowBackend:
@@ -151,8 +151,12 @@ class TensorFlowProgram:
         return nullcontext()
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the model's and the optimizer's variables by their paths."""
-        return model_state(self._model)
+        """Return what steps read and write by the paths of the variables."""
+        return {name: variable.value for name, variable in step_state(self._model).items()}
+
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Give the variables the values of `arrays`."""
+        assign(self._model, arrays)
 
     def _scale(self, one: Any, total: dict[str, Any]) -> Any:
         """Return what to multiply with what follows the loss: `one`, or by its denominator."""

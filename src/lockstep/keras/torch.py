@@ -34,7 +34,7 @@ from lockstep.keras.tensors import (
     versions,
     weighted,
 )
-from lockstep.keras.variables import model_state, named_arrays, seed_positions
+from lockstep.keras.variables import assign, seed_positions, step_state
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
@@ -184,8 +184,16 @@ class TorchProgram:
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return what steps read and write by the paths of the variables."""
-        metrics = named_arrays(self._model.metrics_variables, self._metrics)
-        return {**model_state(self._model), **metrics, **_buffers(self._model)}
+        variables = {name: variable.value for name, variable in step_state(self._model).items()}
+        return {**variables, **_buffers(self._model)}
+
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Give the variables, and the buffers of PyTorch's own modules, the values of `arrays`."""
+        buffers = _buffers(self._model)
+        assign(self._model, {name: array for name, array in arrays.items() if name not in buffers})
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(borrowed(arrays[name]))
 
     def _run(
         self, data: Any, share: Share, earlier: Sequence[Total], before: Before

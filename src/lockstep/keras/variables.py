@@ -5,6 +5,8 @@ from typing import Any
 
 import keras
 
+from lockstep.errors import CheckpointError
+
 
 def all_variables(model: Any) -> list[Any]:
     """Return the variables of a model and of its optimizers, each once."""
@@ -16,6 +18,35 @@ def model_state(model: Any) -> Mapping[str, Any]:
     """Return the values of a model's and its optimizers' variables, by path; not within a JAX step."""
     variables = all_variables(model)
     return named_arrays(variables, [variable.value for variable in variables])
+
+
+def step_state(model: Any) -> Mapping[str, Any]:
+    """Return the variables that steps of `model` read and write, by path: those of metrics as well."""
+    variables = [*all_variables(model), *model.metrics_variables]
+    return named_arrays(variables, variables)
+
+
+def assign(model: Any, arrays: Mapping[str, Any]) -> None:
+    """Give the variables of `step_state` the values of the same names.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    variables = step_state(model)
+    refuse_misfits({name: variables[name] for name in arrays if name in variables}, arrays)
+    for name, value in arrays.items():
+        variables[name].assign(value)
+
+
+def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless there is an array of the same shape for each variable, and no other."""
+    for name in sorted(variables.keys() | arrays.keys()):
+        shapes = [tuple(one[name].shape) if name in one else None for one in (arrays, variables)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(
+                f"the checkpoint has {_shape(shapes[0])} for {name!r} where the model has "
+                f"{_shape(shapes[1])}: the script builds another model than the one that was saved"
+            )
 
 
 def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str, Any]:
@@ -56,3 +87,7 @@ def _optimizers(values: Iterable[Any]) -> list[Any]:
         elif isinstance(value, list | tuple):
             found.extend(_optimizers(value))
     return found
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "nothing" if shape is None else f"the shape {list(shape)}"

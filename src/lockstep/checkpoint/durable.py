@@ -1,0 +1,104 @@
+"""Files and folders that are still there after a power cut."""
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from lockstep.errors import CheckpointError
+
+_PATIENCE_SECONDS = 60.0
+_POLL_SECONDS = 0.02
+
+
+def sync(path: Path) -> None:
+    """Return when what is in this file, or the names that are in this folder, are on the disk.
+
+    Raises:
+        OSError: they cannot be brought there.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Make a new file of `data`, on the disk.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder and those above it where they do not exist; their names are on the disk then.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not path.is_dir():
+        make_folder(path.parent)
+        try:
+            path.mkdir()
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        sync(path.parent)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock on the file at `path` for the block; a process that dies lets go of it.
+
+    Raises:
+        CheckpointError: someone else has held it for a minute.
+        OSError: the file cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(descriptor, path)
+        try:
+            yield
+        finally:
+            # A process that was forked meanwhile has the descriptor too: closing ours would not be enough.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    last = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= last:
+                raise CheckpointError(
+                    f"another process has been writing checkpoints into {path.parent} for "
+                    f"{_PATIENCE_SECONDS:.0f} s; let it end, or give another folder"
+                ) from None
+        time.sleep(_POLL_SECONDS)
+
+
+def reason(error: OSError | SafetensorError) -> str:
+    """Say what the system said, such as "No space left on device"."""
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(number[1])) if number else str(error)

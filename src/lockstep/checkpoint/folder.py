@@ -1,0 +1,169 @@
+"""One checkpoint: a folder with the arrays and the manifest. docs/checkpoints.md describes it."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from lockstep.checkpoint.dtypes import plain, storable
+from lockstep.checkpoint.durable import reason, sync, write_file
+from lockstep.errors import CheckpointError
+
+Array = npt.NDArray[Any]
+
+STATE = "state.safetensors"
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_SEAL = b'{"checksum": "'
+_SEALED = b'",\n'
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: steps of training taken since the job's beginning; orders checkpoints.
+        manifest: facts that JSON can hold, and floats that are not finite.
+        arrays: by name; of bool, integers of 8 to 64 bits, float16, float32, float64 and bfloat16, in any
+            shape.
+    """
+
+    step: int
+    manifest: Mapping[str, Any]
+    arrays: Mapping[str, Array]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What the manifest of a checkpoint says, and the sizes on disk agree with.
+
+    Attributes:
+        step: of the contents.
+        time: when it was written, in seconds since 1970.
+        manifest: of the contents.
+        arrays: [dtype, shape, checksum] by name.
+    """
+
+    step: int
+    time: float
+    manifest: Mapping[str, Any]
+    arrays: Mapping[str, list[Any]]
+
+
+def check_names(arrays: Mapping[str, Array]) -> None:
+    """See that all arrays can be kept.
+
+    Raises:
+        CheckpointError: one has a name or dtype that the format does not know.
+    """
+    for name, array in arrays.items():
+        if name == "__metadata__" or not plain(name):
+            raise CheckpointError(f"a checkpoint cannot hold an array of the name {name!r}")
+        if not storable(array.dtype):
+            raise CheckpointError(f"a checkpoint cannot hold the array {name!r}: its dtype is {array.dtype}")
+
+
+def write_folder(folder: Path, contents: Contents, time: float) -> None:
+    """Fill an empty folder, the manifest last; then everything is on the disk.
+
+    Raises:
+        OSError, SafetensorError: it cannot be written.
+        TypeError, ValueError: the manifest holds what JSON cannot hold.
+    """
+    # Arrays whose elements lie apart are copied; all others are written from where they are.
+    arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
+    body: dict[str, Any] = {
+        "format": _FORMAT,
+        "step": contents.step,
+        "time": time,
+        "arrays": {name: _facts(array) for name, array in arrays.items()},
+        "manifest": dict(contents.manifest),
+    }
+    json.dumps(body["manifest"])  # What JSON cannot hold is found before the long part.
+    state = folder / STATE
+    save_file(arrays, state)
+    # The library makes files that only their owner can read.
+    state.chmod(folder.stat().st_mode & 0o666)
+    sync(state)
+    body["bytes"] = state.stat().st_size
+    write_file(folder / MANIFEST, _seal(body))
+    sync(folder)
+
+
+def load(path: Path) -> Contents:
+    """Read the checkpoint in the folder `path`; all of it is verified.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete, or cannot be read; the message names the file and says
+            what is wrong.
+    """
+    outline = read_outline(path)
+    state = path / STATE
+    try:
+        # Not mapped: a disk that fails is to be an error, not the end of the process.
+        arrays = load_file(state, backend="pread")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
+    if arrays.keys() != outline.arrays.keys():
+        different = sorted(arrays.keys() ^ outline.arrays.keys())
+        raise CheckpointError(f"{state} is damaged: it and {MANIFEST} differ in the arrays {different}")
+    for name, array in arrays.items():
+        if _facts(array) != outline.arrays[name]:
+            raise CheckpointError(f"{state} is damaged: the array {name!r} is not the one that was written")
+    return Contents(outline.step, outline.manifest, {name: arrays[name] for name in outline.arrays})
+
+
+def read_outline(path: Path) -> Outline:
+    """Read the manifest in the folder `path`, verify it, and compare the files' sizes with it.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    file, state = path / MANIFEST, path / STATE
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{file} is missing: it is written last, so this checkpoint is incomplete"
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
+    body = _unseal(data, file)
+    try:
+        size = state.stat().st_size
+    except OSError as error:
+        raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
+    if size != body["bytes"]:
+        raise CheckpointError(f"{state} is damaged: it has {size} bytes instead of {body['bytes']}")
+    return Outline(body["step"], body["time"], body["manifest"], body["arrays"])
+
+
+def _facts(array: Array) -> list[Any]:
+    checksum = xxhash.xxh3_128_hexdigest(array.reshape(-1).view(np.uint8).data)
+    return [array.dtype.name, list(array.shape), checksum]
+
+
+def _seal(body: dict[str, Any]) -> bytes:
+    text = json.dumps(body, separators=(",", ":")).encode()[1:]
+    return _SEAL + xxhash.xxh3_128_hexdigest(text).encode() + _SEALED + text
+
+
+def _unseal(data: bytes, file: Path) -> dict[str, Any]:
+    head, sealed, text = data.partition(_SEALED)
+    if not sealed or head != _SEAL + xxhash.xxh3_128_hexdigest(text).encode():
+        raise CheckpointError(f"{file} is damaged: what it holds and its checksum differ")
+    body: dict[str, Any] = json.loads(b"{" + text)
+    if body["format"] != _FORMAT:
+        raise CheckpointError(
+            f"{file} has the format {body['format']}, and this Lockstep reads {_FORMAT}; use the one that "
+            "wrote it"
+        )
+    return body

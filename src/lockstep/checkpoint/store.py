@@ -1,0 +1,197 @@
+"""The checkpoints of a job: a folder with a folder for each."""
+
+import contextlib
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from lockstep.checkpoint.durable import locked, make_folder, reason, sync
+from lockstep.checkpoint.folder import Contents, check_names, load, read_outline, write_folder
+from lockstep.clock import SystemClock
+from lockstep.errors import CheckpointError
+
+__all__ = ["Contents", "Entry", "Store", "load"]
+
+_NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One checkpoint in a folder.
+
+    Attributes:
+        path: its folder.
+        step: steps of training taken before it.
+        time: when it was written, in seconds since 1970.
+        bytes: of its files.
+        fault: why it is damaged or incomplete, and which file; None if it is whole.
+    """
+
+    path: Path
+    step: int
+    time: float
+    bytes: int
+    fault: str | None
+
+
+class Store:
+    """Writes and finds the checkpoints in one folder.
+
+    A checkpoint appears under its name, `step-<step>`, when it is whole and on the disk. Everything before
+    goes on in folders whose names begin with a dot, under a lock that lasts no longer than the process: what
+    a killed writer leaves behind, the next one removes.
+    """
+
+    def __init__(self, folder: Path, keep: int = 3) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def write(self, contents: Contents) -> Path:
+        """Write a checkpoint, in the place of one of the same step, if there is one.
+
+        Then those are removed that are older than the newest `keep` whole ones; the one just written stays in
+        any case. Whenever the process is killed, the others stay whole.
+
+        Returns:
+            The folder of the checkpoint; it is on the disk.
+
+        Raises:
+            CheckpointError: it cannot be written; nothing of it is left, and the others are as they were.
+            TypeError, ValueError: the manifest holds what JSON cannot hold.
+        """
+        check_names(contents.arrays)
+        path = self._path(contents.step)
+        try:
+            make_folder(self._folder)
+            with locked(self._folder / _LOCK):
+                self._clean()
+                self._write(contents, path)
+                self._prune(path)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"cannot write the checkpoint {path}: {reason(error)}; make room there, or give another "
+                "folder"
+            ) from None
+        return path
+
+    def newest(self, report: Callable[[str], None]) -> Contents | None:
+        """Read the newest whole checkpoint; None if there is none.
+
+        Each damaged or incomplete one that is newer is told to `report`.
+
+        Raises:
+            CheckpointError: the folder exists and cannot be read.
+        """
+        for path in reversed(self._paths()):
+            try:
+                return load(path)
+            except CheckpointError as error:
+                report(f"{error}; this checkpoint is skipped")
+        return None
+
+    def entries(self) -> list[Entry]:
+        """Return all checkpoints, the oldest first; each is read and verified.
+
+        Raises:
+            CheckpointError: the folder exists and cannot be read.
+        """
+        return [_entry(path) for path in self._paths()]
+
+    def _path(self, step: int) -> Path:
+        return self._folder / f"step-{step:012}"
+
+    def _paths(self) -> list[Path]:
+        """Find all checkpoints, the oldest first."""
+        try:
+            paths = list(self._folder.iterdir())
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoints in {self._folder} cannot be read: {reason(error)}"
+            ) from None
+        found: dict[int, Path] = {}
+        # Names with a dot come first: they count only where a writer was killed before the new one was named.
+        for path in sorted(paths):
+            if _NAME.fullmatch(path.name):
+                found[_step(path)] = path
+        return [path for _, path in sorted(found.items())]
+
+    def _clean(self) -> None:
+        """Remove what killed writers have left, and put back what they were replacing."""
+        for path in self._paths():
+            if path.name.startswith("."):
+                path.rename(self._path(_step(path)))
+        for path in self._folder.glob(".step-*"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _write(self, contents: Contents, path: Path) -> None:
+        temporary = self._folder / f".{path.name}.writing"
+        replaced = self._folder / f".{path.name}.replaced"
+        placed = False
+        try:
+            temporary.mkdir()
+            write_folder(temporary, contents, SystemClock().wall())
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(replaced)
+            temporary.rename(path)
+            placed = True
+            sync(self._folder)
+        except BaseException:
+            # What cannot be undone here, the next writer undoes.
+            with contextlib.suppress(OSError):
+                if placed:
+                    path.rename(temporary)
+                if replaced.exists():
+                    replaced.rename(path)
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _prune(self, written: Path) -> None:
+        """Remove what is older than the newest `keep` whole ones, and older than the one just written.
+
+        Damaged ones that are newer stay: they may be readable another day, or are replaced.
+        """
+        whole = [path for path in self._paths() if _looks_whole(path)]
+        oldest = min(_step(path) for path in [*whole[-max(self._keep, 1) :], written])
+        for path in self._paths():
+            if _step(path) < oldest:
+                removed = self._folder / f".{path.name}.removed"
+                # One that cannot be removed harms nobody; the next writer tries again.
+                with contextlib.suppress(OSError):
+                    path.rename(removed)
+                    shutil.rmtree(removed)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1] or match[2])
+
+
+def _looks_whole(path: Path) -> bool:
+    """Tell whether a checkpoint is whole, as far as that can be seen without reading its arrays."""
+    try:
+        read_outline(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _entry(path: Path) -> Entry:
+    time, size, fault = 0.0, 0, None
+    with contextlib.suppress(OSError):
+        time = path.stat().st_mtime
+        size = sum(file.stat().st_size for file in path.iterdir())
+    try:
+        time = read_outline(path).time
+        load(path)
+    except CheckpointError as error:
+        fault = str(error).removeprefix(f"{path}/")
+    return Entry(path, _step(path), time, size, fault)

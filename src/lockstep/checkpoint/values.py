@@ -1,0 +1,182 @@
+"""Nested Python values as JSON-able data and named arrays, and back, with the same types and bits.
+
+What JSON has stands for itself: None, bool, str, list, dict with string keys, floats that are finite and ints
+of up to 63 bits and a sign. Everything else is an object with one key, which begins with `$`:
+
+    {"$tuple": [...]}                    {"$dict": [[key, value], ...]}     other keys than plain strings
+    {"$int": "-0x1f"}                    {"$float": "nan" | "inf" | "-inf"}
+    {"$bytes": "<base64>"}               {"$str": "<base64 of UTF-8>"}      with lone surrogates
+    {"$scalar": ["float32", "<hex>"]}    {"$array": "<name>"}
+"""
+
+import base64
+import binascii
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.checkpoint.dtypes import named, plain, storable
+from lockstep.errors import CheckpointError
+
+Array = npt.NDArray[Any]
+
+
+def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
+    """Take `value` apart.
+
+    Args:
+        value: made of None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars.
+            Instances of subclasses are refused, as they would come back as something else.
+        prefix: what the names of the arrays begin with, and where `value` is in messages.
+
+    Returns:
+        JSON-able data, and the arrays by name: `prefix`, then the keys and positions that lead to them, with
+        slashes between. They are those of `value`, not copies.
+
+    Raises:
+        TypeError: something cannot be packed; the message says where it is and what.
+    """
+    packer = _Packer()
+    try:
+        return packer.pack(value, prefix), packer.arrays
+    except RecursionError:
+        raise TypeError(f"{prefix} is nested too deeply, or contains itself") from None
+
+
+def unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
+    """Put together what `pack` took apart; arrays are taken from `arrays`, not copied.
+
+    Raises:
+        CheckpointError: this is nothing that `pack` made, or an array is missing.
+    """
+    if type(packed) is list:
+        return [unpack(item, arrays) for item in packed]
+    if type(packed) is not dict:
+        return packed
+    if len(packed) == 1:
+        tag, content = next(iter(packed.items()))
+        if tag.startswith("$"):
+            return _untag(tag, content, arrays)
+    return {key: unpack(item, arrays) for key, item in packed.items()}
+
+
+class _Packer:
+    """Packs one value; collects its arrays."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, Array] = {}
+
+    def pack(self, value: Any, where: str) -> Any:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value
+        if isinstance(value, np.generic):
+            return self._scalar(value, where)
+        make = self._MAKERS.get(kind)
+        if make is None:
+            raise TypeError(
+                f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be kept in a checkpoint"
+            )
+        return make(self, value, where)
+
+    def _int(self, value: int, where: str) -> Any:
+        return value if value.bit_length() <= 63 else {"$int": hex(value)}
+
+    def _float(self, value: float, where: str) -> Any:
+        return value if math.isfinite(value) else {"$float": repr(value)}
+
+    def _str(self, value: str, where: str) -> Any:
+        if plain(value):
+            return value
+        return {"$str": _base64(value.encode("utf-8", "surrogatepass"))}
+
+    def _bytes(self, value: bytes, where: str) -> Any:
+        return {"$bytes": _base64(value)}
+
+    def _list(self, value: list[Any], where: str) -> Any:
+        return [self.pack(item, f"{where}/{number}") for number, item in enumerate(value)]
+
+    def _tuple(self, value: tuple[Any, ...], where: str) -> Any:
+        return {"$tuple": self._list(list(value), where)}
+
+    def _dict(self, value: dict[Any, Any], where: str) -> Any:
+        for key in value:
+            if type(key) not in (str, int):
+                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be kept")
+        if all(type(key) is str and plain(key) and not key.startswith("$") for key in value):
+            return {key: self.pack(item, f"{where}/{key}") for key, item in value.items()}
+        return {
+            "$dict": [
+                [self.pack(key, where), self.pack(item, f"{where}/{key}")] for key, item in value.items()
+            ]
+        }
+
+    def _array(self, value: Array, where: str) -> Any:
+        self._check(value.dtype, where)
+        name = base = where.encode("utf-8", "backslashreplace").decode()
+        number = 1
+        while name in self.arrays:
+            number += 1
+            name = f"{base}#{number}"
+        self.arrays[name] = value
+        return {"$array": name}
+
+    def _scalar(self, value: "np.generic[Any]", where: str) -> Any:
+        self._check(value.dtype, where)
+        return {"$scalar": [value.dtype.name, value.tobytes().hex()]}
+
+    @staticmethod
+    def _check(dtype: "np.dtype[Any]", where: str) -> None:
+        if not storable(dtype):
+            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be kept in a checkpoint")
+
+    _MAKERS: Mapping[type, Callable[["_Packer", Any, str], Any]] = {
+        int: _int,
+        float: _float,
+        str: _str,
+        bytes: _bytes,
+        list: _list,
+        tuple: _tuple,
+        dict: _dict,
+        np.ndarray: _array,
+    }
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _untag(tag: str, content: Any, arrays: Mapping[str, Array]) -> Any:
+    try:
+        if tag == "$array":
+            return arrays[content]
+        if tag == "$tuple":
+            return tuple(unpack(item, arrays) for item in content)
+        if tag == "$dict":
+            return {unpack(key, arrays): unpack(item, arrays) for key, item in content}
+        return _LEAVES[tag](content)
+    except (KeyError, TypeError, ValueError, binascii.Error):
+        raise CheckpointError(
+            f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which nobody can read"
+        ) from None
+
+
+def _scalar(content: Any) -> Any:
+    name, bits = content
+    dtype = named(name)
+    if dtype is None:
+        raise ValueError(name)
+    (scalar,) = np.frombuffer(bytes.fromhex(bits), dtype)
+    return scalar
+
+
+_LEAVES: Mapping[str, Callable[[Any], Any]] = {
+    "$int": lambda content: int(content, 16),
+    "$float": float,
+    "$bytes": lambda content: base64.b64decode(content, validate=True),
+    "$str": lambda content: base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass"),
+    "$scalar": _scalar,
+}

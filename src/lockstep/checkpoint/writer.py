@@ -1,0 +1,86 @@
+"""Writing checkpoints while training goes on."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.store import Store
+from lockstep.clock import SystemClock
+from lockstep.errors import CheckpointError
+
+
+class Writer:
+    """Writes one checkpoint at a time on a thread, which lives while there is something to write.
+
+    On that thread, `done(path, seconds)` is called for each checkpoint that is on the disk, and
+    `failed(message)` for each that could not be written; they must not raise. The thread does not keep the
+    process from ending.
+    """
+
+    def __init__(
+        self, store: Store, done: Callable[[Path, float], None], failed: Callable[[str], None]
+    ) -> None:
+        self._store = store
+        self._done = done
+        self._failed = failed
+        self._changed = threading.Condition()
+        self._waiting: Contents | None = None
+        self._running = False
+
+    def write(self, contents: Contents) -> None:
+        """Ask for a checkpoint and return at once.
+
+        If one is being written, this one waits for it, in the place of one that has waited before, which is
+        dropped: nothing is called for that. The arrays must stay as they are until this one is done, has
+        failed or is dropped.
+        """
+        with self._changed:
+            self._waiting = contents
+            if not self._running:
+                threading.Thread(target=self._run, name="checkpoints", daemon=True).start()
+                self._running = True
+
+    def busy(self) -> bool:
+        """Tell whether something is being written or waits for it."""
+        return self._running
+
+    def close(self, seconds: float) -> bool:
+        """Wait until all that was asked for is on the disk or has failed; False if not within `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._running, seconds)
+
+    def _run(self) -> None:
+        try:
+            while (contents := self._next()) is not None:
+                self._write(contents)
+                del contents
+        except BaseException:
+            with self._changed:
+                self._waiting = None
+                self._stop()
+            raise
+
+    def _next(self) -> Contents | None:
+        with self._changed:
+            contents, self._waiting = self._waiting, None
+            if contents is None:
+                # From here on, whoever asks for a checkpoint starts another thread.
+                self._stop()
+            return contents
+
+    def _stop(self) -> None:
+        self._running = False
+        self._changed.notify_all()
+
+    def _write(self, contents: Contents) -> None:
+        clock = SystemClock()
+        begun = clock.now()
+        try:
+            path = self._store.write(contents)
+        except CheckpointError as error:
+            self._failed(str(error))
+        except Exception as error:
+            self._failed(f"cannot write the checkpoint of step {contents.step}: {error!r}")
+        else:
+            self._done(path, clock.now() - begun)

@@ -1,0 +1,51 @@
+"""The random states of a process that a script may draw from, as plain values."""
+
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import xxhash
+from keras.src.backend.common import global_state
+
+_GLOBAL_SEED_GENERATOR = "global_seed_generator"
+"""The name under which Keras keeps the generator of random operations without a seed."""
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of Python, NumPy and, where they are in use, Keras and PyTorch."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state()}
+    generator = global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+    if generator is not None:
+        states["keras"] = np.asarray(generator.state.numpy())
+    if (torch := sys.modules.get("torch")) is not None:
+        states["torch"] = torch.get_rng_state().numpy().copy()
+    return states
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set what `random_states` has returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "keras" in states:
+        import keras
+
+        generator = global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+        if generator is None:
+            generator = keras.random.SeedGenerator(0)
+            global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+        generator.state.assign(states["keras"])
+    if "torch" in states and (torch := sys.modules.get("torch")) is not None:
+        torch.set_rng_state(torch.from_numpy(np.array(states["torch"])))
+
+
+def fingerprint(states: Mapping[str, Any]) -> bytes:
+    """Return bytes that are equal for equal states."""
+    digest = xxhash.xxh3_128()
+    for name, state in sorted(states.items()):
+        digest.update(name.encode())
+        parts = state if isinstance(state, tuple) else (state,)
+        for part in parts:
+            digest.update(part.tobytes() if isinstance(part, np.ndarray) else repr(part).encode())
+    return digest.digest()

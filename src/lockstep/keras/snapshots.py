@@ -1,0 +1,217 @@
+"""The whole state of a training at the end of a step: taking it, and going on from it."""
+
+import signal
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.values import pack, unpack
+from lockstep.job import Job
+from lockstep.keras.calls import Calls
+from lockstep.keras.contract import Backend, Program
+from lockstep.keras.journal import Finished, Journal
+from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.keras.variables import all_variables, assign, named_arrays, step_state
+
+_LAST_SECONDS = 60.0
+_NOT_STATE = {"_model", "model", "params", "_params"}
+"""What a callback is given, and will be given again."""
+
+
+@dataclass
+class Resumption:
+    """Where a training goes on.
+
+    Attributes:
+        contents: of the checkpoint.
+        journal: the calls that were finished.
+        steps: how many steps of the call in progress had been taken; 0 where none was in progress.
+    """
+
+    contents: Contents
+    journal: Journal
+    steps: int
+
+
+class Snapshots:
+    """Takes the state of a process's models, callbacks and random generators, and restores it.
+
+    Attributes:
+        journal: the calls that have finished.
+        resumption: where this process goes on, until it is there.
+    """
+
+    def __init__(self, job: Job, backend: Backend, calls: Calls) -> None:
+        self._job = job
+        self._backend = backend
+        self._calls = calls
+        self._models: list[weakref.ref[Any]] = []
+        self._pending: dict[int, Mapping[str, Any]] = {}
+        self.journal = Journal([])
+        self.resumption: Resumption | None = None
+
+    def adopt(self, model: Any) -> None:
+        """Count `model` among those whose state is taken."""
+        if all(known() is not model for known in self._models):
+            self._models.append(weakref.ref(model))
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this job keeps checkpoints."""
+        return self._job.keeper is not None
+
+    def keep(self, take: Callable[[], Contents]) -> None:
+        """Keep what `take` returns, if this worker is the chief and it is time; end if it was told to."""
+        keeper = self._job.keeper
+        if keeper is not None and self._job.is_chief:
+            keeper.after_step(self._calls.taken, take)
+            if keeper.leaving:
+                keeper.close(_LAST_SECONDS)
+                sys.exit(128 + signal.SIGTERM)
+
+    def finish(self, result: Any) -> None:
+        """Note that the call in progress, outside of any other, has returned `result`."""
+        if self.wanted:
+            self.journal.add(result, self._calls.methods, self._calls.taken)
+
+    def finished(self) -> Finished | None:
+        """Return what the call that begins had left before this process began, if it had finished.
+
+        If it had not, its first steps are not taken again.
+        """
+        resumption, calls = self.resumption, self._calls
+        if resumption is None or len(calls.stack) > 2:
+            return None
+        number = calls.outermost - 1
+        if number >= len(resumption.journal):
+            calls.current.skipped = resumption.steps
+            return None
+        finished = resumption.journal.replay(number)
+        calls.methods.clear()
+        calls.methods.update(finished.methods)
+        calls.taken = finished.taken
+        return finished
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether the call in progress is the last finished one, and the training goes on behind it."""
+        resumption = self.resumption
+        return (
+            resumption is not None
+            and resumption.steps == 0
+            and self._calls.outermost == len(resumption.journal)
+        )
+
+    def begin(self, contents: Contents) -> None:
+        """Go on from `contents` when the script comes to its calls."""
+        facts = unpack(contents.manifest["training"], contents.arrays)
+        journal = Journal.unpacked(facts["journal"])
+        self.resumption = Resumption(contents, journal, facts["steps"])
+
+    def take(self, model: Any, logs: Any, program: Program | None = None, state: Any = None) -> Contents:
+        """Return a copy of everything, at the end of a step of `model`, or of a call without `program`."""
+        call = self._calls.current
+        own = program.named_state(state) if program is not None else _values(step_state(model))
+        arrays = {f"current/{name}": value for name, value in own.items()}
+        for index, other in self._others(model):
+            arrays |= {f"model {index}/{name}": value for name, value in other.items()}
+        facts = {
+            "journal": self.journal.packed(),
+            "steps": call.steps if program is not None else 0,
+            "methods": dict(self._calls.methods),
+            "taken": self._calls.taken,
+            "call": call.name,
+            "logs": {name: np.asarray(self._backend.concrete(value)) for name, value in (logs or {}).items()},
+            "callbacks": [callback_state(callback) for callback in call.callbacks],
+            "history": callback_state(model.history) if hasattr(model, "history") else {},
+            "random": random_states(),
+        }
+        packed, values = pack(facts, "training")
+        copies = {name: np.array(self._backend.concrete(value)) for name, value in arrays.items()}
+        manifest = {"job": self._facts(), "training": packed}
+        return Contents(self._calls.taken, manifest, {**copies, **values})
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the bits of the training depend on, besides the script."""
+        job, backend = self._job, keras.backend.backend()
+        modules = [sys.modules[name] for name in ("keras", backend, "numpy")]
+        libraries = {module.__name__: module.__version__ for module in modules}
+        return {
+            "replicas": job.view.replicas,
+            "seed": job.seed,
+            "threads": job.threads,
+            "backend": backend,
+            "libraries": libraries,
+        }
+
+    def restore(self, model: Any, program: Program | None = None, state: Any = None) -> tuple[Any, Any]:
+        """Set everything to what the resumption says; return (logs, the state for steps of `program`)."""
+        resumption = self.resumption
+        assert resumption is not None
+        self.resumption = None
+        contents = resumption.contents
+        facts = unpack(contents.manifest["training"], contents.arrays)
+        for index, known in enumerate(self._models):
+            if values := _below(f"model {index}/", contents.arrays):
+                self._pending[index] = values
+                self.load_pending(known())
+        current = _below("current/", contents.arrays)
+        if program is not None:
+            state = program.load(state, current)
+        else:
+            assign(model, current)
+        call = self._calls.current
+        for callback, kept in zip(call.callbacks, facts["callbacks"], strict=False):
+            vars(callback).update(kept)
+        if facts["history"]:
+            vars(model.history).update(facts["history"])
+        self._calls.methods.clear()
+        self._calls.methods.update(facts["methods"])
+        self._calls.taken = facts["taken"]
+        self.journal = resumption.journal
+        set_random_states(facts["random"])
+        return facts["logs"], state
+
+    def load_pending(self, model: Any) -> None:
+        """Give a model that is built now the values that it should have had already."""
+        for index, known in enumerate(self._models):
+            if index in self._pending and known() is model and getattr(model, "built", False):
+                assign(model, self._pending.pop(index))
+
+    def _others(self, model: Any) -> list[tuple[int, Mapping[str, Any]]]:
+        """Return the values of the other models, apart from what they share with `model`."""
+        own = {id(variable) for variable in all_variables(model)}
+        found: list[tuple[int, Mapping[str, Any]]] = []
+        for index, known in enumerate(self._models):
+            other = known()
+            if other is not None and other is not model and other.built:
+                variables = [variable for variable in all_variables(other) if id(variable) not in own]
+                found.append((index, _values(named_arrays(variables, variables))))
+        return found
+
+
+def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: variable.value for name, variable in variables.items()}
+
+
+def callback_state(callback: Any) -> dict[str, Any]:
+    """Return those attributes of a callback that are plain values or arrays."""
+    state = {}
+    for name, value in vars(callback).items():
+        if name not in _NOT_STATE:
+            try:
+                pack(value, "")
+            except TypeError:
+                continue
+            state[name] = value
+    return state
+
+
+def _below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}

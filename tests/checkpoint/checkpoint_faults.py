@@ -1,0 +1,32 @@
+"""Something happens at the n-th call that a write makes of the system."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import lockstep.checkpoint.folder
+
+CALLS = [(os, name) for name in ("mkdir", "rename", "open", "write", "fsync", "chmod", "unlink", "rmdir")]
+CALLS.append((lockstep.checkpoint.folder, "save_file"))
+
+
+class Countdown:
+    """Stands before the system's calls; `happens` is called before the one of that number, from 0."""
+
+    def __init__(self, number: int, happens: Callable[[], None]) -> None:
+        self.left = number
+        self._happens = happens
+
+    def install(self, put: Callable[[Any, str, Any], None]) -> None:
+        """Stand there from now on; `put` is setattr, or a monkeypatch's."""
+        for module, name in CALLS:
+            put(module, name, self._counted(getattr(module, name)))
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.left -= 1
+            if self.left == -1:
+                self._happens()
+            return original(*args, **kwargs)
+
+        return counted

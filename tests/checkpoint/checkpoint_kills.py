@@ -1,0 +1,147 @@
+"""Writes checkpoints in processes that are killed on the way, then looks at what they leave.
+
+    python checkpoint_kills.py FOLDER calls     SIGKILL before each call that a write makes of the system
+    python checkpoint_kills.py FOLDER bytes     SIGKILL after some bytes of the arrays' file
+    python checkpoint_kills.py FOLDER anywhere  SIGKILL from outside while a large one is written
+
+Prints how many processes were killed. Nothing here has threads, so that it can fork.
+"""
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from checkpoint_faults import Countdown
+from checkpoint_samples import is_sample, leftovers, sample, steps
+
+import lockstep.checkpoint.folder
+from lockstep.checkpoint.store import Contents, Store
+
+LARGE = 5_000_000
+PATIENCE = 30.0
+
+
+def fork(act: Callable[[], Any]) -> int:
+    """Act in a new process, and return its id."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            act()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def killed(child: int) -> bool:
+    """Wait for the process, and tell whether it was killed."""
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, -signal.SIGKILL), status
+    return status != 0
+
+
+def kill_me() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def look(folder: Path, step: int) -> None:
+    """See that a write of `step`, where there were 2 and 3, has left behind what it may."""
+    assert steps(folder) in ([[2, 3], [2, 3, 4], [3, 4]] if step == 4 else [[2, 3]])
+    contents = Store(folder).newest(print)
+    assert contents is not None
+    assert is_sample(contents)
+    # The next writer cleans up and goes on.
+    Store(folder, keep=2).write(sample(9))
+    assert steps(folder)[-1] == 9
+    assert leftovers(folder) == []
+
+
+def copies(folder: Path) -> "itertools.starmap[Path]":
+    """Folders with the checkpoints 2 and 3 in them."""
+    store = Store(folder / "first", keep=2)
+    for step in (1, 2, 3):
+        store.write(sample(step))
+    numbers = ((number,) for number in itertools.count())
+    return itertools.starmap(lambda n: shutil.copytree(folder / "first", folder / str(n)), numbers)
+
+
+def at_calls(folder: Path) -> int:
+    """Kill before the first call, before the second, and so on, until a write ends."""
+    count = 0
+    fresh = copies(folder)
+    for step in (4, 3):
+        for number in itertools.count():
+            where = next(fresh)
+
+            def act(number: int = number, where: Path = where, step: int = step) -> None:
+                Countdown(number, kill_me).install(setattr)
+                Store(where, keep=2).write(sample(step, 24))
+
+            done = not killed(fork(act))
+            look(where, step)
+            if done:
+                break
+            count += 1
+    return count
+
+
+def at_bytes(folder: Path) -> int:
+    """Kill after none, some and all bytes of the arrays' file."""
+    count = 0
+    original = lockstep.checkpoint.folder.save_file
+    for size, where in zip((0, 1, 7, 8, 100, 168, 169, 200, 10_000), copies(folder), strict=False):
+
+        def partly(arrays: Any, path: Path, size: int = size) -> None:
+            original(arrays, path)
+            os.truncate(path, min(size, path.stat().st_size))
+            kill_me()
+
+        lockstep.checkpoint.folder.save_file = partly
+        count += killed(fork(lambda where=where: Store(where, keep=2).write(sample(4))))
+        lockstep.checkpoint.folder.save_file = original
+        look(where, 4)
+    return count
+
+
+def anywhere(folder: Path) -> int:
+    """Kill as soon as the arrays' file is there, and has several sizes on the disk."""
+    count = 0
+    large = sample(4, LARGE)
+    for blocks, where in zip((0, 1, 8_000), copies(folder), strict=False):
+        child = fork(lambda where=where: write_on(where, large))
+        state = where / ".step-000000000004.writing"
+        last = time.monotonic() + PATIENCE
+        while not any(on_disk(file) >= blocks for file in state.glob("*")):
+            assert time.monotonic() < last
+        os.kill(child, signal.SIGKILL)
+        count += killed(child)
+        look(where, 4)
+    return count
+
+
+def write_on(folder: Path, contents: Contents) -> None:
+    """Write until someone ends it."""
+    while True:
+        Store(folder, keep=2).write(contents)
+
+
+def on_disk(file: Path) -> int:
+    """How many blocks the file has; none once it is gone."""
+    try:
+        return file.stat().st_blocks
+    except FileNotFoundError:
+        return -1
+
+
+if __name__ == "__main__":
+    # The kernel keeps what killed processes have written; only a power cut would make a difference.
+    os.fsync = lambda descriptor: None
+    kinds = {"calls": at_calls, "bytes": at_bytes, "anywhere": anywhere}
+    print(kinds[sys.argv[2]](Path(sys.argv[1])))

@@ -1,0 +1,55 @@
+"""Contents to write, and exact comparison."""
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from lockstep.checkpoint.store import Contents, Store
+
+FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64", ml_dtypes.bfloat16)]
+OTHERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
+DTYPES = FLOATS + [np.dtype(name) for name in OTHERS]
+
+
+def sample(step: int, size: int = 12) -> Contents:
+    """Small contents, different for each step."""
+    arrays = {"weights": np.arange(size, dtype=np.float32) + step, "taken": np.array(step)}
+    return Contents(step, {"epoch": step // 2, "name": "model"}, arrays)
+
+
+def same(first: Any, second: Any) -> bool:
+    """Tell whether two nested values are the same in types and bits."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, np.ndarray | np.generic):
+        return (first.dtype, first.shape, first.tobytes()) == (second.dtype, second.shape, second.tobytes())
+    if isinstance(first, dict):
+        return same(list(first.items()), list(second.items()))
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return repr(first) == repr(second)
+
+
+def equal(first: Contents, second: Contents) -> bool:
+    """Tell whether two checkpoints hold the same, in the same order."""
+    parts = [(contents.step, dict(contents.manifest), dict(contents.arrays)) for contents in (first, second)]
+    return same(parts[0], parts[1])
+
+
+def is_sample(contents: Contents) -> bool:
+    """Tell whether these are the whole contents of a `sample`, of any size."""
+    return equal(contents, sample(contents.step, contents.arrays["weights"].size))
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of all checkpoints in the folder, each of which must be whole."""
+    entries = Store(folder).entries()
+    assert [entry.fault for entry in entries] == [None] * len(entries)
+    return [entry.step for entry in entries]
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Names of what should not be in the folder."""
+    return sorted(path.name for path in folder.glob(".*") if path.name != ".lock")

@@ -1,0 +1,229 @@
+"""Checkpoints come back bit for bit, or are said to be damaged."""
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from checkpoint_samples import DTYPES, FLOATS, equal, is_sample, sample, steps
+from safetensors.numpy import load_file
+
+from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.errors import CheckpointError
+
+
+def silent(text: str) -> None:
+    raise AssertionError(text)
+
+
+def newest(folder: Path) -> Contents:
+    contents = Store(folder).newest(silent)
+    assert contents is not None
+    return contents
+
+
+def test_all_dtypes_and_shapes_come_back(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    arrays: dict[str, Any] = {}
+    for dtype in DTYPES:
+        for shape in [(), (0,), (3,), (2, 0, 4), (4, 3, 2)]:
+            bits = random.integers(0, 2 if dtype.kind == "b" else 256, (*shape, dtype.itemsize), np.uint8)
+            arrays[f"{dtype.name}/{shape}"] = bits.view(dtype).reshape(shape)
+    for dtype in FLOATS:
+        arrays[f"{dtype.name}/special"] = np.array([math.nan, -math.nan, math.inf, -0.0, 1e-7]).astype(dtype)
+    written = Contents(1, {}, arrays)
+    assert equal(load(Store(tmp_path).write(written)), written)
+
+
+def test_arrays_whose_elements_lie_apart(tmp_path: Path) -> None:
+    base = np.arange(24.0).reshape(4, 6)
+    arrays = {"rows": base[::2], "columns": base.T, "repeated": np.broadcast_to(np.float32(3), (2, 3))}
+    read = load(Store(tmp_path).write(Contents(1, {}, arrays))).arrays
+    assert all(np.array_equal(read[name], array) for name, array in arrays.items())
+    assert all(array.flags.writeable for array in read.values())
+
+
+def test_the_manifest_comes_back(tmp_path: Path) -> None:
+    manifest = {
+        "none": None,
+        "list": [1, -0.0, 0.1, math.nan, math.inf, -math.inf, True, 2**200],
+        "text": "ü \n \" \\ \0 ' \ud800",
+        "nested": {"": [], "b": {}},
+    }
+    written = Contents(10**12, manifest, {})
+    Store(tmp_path).write(written)
+    assert equal(newest(tmp_path), written)
+
+
+def test_another_program_reads_it_with_safetensors_alone(tmp_path: Path) -> None:
+    path = Store(tmp_path).write(sample(5))
+    arrays = load_file(path / "state.safetensors")
+    assert np.array_equal(arrays["weights"], sample(5).arrays["weights"])
+    facts = json.loads((path / "manifest.json").read_bytes())
+    assert (facts["format"], facts["step"], facts["manifest"]) == (1, 5, sample(5).manifest)
+    text = (path / "manifest.json").read_bytes().split(b"\n", 1)[1]
+    assert facts["checksum"] == xxhash.xxh3_128_hexdigest(text)
+    assert facts["arrays"]["weights"] == [
+        "float32",
+        [12],
+        xxhash.xxh3_128_hexdigest(arrays["weights"].tobytes()),
+    ]
+
+
+def test_everybody_may_read_what_the_folder_shows_to_everybody(tmp_path: Path) -> None:
+    path = Store(tmp_path / "new" / "folder").write(sample(5))
+    modes = [stat.S_IMODE(file.stat().st_mode) for file in sorted(path.iterdir())]
+    assert modes == [path.stat().st_mode & 0o666] * 2
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        assert Store(folder).newest(silent) is None
+        assert Store(folder).entries() == []
+
+
+def test_entries(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    paths = [store.write(sample(step)) for step in (7, 5, 6)]
+    (paths[2] / "manifest.json").unlink()
+    (tmp_path / "step-of-another-kind").mkdir()
+    entries = store.entries()
+    assert [entry.path for entry in entries] == [paths[1], paths[2], paths[0]]
+    assert [entry.step for entry in entries] == [5, 6, 7]
+    assert [entry.fault is None for entry in entries] == [True, False, True]
+    assert entries[0].time >= entries[2].time > 0
+    assert entries[0].bytes == sum(file.stat().st_size for file in paths[1].iterdir())
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    for step in (1, 2, 3, 10):
+        store.write(sample(step))
+    assert steps(tmp_path) == [3, 10]
+    Store(tmp_path, keep=1).write(sample(11))
+    assert steps(tmp_path) == [11]
+
+
+def test_the_one_just_written_stays_even_if_it_is_old(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    for step in (100, 200, 1, 2):
+        path = store.write(sample(step))
+        assert is_sample(load(path))
+    assert steps(tmp_path) == [2, 100, 200]
+
+
+def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2)
+    store.write(sample(1))
+    (store.write(sample(2)) / "state.safetensors").write_bytes(b"short")
+    store.write(sample(3))
+    assert [entry.step for entry in store.entries() if entry.fault is None] == [1, 3]
+    store.write(sample(4))
+    assert steps(tmp_path) == [3, 4]
+
+
+def test_a_step_that_is_written_again_is_replaced(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    for size in (3, 5):
+        store.write(sample(1, size))
+    assert newest(tmp_path).arrays["weights"].size == 5
+    (store.write(sample(2)) / "manifest.json").unlink()
+    store.write(sample(2))
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
+    store = Store(tmp_path / "never")
+    for name, array in [("a", np.ones(2, complex)), ("b", np.ones(2, ">f4")), ("__metadata__", np.ones(2))]:
+        with pytest.raises(CheckpointError, match=f"cannot hold .*{name}"):
+            store.write(Contents(1, {}, {name: array}))
+    with pytest.raises(CheckpointError, match="cannot hold"):
+        store.write(Contents(1, {}, {"\ud800": np.ones(2)}))
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_manifest_that_json_cannot_hold_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(TypeError):
+        Store(tmp_path).write(Contents(1, {"a": object()}, {}))
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
+def test_every_damaged_byte_is_noticed(name: str, tmp_path: Path) -> None:
+    path = Store(tmp_path).write(sample(1))
+    descriptor = os.open(path / name, os.O_RDWR)
+    for position, byte in enumerate((path / name).read_bytes()):
+        for bits in (0x01, 0xFF):
+            os.pwrite(descriptor, bytes([byte ^ bits]), position)
+            with pytest.raises(CheckpointError) as caught:
+                load(path)
+            assert str(path / name) in str(caught.value)
+        os.pwrite(descriptor, bytes([byte]), position)
+    os.close(descriptor)
+    assert is_sample(load(path))
+
+
+@pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
+def test_every_missing_end_is_noticed(name: str, tmp_path: Path) -> None:
+    path = Store(tmp_path).write(sample(1))
+    size = (path / name).stat().st_size
+    for end in [size + 1, *range(size - 1, -1, -1)]:
+        os.truncate(path / name, end)
+        with pytest.raises(CheckpointError, match=name):
+            load(path)
+
+
+def test_the_damaged_array_is_named(tmp_path: Path) -> None:
+    path = Store(tmp_path).write(sample(1))
+    state = path / "state.safetensors"
+    data = bytearray(state.read_bytes())
+    data[-1] ^= 1
+    state.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{state} is damaged: the array 'weights'"):
+        load(path)
+
+
+def test_arrays_of_another_checkpoint_are_noticed(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    first, second = store.write(sample(1)), store.write(sample(2))
+    (second / "state.safetensors").replace(first / "state.safetensors")
+    with pytest.raises(CheckpointError, match="the array"):
+        load(first)
+    with pytest.raises(CheckpointError, match=r"state.safetensors cannot be read: No such file"):
+        load(second)
+
+
+def test_a_format_of_the_future_is_named(tmp_path: Path) -> None:
+    path = Store(tmp_path).write(sample(1))
+    text = (path / "manifest.json").read_bytes().split(b"\n", 1)[1].replace(b'"format":1', b'"format":2')
+    seal = f'{{"checksum": "{xxhash.xxh3_128_hexdigest(text)}",\n'.encode()
+    (path / "manifest.json").write_bytes(seal + text)
+    with pytest.raises(CheckpointError, match="has the format 2, and this Lockstep reads 1"):
+        load(path)
+
+
+def test_the_newest_whole_one_is_found_and_damaged_ones_are_reported(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=9)
+    paths = [store.write(sample(step)) for step in (1, 2, 3, 4)]
+    (paths[1] / "manifest.json").unlink()
+    (paths[2] / "state.safetensors").write_bytes(b"")
+    (paths[3] / "manifest.json").write_bytes(b"{}")
+    reports: list[str] = []
+    contents = store.newest(reports.append)
+    assert contents is not None
+    assert is_sample(contents)
+    assert contents.step == 1
+    expected = [
+        (paths[3] / "manifest.json", "is damaged"),
+        (paths[2] / "state.safetensors", "has 0 bytes"),
+        (paths[1] / "manifest.json", "is missing"),
+    ]
+    assert len(reports) == 3
+    assert all(
+        str(path) in text and what in text for text, (path, what) in zip(reports, expected, strict=True)
+    )

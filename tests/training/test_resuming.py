@@ -1,0 +1,58 @@
+"""All processes of a job die; the same command goes on from its newest checkpoint, to the same bits."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
+MARKS = ("fit ", "evaluate ", "predict ", "batch ", "end ")
+WEIGHTS = {"fit 1": ("weights 1", "weights 2"), "fit 2": ("weights 2",), "batch": ()}
+"""Which weights a script sees that resumes there: those of calls that had finished are not kept."""
+
+
+def results(run: Any, place: str, worker: int = 0) -> list[str]:
+    assert run.status == 0, run.stderr
+    (seen,) = (marks for where, marks in WEIGHTS.items() if place.startswith(where))
+    return [line for mark in (*MARKS, *seen) for line in run.marked(worker, mark)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch: Launch) -> Callable[[str], Any]:
+    """A run of a backend that nothing happened to."""
+    return functools.cache(lambda backend: launch("-n 2 --replicas 4", "resuming.py", backend=backend))
+
+
+def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> None:
+    """Let all workers die, and run the same again, with another number of workers."""
+    keeping = f"--checkpoint {folder} --checkpoint-every 2"
+    died = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", how, *place.split(), backend=backend)
+    assert died.status == {"killed": 137, "stopped": 143}[how]
+    run = launch(f"-n 3 {keeping}", "resuming.py", how, *place.split(), backend=backend)
+    assert "goes on from" in run.stderr
+    for worker in (0, 2):
+        assert results(run, place, worker) == results(expected, place)
+
+
+@pytest.mark.parametrize("place", ["fit 1 step 7"])
+def test_a_job_that_was_killed_goes_on_with_another_number_of_workers(
+    launch: Launch, backend: str, undisturbed: Callable[[str], Any], place: str, tmp_path: Path
+) -> None:
+    goes_on(launch, backend, "killed", place, tmp_path, undisturbed(backend))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_wherever_it_was_killed(
+    launch: Launch, backend: str, undisturbed: Callable[[str], Any], place: str, tmp_path: Path
+) -> None:
+    goes_on(launch, backend, "killed", place, tmp_path, undisturbed(backend))
+
+
+def test_a_job_that_was_stopped_goes_on_at_the_step_that_it_had_come_to(
+    launch: Launch, undisturbed: Callable[[str], Any], tmp_path: Path
+) -> None:
+    goes_on(launch, "jax", "stopped", "fit 2 step 4", tmp_path, undisturbed("jax"))
