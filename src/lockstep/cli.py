@@ -175,6 +175,8 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     workers = options["workers"] or min(wanted, replicas or wanted)
     replicas = replicas or workers
     place(replicas, tuple(range(workers)))
+    if checkpoints is not None and replicas == 1:
+        raise ConfigError("--checkpoint needs at least two replicas: give --replicas 2; one worker is enough")
     threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     name = options["script"] if options["module"] else Path(options["script"]).stem

@@ -1,0 +1,76 @@
+"""A training that loses workers at named points of the protocol.
+
+survival.py FOLDER WORKER:STEP:POINT...
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
+
+from chaos_faults import Fault, Faults, prepare  # noqa: E402
+
+FOLDER = Path(sys.argv[1])
+WORKER = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+
+
+def fault(text: str) -> Fault:
+    worker, step, point = text.split(":")
+    return Fault(int(worker), int(step), point)
+
+
+FAULTS = Faults([one for one in map(fault, sys.argv[2:]) if one.worker == WORKER])
+prepare(FAULTS)
+
+
+class Steps(keras.callbacks.Callback):  # type: ignore[misc]
+    """Counts steps, and passes the points that are not in the exchange."""
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        FAULTS.step += 1
+        FAULTS.passing("before publishing")
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        FAULTS.passing("after apply")
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        FAULTS.passing("end of an epoch")
+
+
+def main() -> None:
+    layers = keras.layers
+    keras.utils.set_random_seed(5)
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential(
+            [
+                layers.Input((6,)),
+                layers.Dense(64, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dropout(0.3),
+                layers.Dense(1),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+    x = np.random.default_rng(0).normal(size=(110, 6)).astype("float32")
+    callbacks = [
+        Steps(),
+        keras.callbacks.ModelCheckpoint(FOLDER / "{epoch}.weights.h5", save_weights_only=True),
+        keras.callbacks.CSVLogger(FOLDER / "log.csv"),
+    ]
+    data = {"validation_data": (x[:40], x[:40, :1]), "callbacks": callbacks, "verbose": 0}
+    model.fit(x, x[:, :1], epochs=4, batch_size=24, **data)
+    figures = model.evaluate(x, x[:, :1], verbose=0)
+    rows = model.predict(x, batch_size=30, verbose=0)
+    print("result", lockstep.digest(model), [float(f).hex() for f in figures], float(rows.sum()).hex())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Real workers are killed at named points, on every backend: the result and the files are the same."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+SOME = ("0:7:halfway through publishing", "1:12:after apply", "2:12:told of a loss")
+"""The chief, and two more of four, one of them during the recovery from the loss of the other."""
+REST = (
+    ("1:3:before publishing", "0:9:published"),
+    ("3:4:arrived", "0:15:halfway through summing"),
+    ("0:2:summed", "1:6:in the next view", "2:9:after apply"),
+    ("0:1:growing the memory", "3:5:in a gather"),
+    ("0:0:end of an epoch", "1:0:end of an epoch"),
+)
+
+
+def train(launch: Launch, backend: str, folder: Path, *faults: str) -> tuple[set[str], dict[str, str]]:
+    """Train; return what the workers came to, and the digests of the files."""
+    run = launch("-n 4", "survival.py", str(folder), *faults, backend=backend)
+    assert run.status == 0, run.stderr
+    lines = [run.marked(worker, "result ") for worker in range(4)]
+    assert sum(map(bool, lines)) == 4 - len(faults)
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    return {line for some in lines for line in some}, files
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    launch: Launch, backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[set[str], dict[str, str]]:
+    return train(launch, backend, tmp_path_factory.mktemp("undisturbed"))
+
+
+def test_the_result_is_that_of_an_undisturbed_run(
+    launch: Launch, backend: str, undisturbed: tuple[set[str], dict[str, str]], tmp_path: Path
+) -> None:
+    assert len(undisturbed[0]) == 1
+    assert train(launch, backend, tmp_path, *SOME) == undisturbed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", REST, ids=" and ".join)
+def test_wherever_workers_are_lost(
+    launch: Launch,
+    backend: str,
+    undisturbed: tuple[set[str], dict[str, str]],
+    faults: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    assert train(launch, backend, tmp_path, *faults) == undisturbed
