@@ -16,7 +16,7 @@ import lockstep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
-from chaos_faults import Fault, Faults, prepare  # noqa: E402
+from chaos_faults import Fault, Faults, prepare
 
 FOLDER = Path(sys.argv[1])
 WORKER = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
