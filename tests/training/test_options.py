@@ -76,11 +76,12 @@ def test_replicas_agree_with_plain_keras(one_worker: OneWorker, backend: str) ->
     assert far_from_plain_keras(one_worker(backend, QUICK[backend])[1], QUICK[backend]) == []
 
 
+@pytest.mark.slow
 def test_one_and_three_workers_give_the_same_bits(
-    one_worker: OneWorker, launch: Launch, thorough_backend: str, tmp_path: Path
+    one_worker: OneWorker, launch: Launch, backend: str, tmp_path: Path
 ) -> None:
-    names = QUICK[thorough_backend]
-    assert train(launch, thorough_backend, 3, tmp_path, names) == one_worker(thorough_backend, names)[0]
+    names = QUICK[backend]
+    assert train(launch, backend, 3, tmp_path, names) == one_worker(backend, names)[0]
 
 
 @pytest.mark.slow

@@ -37,11 +37,10 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
         assert results(run, place, worker) == results(expected, place)
 
 
-@pytest.mark.parametrize("place", ["fit 1 step 7"])
 def test_a_job_that_was_killed_goes_on_with_another_number_of_workers(
-    launch: Launch, backend: str, undisturbed: Callable[[str], Any], place: str, tmp_path: Path
+    launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    goes_on(launch, backend, "killed", place, tmp_path, undisturbed(backend))
+    goes_on(launch, thorough_backend, "killed", "fit 1 step 7", tmp_path, undisturbed(thorough_backend))
 
 
 @pytest.mark.slow

@@ -20,20 +20,33 @@ def trained(launch: Launch, backend: str, workers: int, replicas: int, *options:
     return lines[0]
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--eager",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--eager",)])
 def test_the_same_bits_on_one_and_three_workers(
     launch: Launch, backend: str, options: tuple[str, ...]
 ) -> None:
     assert trained(launch, backend, 1, 4, *options) == trained(launch, backend, 3, 4, *options)
 
 
-def test_replicas_agree_with_plain_keras_and_one_replica_to_the_last_bit(
+def test_three_workers_give_the_bits_of_one_and_agree_with_plain_keras(
     launch: Launch, plain: Callable[..., str], backend: str
 ) -> None:
-    lines = plain("rounds.py", "--plain", "--exact", backend=backend).splitlines()
-    wanted = [[line for line in lines if line.startswith(mark)] for mark in ("result ", "numbers ")]
-    assert trained(launch, backend, 1, 1, "--exact") == wanted
-    four = trained(launch, backend, 2, 4, "--exact")
-    for found, line in zip(four[1], wanted[1], strict=True):
+    three = trained(launch, backend, 3, 4, "--exact")
+    assert three == trained(launch, backend, 1, 4, "--exact")
+    _, numbers = alone(plain, backend)
+    for found, line in zip(three[1], numbers, strict=True):
         got, expected = (np.array(text.split()[1:], "float64") for text in (found, line))
         assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.mark.slow
+def test_one_replica_is_plain_keras_to_the_last_bit(
+    launch: Launch, plain: Callable[..., str], backend: str
+) -> None:
+    assert trained(launch, backend, 1, 1, "--exact") == alone(plain, backend)
+
+
+def alone(plain: Callable[..., str], backend: str) -> list[list[str]]:
+    """Return what plain Keras prints: the lines of results and of numbers."""
+    lines = plain("rounds.py", "--plain", "--exact", backend=backend).splitlines()
+    return [[line for line in lines if line.startswith(mark)] for mark in ("result ", "numbers ")]

@@ -31,25 +31,25 @@ def train(launch: Launch, backend: str, folder: Path, *faults: str) -> tuple[set
 
 @pytest.fixture(scope="module")
 def undisturbed(
-    launch: Launch, backend: str, tmp_path_factory: pytest.TempPathFactory
+    launch: Launch, thorough_backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[set[str], dict[str, str]]:
-    return train(launch, backend, tmp_path_factory.mktemp("undisturbed"))
+    return train(launch, thorough_backend, tmp_path_factory.mktemp("undisturbed"))
 
 
 def test_the_result_is_that_of_an_undisturbed_run(
-    launch: Launch, backend: str, undisturbed: tuple[set[str], dict[str, str]], tmp_path: Path
+    launch: Launch, thorough_backend: str, undisturbed: tuple[set[str], dict[str, str]], tmp_path: Path
 ) -> None:
     assert len(undisturbed[0]) == 1
-    assert train(launch, backend, tmp_path, *SOME) == undisturbed
+    assert train(launch, thorough_backend, tmp_path, *SOME) == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faults", REST, ids=" and ".join)
 def test_wherever_workers_are_lost(
     launch: Launch,
-    backend: str,
+    thorough_backend: str,
     undisturbed: tuple[set[str], dict[str, str]],
     faults: tuple[str, ...],
     tmp_path: Path,
 ) -> None:
-    assert train(launch, backend, tmp_path, *faults) == undisturbed
+    assert train(launch, thorough_backend, tmp_path, *faults) == undisturbed
