@@ -28,11 +28,8 @@ def test_the_same_bits_on_one_and_three_workers(
     assert trained(launch, backend, 1, 4, *options) == trained(launch, backend, 3, 4, *options)
 
 
-def test_three_workers_give_the_bits_of_one_and_agree_with_plain_keras(
-    launch: Launch, plain: Callable[..., str], backend: str
-) -> None:
+def test_replicas_agree_with_plain_keras(launch: Launch, plain: Callable[..., str], backend: str) -> None:
     three = trained(launch, backend, 3, 4, "--exact")
-    assert three == trained(launch, backend, 1, 4, "--exact")
     _, numbers = alone(plain, backend)
     for found, line in zip(three[1], numbers, strict=True):
         got, expected = (np.array(text.split()[1:], "float64") for text in (found, line))
