@@ -18,11 +18,12 @@ from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.paths import RunPaths
 from lockstep.topology import place
 
 _WITHOUT_GPU = 2
+_OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 
 
 def main() -> None:
@@ -33,7 +34,7 @@ def main() -> None:
         _refuse(error.format_message())
     except click.Abort:
         sys.exit(130)
-    except ConfigError as error:
+    except LockstepError as error:
         _refuse(str(error))
 
 
@@ -147,7 +148,14 @@ def run(**options: Any) -> None:
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
     script.check()
+    folder = options["checkpoint"]
+    # What is there must not change while it is read; what is refused leaves nothing behind.
+    existed = folder is not None and folder.exists()
+    if existed:
+        claim_folder(folder, *_OF_CHECKPOINTS)
     spec = _spec(options)
+    if folder is not None and not existed:
+        claim_folder(folder, *_OF_CHECKPOINTS)
     claim_folder(spec.run_dir)
     click.echo(f"lockstep: {spec.describe()}", err=True)
     for variable in switched_off() if spec.devices else ():

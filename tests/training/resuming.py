@@ -1,14 +1,16 @@
 """A program with several calls, callbacks that decide, and one of its own that counts.
 
-    resuming.py [HOW WHERE]
+    resuming.py FOLDER [HOW WHERE]
 
 The first time, all its workers die WHERE: "fit 1 step 17" is in the call of that number, after so many steps.
-HOW is "killed", or "stopped": then the command gets SIGTERM. Prints what came out, exactly.
+HOW is "killed", or "stopped": then the command gets SIGTERM. It writes a table to FOLDER, and prints what
+came out, exactly.
 """
 
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,6 +20,7 @@ import psutil
 import lockstep
 from lockstep import job
 
+TABLE = Path(sys.argv.pop(1)) / "table.csv"
 HOW, WHERE = (sys.argv[1], " ".join(sys.argv[2:])) if sys.argv[1:] else ("", "")
 
 
@@ -72,14 +75,17 @@ def main() -> None:
     stopping = keras.callbacks.EarlyStopping(patience=1, restore_best_weights=True)
     slower = keras.callbacks.ReduceLROnPlateau(patience=0, factor=0.5)
     options: dict[str, Any] = {"validation_data": (x[:40], y[:40]), "verbose": 0}
-    history = model.fit(x, y, epochs=6, batch_size=24, callbacks=[slower, first, stopping], **options)
+    table = keras.callbacks.CSVLogger(TABLE, append=True)
+    backup = keras.callbacks.BackupAndRestore(TABLE.with_name("backup"))
+    watching = [slower, first, stopping, table, backup]
+    history = model.fit(x, y, epochs=6, batch_size=24, callbacks=watching, **options)
     print("weights 1", lockstep.digest(model))
     print("fit 1", first.steps, first.epochs, history.epoch, history.history)
     figures = model.evaluate(x, y, batch_size=30, verbose=0)
     print("evaluate", [float(figure).hex() for figure in figures])
     # A script's own random numbers between calls.
     noise = np.random.normal(size=y.shape).astype("float32") * 0.1
-    history = model.fit(x, y + noise, epochs=3, batch_size=24, callbacks=[second], **options)
+    history = model.fit(x, y + noise, epochs=3, batch_size=24, callbacks=[second, table], **options)
     print("weights 2", lockstep.digest(model))
     print("fit 2", second.steps, second.epochs, history.epoch, history.history)
     print("predict", float(model.predict(x, batch_size=50, verbose=0).sum()).hex())
@@ -87,6 +93,7 @@ def main() -> None:
         loss = model.train_on_batch(x[number * 10 : number * 10 + 10], y[number * 10 : number * 10 + 10])
         perhaps_die(f"batch {number}")
         print("batch", [float(figure).hex() for figure in np.atleast_1d(loss)])
+    print("table", TABLE.read_bytes())
     print("end", lockstep.digest(model), np.random.random())
 
 

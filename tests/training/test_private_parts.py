@@ -65,7 +65,7 @@ def test_an_optimizer_lists_the_variables_it_was_built_for() -> None:
 def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name() -> None:
     keras.random.uniform((1,))
     kept = global_state.get_global_attribute("global_seed_generator")
-    assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format("keras/torch.py", "global_state")
+    assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format("keras/randomness.py", "global_state")
 
 
 def test_a_csv_logger_knows_its_file() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
-MARKS = ("fit ", "evaluate ", "predict ", "batch ", "end ")
+MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
 WEIGHTS = {"fit 1": ("weights 1", "weights 2"), "fit 2": ("weights 2",), "batch": ()}
 """Which weights a script sees that resumes there: those of calls that had finished are not kept."""
 
@@ -21,17 +21,24 @@ def results(run: Any, place: str, worker: int = 0) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(launch: Launch) -> Callable[[str], Any]:
+def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """A run of a backend that nothing happened to."""
-    return functools.cache(lambda backend: launch("-n 2 --replicas 4", "resuming.py", backend=backend))
+
+    @functools.cache
+    def run(backend: str) -> Any:
+        folder = str(tmp_path_factory.mktemp("undisturbed"))
+        return launch("-n 2 --replicas 4", "resuming.py", folder, backend=backend)
+
+    return run
 
 
 def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> None:
     """Let all workers die, and run the same again, with another number of workers."""
-    keeping = f"--checkpoint {folder} --checkpoint-every 2"
-    died = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", how, *place.split(), backend=backend)
+    keeping = f"--checkpoint {folder / 'kept'} --checkpoint-every 2"
+    arguments = (str(folder), how, *place.split())
+    died = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", *arguments, backend=backend)
     assert died.status == {"killed": 137, "stopped": 143}[how]
-    run = launch(f"-n 3 {keeping}", "resuming.py", how, *place.split(), backend=backend)
+    run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
     assert "goes on from" in run.stderr
     for worker in (0, 2):
         assert results(run, place, worker) == results(expected, place)

@@ -26,12 +26,17 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
                 folder.mkdir()
                 return folder
     except OSError as error:
-        raise _unusable(base, error) from None
+        raise _unusable("the run's folder", base, "--run-dir", error) from None
     raise AssertionError("numbers have no end")
 
 
-def claim_folder(folder: Path) -> int:
+def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--run-dir") -> int:
     """Make `folder` where it does not exist, and lock it.
+
+    Args:
+        folder: to claim.
+        what: it is, for messages.
+        option: that names it.
 
     Returns:
         A descriptor; the folder is ours until every process that has it has closed it.
@@ -43,14 +48,14 @@ def claim_folder(folder: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(RunPaths(folder).lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except OSError as error:
-        raise _unusable(folder, error) from None
+        raise _unusable(what, folder, option, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ConfigError(f"another run works in {folder}; wait for it, or give another --run-dir") from None
+        raise ConfigError(f"another run works in {folder}; wait for it, or give another {option}") from None
     return descriptor
 
 
-def _unusable(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"the run's folder {folder} cannot be used: {error.strerror}; give another --run-dir")
+def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{what} {folder} cannot be used: {error.strerror}; give another {option}")

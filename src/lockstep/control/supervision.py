@@ -180,7 +180,10 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
         return _end(state, verdict, now)
     if not state.running:
         return _finish(state, f"{how}; no worker is left")
-    if state.stage is Stage.SAVING and event.worker not in _savers(state):
+    if state.stage is Stage.SAVING:
+        if _savers(state):
+            # The chief needs whoever is left to come to the end of its step.
+            return _renew(state, how)
         return _signal_all(state, signal.SIGTERM, now, f"{how}; every other worker gets SIGTERM")
     return Decision(state, reason=how)
 

@@ -30,6 +30,13 @@ class ChiefCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
 class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     """Restores on every worker; writes and removes on the chief."""
 
+    goes_on: bool
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Restore, unless the job goes on from a checkpoint of its own."""
+        if not self.goes_on:
+            super().on_train_begin(logs)
+
     def _save_model(self) -> None:
         job.current().as_chief(super()._save_model)
 
@@ -39,31 +46,35 @@ class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
 
 
 class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
-    """Writes on the chief; the next chief goes on in the same file."""
+    """Writes on the chief; whoever goes on in the file knows how many rows it has to have."""
 
     append: bool
+    goes_on: bool
+    rows: int
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the file, on the chief."""
-        job.current().as_chief(lambda: keras.callbacks.CSVLogger.on_train_begin(self, logs))
+        self.rows = len(_lines(Path(self.filename))[1:]) if self.append else 0
+        if not self.goes_on:
+            job.current().as_chief(lambda: keras.callbacks.CSVLogger.on_train_begin(self, logs))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Write a row, on the chief."""
-        job.current().as_chief(lambda: self._write(epoch, logs))
+        rows, self.rows = self.rows, self.rows + 1
+        job.current().as_chief(lambda: self._write(rows, epoch, logs))
 
     def on_train_end(self, logs: Any = None) -> None:
         """Close the file, on the chief."""
         job.current().as_chief(self._close)
 
-    def _write(self, epoch: int, logs: Any) -> None:
+    def _write(self, rows: int, epoch: int, logs: Any) -> None:
         if self.csv_file is None or self.csv_file.closed:
-            written = _end_last_line(Path(self.filename))
+            # Another process has written the rows so far, and perhaps more, or half of one.
+            path = Path(self.filename)
+            path.write_bytes(b"".join(_lines(path)[: 1 + rows]))
             own, self.append = self.append, True
             super().on_train_begin()
             self.append = own
-            if written.split(self.sep)[0] == str(epoch):
-                # The one before has come as far as that.
-                return
         super().on_epoch_end(epoch, logs)
 
     def _close(self) -> None:
@@ -98,12 +109,10 @@ class ChiefProgbar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
 class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
     """Calls another callback on the chief; whoever becomes the chief begins with it anew."""
 
-    async_safe = True
-
     def __init__(self, inner: Any) -> None:
         super().__init__()
         self._inner = inner
-        self._begun = False
+        self.begun = False
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begin."""
@@ -149,8 +158,8 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
         job.current().as_chief(lambda: self._pass_on(method, *arguments))
 
     def _pass_on(self, method: str | None, *arguments: Any) -> None:
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             self._inner.set_params(self.params)
             self._inner.set_model(self.model)
             self._inner.on_train_begin()
@@ -166,17 +175,22 @@ _ON_CHIEF = {
 }
 
 
-def on_chief(callbacks: Any, verbose: Any) -> Any:
+def on_chief(callbacks: Any, verbose: Any, *, goes_on: bool) -> Any:
     """Return what `fit` is given instead of the user's callbacks: those of Keras's that write do it once.
 
     The user's own callbacks, subclasses of Keras's included, stay as they are.
+
+    Args:
+        callbacks: as the user gives them.
+        verbose: as the user gives it.
+        goes_on: whether the call had begun in another process, which has left files.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     given: Sequence[Any] = keras.tree.flatten(callbacks) if callbacks else []
     if verbose and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in given):
         given = [*given, ChiefProgbar()]
-    return [_on_chief(callback) for callback in given]
+    return [_on_chief(callback, goes_on) for callback in given]
 
 
 def writes(callbacks: Any) -> bool:
@@ -185,7 +199,7 @@ def writes(callbacks: Any) -> bool:
     return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
 
 
-def _on_chief(callback: Any) -> Any:
+def _on_chief(callback: Any, goes_on: bool) -> Any:
     if type(callback) is keras.callbacks.TensorBoard:
         return OnChief(callback)
     kind = _ON_CHIEF.get(type(callback))
@@ -194,16 +208,11 @@ def _on_chief(callback: Any) -> Any:
     made = kind.__new__(kind)
     # The same state, not a copy: what the user looks at later, and what the next fit goes on from.
     made.__dict__ = vars(callback)
+    vars(callback)["goes_on"] = goes_on
     return made
 
 
-def _end_last_line(path: Path) -> str:
-    """Cut off what follows the last end of a line; return the last line."""
-    if not path.exists():
-        return ""
-    data = path.read_bytes()
-    whole = data[: data.rfind(b"\n") + 1]
-    if whole != data:
-        path.write_bytes(whole)
-    lines = whole.decode(errors="replace").splitlines()
-    return lines[-1] if lines else ""
+def _lines(path: Path) -> list[bytes]:
+    """Return the lines of a file that are whole, with their ends; none if there is no file."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [line for line in lines if line.endswith(b"\n")]

@@ -1,6 +1,6 @@
 """The distributed calls of a process (`fit`, `evaluate`, ...), numbered, and where in them it is."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ class Call:
     number: int
     steps: int = 0
     skipped: int = 0
-    callbacks: Sequence[Any] = ()
+    callbacks: Any = ()
     at_end: bool = False
 
 

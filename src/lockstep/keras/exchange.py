@@ -6,7 +6,7 @@ what was computed for the step is kept, and only replicas that the worker did no
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,23 @@ class Layout:
         return [partial[name] for name in self.names]
 
 
+@dataclass(frozen=True)
+class Round:
+    """One round of a step: what its replicas are computed from, and those that this worker has computed.
+
+    Attributes:
+        state: at the beginning of the step.
+        batch: of the step.
+        earlier: the totals of the rounds before.
+        started: the partials of the replicas whose computation has begun.
+    """
+
+    state: Any
+    batch: GlobalBatch
+    earlier: Sequence[Total] = ()
+    started: dict[int, Partial] = field(default_factory=dict)
+
+
 class Exchange:
     """The steps of one model, of one kind, in one job."""
 
@@ -85,7 +102,7 @@ class Exchange:
         complete = False
         while not complete:
             total = self._job.exchange(
-                partial(self._sum, state, batch, totals, {}), partial(self._program.published, state)
+                partial(self._sum, Round(state, batch, totals)), partial(self._program.published, state)
             )
             complete = self._program.complete(len(totals))
             # The next reduce uses the total's memory again.
@@ -97,33 +114,26 @@ class Exchange:
     def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._program.outputs()  # Those of a step that failed halfway.
-        started: dict[int, Partial] = {}
+        only = Round(state, batch)
         outputs: dict[int, Any] = {}
 
         def join(view: View, communicator: Communicator) -> Any:
-            self._compute(state, batch, [], started, view)
+            self._compute(only, view)
             outputs.update(self._program.outputs())
             if self._nest is None:
                 self._nest = next(iter(outputs.values()))
-            own = [outputs[replica] for replica in view.replicas_of(self._job.worker) if replica in started]
+            own = [outputs[r] for r in view.replicas_of(self._job.worker) if r in only.started]
             return self._join(own, batch, view, communicator)
 
         rows = self._job.exchange(join)
         if self._layouts[0].names:
-            total = self._job.exchange(partial(self._sum, state, batch, [], started))
+            total = self._job.exchange(partial(self._sum, only))
             _, state = self._program.apply(state, [total])
         self._calls.current.steps += 1
         return rows, state
 
-    def _compute(
-        self,
-        state: Any,
-        batch: GlobalBatch,
-        earlier: Sequence[Total],
-        started: dict[int, Partial],
-        view: View,
-    ) -> None:
-        """Start the computation of the replicas owned in `view` that have examples and are not in `started`.
+    def _compute(self, this: Round, view: View) -> None:
+        """Start the computation of the replicas owned in `view` that have examples and have not begun.
 
         A worker whose replicas have no examples in the first batch computes replica 0 as well, without
         contributing it: that is how it learns what a partial looks like.
@@ -131,34 +141,27 @@ class Exchange:
         call = self._calls.current
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._job.seed, call.number, call.steps))
         for replica in view.replicas_of(self._job.worker):
-            share = batch.share(replica, view.replicas, seed)
-            if share.examples and replica not in started:
-                started[replica] = self._program.compute(state, share, earlier)
-        if len(self._layouts) == len(earlier):
-            computed = next(iter(started.values()), None)
+            share = this.batch.share(replica, view.replicas, seed)
+            if share.examples and replica not in this.started:
+                this.started[replica] = self._program.compute(this.state, share, this.earlier)
+        if len(self._layouts) == len(this.earlier):
+            computed = next(iter(this.started.values()), None)
             if computed is None:
-                computed = self._program.compute(state, batch.share(0, view.replicas, seed), earlier)
+                share = this.batch.share(0, view.replicas, seed)
+                computed = self._program.compute(this.state, share, this.earlier)
             names = tuple(sorted(computed))
             zeros = tuple(np.zeros_like(self._backend.concrete(computed[name])) for name in names)
             self._layouts.append(Layout(names, zeros))
 
-    def _sum(
-        self,
-        state: Any,
-        batch: GlobalBatch,
-        earlier: Sequence[Total],
-        started: dict[int, Partial],
-        view: View,
-        communicator: Communicator,
-    ) -> Total:
-        """Compute and sum the round that follows `earlier`; the total is valid until the next reduce."""
-        self._compute(state, batch, earlier, started, view)
-        layout = self._layouts[len(earlier)]
+    def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
+        """Compute and sum a round; the total is valid until the next reduce."""
+        self._compute(this, view)
+        layout = self._layouts[len(this.earlier)]
         # The backend is still computing: time to hash what it computes from.
-        check = batch.check() if len(view.workers) > 1 else b""
+        check = this.batch.check() if len(view.workers) > 1 else b""
         partials: dict[Span, Leaves] = {}
         for replica in view.replicas_of(self._job.worker):
-            computed = started.get(replica)
+            computed = this.started.get(replica)
             partials[Span(replica, replica + 1)] = (
                 layout.zeros
                 if computed is None

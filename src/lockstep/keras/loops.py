@@ -15,13 +15,14 @@ from lockstep.data.batch import GlobalBatch
 from lockstep.errors import ScopeError
 from lockstep.job import Job
 from lockstep.keras.agreement import Facts, agree
+from lockstep.keras.callback_states import callback_states, listeners, set_callback_states
 from lockstep.keras.callbacks import on_chief, writes
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.contract import Backend, Kind
 from lockstep.keras.exchange import Exchange, state_facts
 from lockstep.keras.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
-from lockstep.keras.snapshots import Snapshots, callback_state
+from lockstep.keras.snapshots import Snapshots
 from lockstep.keras.steps import refuse_synchronized_normalization
 from lockstep.keras.variables import model_state
 
@@ -75,17 +76,16 @@ class Loops:
         callbacks = given["callbacks"]
         with self._calls.enter("fit") as call:
             if finished := self._snapshots.finished():
-                return past_fit(model, given["callbacks"], finished.result)
+                return past_fit(model, callbacks, finished.result)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(call, model, training, lambda: {**epochs, **_all_facts(training, validation)})
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
-            given.update(callbacks=on_chief(callbacks, given["verbose"]))
-            call.callbacks = given["callbacks"]
+            call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
+            given.update(callbacks=call.callbacks)
             result = original(*bound.args, **bound.kwargs)
-            states = [callback_state(callback) for callback in call.callbacks]
-            self._finish(result, {"history": callback_state(result), "callbacks": states})
+            self._finish(result, callback_states(listeners(call.callbacks, model)))
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
@@ -245,11 +245,9 @@ class Loops:
 
 def past_fit(model: Any, callbacks: Any, past: Any) -> Any:
     """Return what a `fit` that was finished before this process began has returned; tell its callbacks."""
-    for callback, state in zip(on_chief(callbacks, verbose=0), past["callbacks"], strict=False):
-        vars(callback).update(state)
     model.history = keras.callbacks.History()
     model.history.set_model(model)
-    vars(model.history).update(past["history"])
+    set_callback_states(listeners(on_chief(callbacks, 0, goes_on=True), model), past)
     return model.history
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import xxhash
 from keras.src.backend.common import global_state
@@ -13,10 +14,20 @@ _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras keeps the generator of random operations without a seed."""
 
 
+def global_generator() -> Any:
+    """Return the generator of Keras's random operations without a seed; None if there is none yet."""
+    return global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+
+
+def set_global_generator(generator: Any) -> None:
+    """Let Keras use `generator` for random operations without a seed."""
+    global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+
+
 def random_states() -> dict[str, Any]:
     """Return the states of Python, NumPy and, where they are in use, Keras and PyTorch."""
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
-    generator = global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+    generator = global_generator()
     if generator is not None:
         states["keras"] = np.asarray(generator.state.numpy())
     if (torch := sys.modules.get("torch")) is not None:
@@ -29,12 +40,10 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     if "keras" in states:
-        import keras
-
-        generator = global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+        generator = global_generator()
         if generator is None:
             generator = keras.random.SeedGenerator(0)
-            global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+            set_global_generator(generator)
         generator.state.assign(states["keras"])
     if "torch" in states and (torch := sys.modules.get("torch")) is not None:
         torch.set_rng_state(torch.from_numpy(np.array(states["torch"])))

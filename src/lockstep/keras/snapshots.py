@@ -13,6 +13,7 @@ import numpy as np
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.job import Job
+from lockstep.keras.callback_states import callback_states, listeners, set_callback_states
 from lockstep.keras.calls import Calls
 from lockstep.keras.contract import Backend, Program
 from lockstep.keras.journal import Finished, Journal
@@ -20,8 +21,6 @@ from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.variables import all_variables, assign, named_arrays, step_state
 
 _LAST_SECONDS = 60.0
-_NOT_STATE = {"_model", "model", "params", "_params"}
-"""What a callback is given, and will be given again."""
 
 
 @dataclass
@@ -128,8 +127,7 @@ class Snapshots:
             "taken": self._calls.taken,
             "call": call.name,
             "logs": {name: np.asarray(self._backend.concrete(value)) for name, value in (logs or {}).items()},
-            "callbacks": [callback_state(callback) for callback in call.callbacks],
-            "history": callback_state(model.history) if hasattr(model, "history") else {},
+            "callbacks": callback_states(listeners(call.callbacks, model)) if program is not None else [],
             "random": random_states(),
         }
         packed, values = pack(facts, "training")
@@ -167,10 +165,8 @@ class Snapshots:
         else:
             assign(model, current)
         call = self._calls.current
-        for callback, kept in zip(call.callbacks, facts["callbacks"], strict=False):
-            vars(callback).update(kept)
-        if facts["history"]:
-            vars(model.history).update(facts["history"])
+        if program is not None:
+            set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
         self._calls.methods.clear()
         self._calls.methods.update(facts["methods"])
         self._calls.taken = facts["taken"]
@@ -198,19 +194,6 @@ class Snapshots:
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: variable.value for name, variable in variables.items()}
-
-
-def callback_state(callback: Any) -> dict[str, Any]:
-    """Return those attributes of a callback that are plain values or arrays."""
-    state = {}
-    for name, value in vars(callback).items():
-        if name not in _NOT_STATE:
-            try:
-                pack(value, "")
-            except TypeError:
-                continue
-            state[name] = value
-    return state
 
 
 def _below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def promise_equal_bits(threads: int) -> None:
 
 
 @contextmanager
-def random_states(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Within the block the global states of Python, NumPy and PyTorch follow from `seed`."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     on_gpu = torch.cuda.is_initialized()

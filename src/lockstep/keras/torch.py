@@ -14,13 +14,13 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import torch
-from keras.src.backend.common import global_state
 
 from lockstep import job
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.contract import Kind, Partial, Total
 from lockstep.keras.losses import by_density, divided, replica_losses
+from lockstep.keras.randomness import global_generator, set_global_generator
 from lockstep.keras.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
 from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.tensors import (
@@ -30,7 +30,7 @@ from lockstep.keras.tensors import (
     int32,
     on_host,
     promise_equal_bits,
-    random_states,
+    seeded,
     versions,
     weighted,
 )
@@ -38,8 +38,6 @@ from lockstep.keras.variables import assign, seed_positions, step_state
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
-_GLOBAL_SEED_GENERATOR = "global_seed_generator"
-"""The name under which Keras keeps the generator of random operations without a seed."""
 
 
 class TorchBackend:
@@ -350,15 +348,15 @@ class TorchProgram:
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
     """Within the block all global random states follow from `seed`; afterwards they are what they were."""
-    generator = global_state.get_global_attribute(_GLOBAL_SEED_GENERATOR)
+    generator = global_generator()
     # What a layer draws from without a generator of its own. The name keeps Keras from counting it.
     ours = keras.random.SeedGenerator(seed % 10**9, name="replica")
-    global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, ours)
+    set_global_generator(ours)
     try:
-        with random_states(seed):
+        with seeded(seed):
             yield
     finally:
-        global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
+        set_global_generator(generator)
 
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:
