@@ -66,6 +66,8 @@ class Control(Protocol):
 
     def abort(self, reason: str) -> None: ...
 
+    def leave_notice(self, notice: int) -> None: ...
+
     def signal(self, position: int, number: int) -> None: ...
 
 
@@ -166,6 +168,9 @@ class _ThreadControl:
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)
 
+    def leave_notice(self, notice: int) -> None:
+        self.hub.leave_notice(notice)
+
     def signal(self, position: int, number: int) -> None:
         raise NotImplementedError("a thread gets no signals")
 
@@ -255,6 +260,9 @@ class _ProcessControl:
 
     def abort(self, reason: str) -> None:
         self._arena.abort(reason)
+
+    def leave_notice(self, notice: int) -> None:
+        self._arena.leave_notice(notice)
 
     def signal(self, position: int, number: int) -> None:
         process, _ = self._members[position]

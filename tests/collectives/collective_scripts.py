@@ -222,3 +222,14 @@ def limited_file_size(member: Member, big: Reduce, small: Reduce, limit: int) ->
         return too_big_then_small(member, big, small)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def notices(member: Member, calls: int) -> list[int]:
+    """Make calls that others wait for; the last member is released in the middle."""
+    seen = [member.communicator.notice]
+    for number in range(calls):
+        if number == calls // 2 and member.position == member.plan.members - 1:
+            member.proceed()
+        member.communicator.reduce(partials_of(member.plan, member.position, Reduce(1, ((3,),), ("int32",))))
+        seen.append(member.communicator.notice)
+    return seen

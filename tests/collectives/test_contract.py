@@ -18,6 +18,7 @@ from collective_scripts import (
     expected,
     keep_total,
     leave_early,
+    notices,
     perform_all,
     properties_of_total,
     reduce_strided,
@@ -242,6 +243,24 @@ def test_calls_go_on_after_a_disagreement(world: World) -> None:
 def test_different_names_are_no_disagreement(world: World) -> None:
     calls = [("gather", {"blob": blob_of(1, at, at), "what": f"call of {at}"}) for at in range(3)]
     assert values(world.run(plan_of(3, 3), call, calls)) == [None] * 3
+
+
+# The notice.
+
+
+def test_all_members_see_a_notice_from_the_same_call_on(world: World) -> None:
+    waiting = set()
+
+    def listen(control: Control, position: int, _: Waiting) -> None:
+        waiting.add(position)
+        if waiting == {0, 1}:
+            # The first member is in the call already: it has seen that there is none.
+            waiting.add(2)
+            control.leave_notice(7)
+            control.release(2)
+
+    seen = values(world.run(plan_of(3, 3), notices, 6, settings=Settings(quick_reports()), listen=listen))
+    assert seen == [[0, 0, 0, 0, 0, 7, 7]] * 3
 
 
 # The end of a view.

@@ -1,12 +1,13 @@
 """The memory that the members of one view share: a memfd, its layout, and the word that ends the view.
 
-    header     magic, version, number of members; the abort word and its reason
-    arrivals   for each member, in cache lines of its own: how often it has arrived, whether it has left
+    header     magic, version, number of members; the abort word and its reason; the notice
+    arrivals   for each member, in cache lines of its own: how often it has arrived, whether it has left;
+               for the first member also, two: the notice as it saw it when it arrived
     slots      for each member, two: what it says of its call
     mailboxes  for each member, two: a part of a blob
     data       partials and totals; grows
 
-A member's slots and mailboxes alternate from one arrival to the next: it can't arrive a second time
+A member's slots, mailboxes and notices alternate from one arrival to the next: it can't arrive a second time
 before all have arrived once, and thus have read what belongs to the arrival before.
 
 The memfd has no name, so nothing is left behind however the processes end.
@@ -34,7 +35,7 @@ REASON_LIMIT = 1 << 12
 
 _MAGIC = struct.Struct("<8sII")
 _NAME, _VERSION = b"LOCKSTEP", 1
-_ABORT, _REASON_LENGTH, _REASON = 64, 68, 128
+_ABORT, _REASON_LENGTH, _NOTICE, _REASON = 64, 68, 72, 128
 _ARRIVALS, _LINE = 4608, 128
 _PAGE = mmap.PAGESIZE
 
@@ -109,6 +110,19 @@ class Arena:
         """Say that a member makes no more calls."""
         self._words[(_ARRIVALS + position * _LINE) // 4 + 1] = 1
         futex.wake(self.address(position))
+
+    def leave_notice(self, notice: int) -> None:
+        """Leave a number for the members, who all see it from the same call on; does nothing once closed."""
+        if not self.control.closed:
+            self._words[_NOTICE // 4] = notice
+
+    def pass_notice_on(self, arrival: int) -> None:
+        """Show all members the notice as it is now; for the first member, before it arrives."""
+        self._words[(_ARRIVALS + 8) // 4 + arrival % 2] = self._words[_NOTICE // 4]
+
+    def notice(self, arrival: int) -> int:
+        """Return the notice that the first member passed on before an arrival."""
+        return self._words[(_ARRIVALS + 8) // 4 + arrival % 2]
 
     def slot(self, position: int, arrival: int) -> int:
         """Return where the slot for an arrival of a member starts in `control`."""

@@ -62,6 +62,14 @@ class Communicator(Protocol):
     A member that leaves a call halfway (a timeout, an interrupt) ends the view for all.
     """
 
+    @property
+    def notice(self) -> int:
+        """A number that whoever made the view has left for its members; 0 at first.
+
+        It is what the first member saw when it came to the last call, and so the same on all members
+        between two calls.
+        """
+
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas along the plan's tree.
 

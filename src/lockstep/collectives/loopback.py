@@ -34,6 +34,7 @@ class _Meeting:
     """One call of all members: what they brought, and what came out."""
 
     entries: dict[int, _Entry] = field(default_factory=dict)
+    notice: int = 0
     outcome: Any = None
     error: LockstepError | None = None
     over: bool = False
@@ -62,6 +63,7 @@ class Hub:
         self._reason: str | None = None
         self._left: set[int] = set()
         self._total = _Total()
+        self._notice = 0
 
     def member(self, position: int) -> "LoopbackCommunicator":
         """Return the end of the member at `position` among the view's workers."""
@@ -74,14 +76,20 @@ class Hub:
                 self._reason = reason
             self._changed.notify_all()
 
+    def leave_notice(self, notice: int) -> None:
+        """Leave a number for the members, who all see it from the same call on."""
+        self._notice = notice
+
     def leave(self, position: int) -> None:
         """Let the others know that this member makes no more calls."""
         with self._changed:
             self._left.add(position)
             self._changed.notify_all()
 
-    def meet(self, position: int, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]) -> Result:
-        """Wait for all members, and return what `work` made of what they brought.
+    def meet(
+        self, position: int, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]
+    ) -> tuple[Result, int]:
+        """Wait for all members; return what `work` made of what they brought, and the notice.
 
         Raises:
             InternalError: this member was closed.
@@ -94,6 +102,8 @@ class Hub:
                 raise PeerLostError(self._reason)
             meeting = self._meeting
             meeting.entries[position] = entry
+            if position == 0:
+                meeting.notice = self._notice
             if len(meeting.entries) == self.plan.members:
                 self._work(meeting, work)
             else:
@@ -101,7 +111,7 @@ class Hub:
         if meeting.error is not None:
             raise type(meeting.error)(*meeting.error.args)
         outcome: Result = meeting.outcome
-        return outcome
+        return outcome, meeting.notice
 
     def _work(self, meeting: _Meeting, work: Callable[[Sequence[_Entry]], Result]) -> None:
         self._meeting = _Meeting()
@@ -172,6 +182,12 @@ class LoopbackCommunicator:
     def __init__(self, hub: Hub, position: int) -> None:
         self._hub = hub
         self._position = position
+        self._notice = 0
+
+    @property
+    def notice(self) -> int:
+        """What was left for the members; see `Communicator`."""
+        return self._notice
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas; see `Communicator`.
@@ -181,24 +197,27 @@ class LoopbackCommunicator:
         check_length(check)
         layout = common_layout(self._hub.plan, self._position, partials)
         call = Call("reduce", what, check, layout=layout.digest)
-        return self._hub.meet(self._position, _Entry(call, layout.describe, partials), self._hub.add_up)
+        return self._meet(_Entry(call, layout.describe, partials), self._hub.add_up)
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members; see `Communicator`."""
-        return list(self._meet(Call("gather", what), blob))
+        return list(self._swap(Call("gather", what), blob))
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at `root`; see `Communicator`."""
         blob = outgoing(blob, is_root=self._position == root)
-        return self._meet(Call("broadcast", what, root=root), blob)[root]
+        return self._swap(Call("broadcast", what, root=root), blob)[root]
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""
-        self._meet(Call("barrier", what), b"")
+        self._swap(Call("barrier", what), b"")
 
-    def _meet(self, call: Call, blob: bytes) -> list[bytes]:
-        entry = _Entry(call, list, blob)
-        return self._hub.meet(self._position, entry, lambda entries: [each.load for each in entries])
+    def _swap(self, call: Call, blob: bytes) -> list[bytes]:
+        return self._meet(_Entry(call, list, blob), lambda entries: [each.load for each in entries])
+
+    def _meet(self, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]) -> Result:
+        outcome, self._notice = self._hub.meet(self._position, entry, work)
+        return outcome
 
     def abort(self, reason: str) -> None:
         """End this view for all members; see `Communicator`."""

@@ -23,7 +23,11 @@ _BEHIND = 1 << 31
 
 
 class Meeting:
-    """One member's end of the meetings in an arena. Not for use by several threads, except `abort`."""
+    """One member's end of the meetings in an arena. Not for use by several threads, except `abort`.
+
+    Attributes:
+        notice: as the contract says.
+    """
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class Meeting:
         self._spin = SPIN if len(workers) <= (os.cpu_count() or 1) else 0.0
         self._arrival = 0
         self._closed = False
+        self.notice = 0
 
     @contextlib.contextmanager
     def calling(self, call: Call) -> Iterator[None]:
@@ -86,7 +91,10 @@ class Meeting:
         start = arena.slot(self._position, arrival)
         arena.control[start : start + len(own)] = own
         self._send(blob, 0)
+        if self._position == 0:
+            arena.pass_notice_on(arrival)
         self.sync(call)
+        self.notice = arena.notice(arrival)
         slots = [arena.slot(position, arrival) for position in range(len(self._workers))]
         if all(arena.control[start : start + len(own)] == own for start in slots):
             lengths = [len(blob)] * len(slots)

@@ -70,6 +70,11 @@ class SharedCommunicator:
             self._room.turn()
         return total
 
+    @property
+    def notice(self) -> int:
+        """What was left for the members; see `Communicator`."""
+        return self._meeting.notice
+
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members; see `Communicator`."""
         call = Call("gather", what)
