@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "keras": BASE | {"data", "job", "collectives", "checkpoint"},
     "strategy": BASE | {"keras", "job"},
     "seeding": set(),
-    "membership": BASE | {"collectives", "control", "job"},
+    "membership": BASE | {"checkpoint", "collectives", "control", "job"},
     "persistence": BASE | {"checkpoint", "control", "job"},
     "worker": BASE | {"collectives", "control", "job", "membership", "persistence", "seeding"},
     "cli": BASE | {"checkpoint", "collectives", "control"},
@@ -93,4 +93,10 @@ def test_importing_loads_no_framework(module: str) -> None:
 
 
 def test_public_names() -> None:
-    assert sorted(lockstep.__all__) == ["MultiWorkerMirroredStrategy", "__version__", "digest", "is_chief"]
+    assert sorted(lockstep.__all__) == [
+        "MultiWorkerMirroredStrategy",
+        "__version__",
+        "digest",
+        "is_chief",
+        "load_checkpoint",
+    ]

@@ -107,6 +107,22 @@ def cli() -> None:
     help="A worker for which others wait longer is stuck, and ends the job.",
 )
 @click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="How many lost workers are replaced; after that the others go on without.",
+)
+@click.option(
+    "--min-workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="With fewer workers, training waits until others have joined.",
+)
+@click.option(
     "--checkpoint",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
@@ -183,6 +199,10 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     workers = options["workers"] or min(wanted, replicas or wanted)
     replicas = replicas or workers
     place(replicas, tuple(range(workers)))
+    if options["min_workers"] > workers:
+        raise ConfigError(
+            f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
+        )
     if checkpoints is not None and replicas == 1:
         raise ConfigError("--checkpoint needs at least two replicas: give --replicas 2; one worker is enough")
     threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
@@ -197,6 +217,8 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         threads=threads,
         seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
         timeout=options["timeout"],
+        min_workers=options["min_workers"],
+        max_restarts=options["max_restarts"],
         run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
         tee=options["tee"],
         backend=backend,
@@ -238,6 +260,54 @@ def checkpoints(folder: Path) -> None:
     sys.exit(any(entry.fault for entry in entries))
 
 
+@cli.command("list")
+def list_jobs() -> None:
+    """List your jobs that run on this machine."""
+    from lockstep.control.jobs import running_jobs, table
+
+    running, silent = running_jobs()
+    for line in table(running, time.time()) if running else ():
+        click.echo(line)
+    for name in silent:
+        click.echo(f"lockstep: {name} does not answer; it may be paused, or about to end", err=True)
+    if not running and not silent:
+        click.echo("no job is running")
+
+
+@cli.command()
+@click.argument("job")
+@click.argument("workers", metavar="N", type=click.IntRange(min=1))
+def scale(job: str, workers: int) -> None:
+    """Let JOB go on with N workers, with the same result.
+
+    JOB is a name that lockstep list shows, or the beginning of one.
+    """
+    from lockstep.control.jobs import accepted, send
+    from lockstep.control.orders import Scale
+
+    status = accepted(send(job, Scale(workers)))
+    click.echo(
+        f"{status.job}: workers now {len(status.workers)}, wanted {status.wanted}; "
+        "lockstep list shows how far it is"
+    )
+
+
+@cli.command()
+@click.argument("job")
+def stop(job: str) -> None:
+    """End JOB as SIGTERM does: with --checkpoint it keeps a checkpoint first.
+
+    JOB is a name that lockstep list shows, or the beginning of one.
+    """
+    from lockstep.control.jobs import accepted, send, wait_until_gone
+    from lockstep.control.orders import End
+
+    status = accepted(send(job, End()))
+    click.echo(f"{status.job} ends; this waits for it, and Ctrl-C only ends the waiting")
+    wait_until_gone(status.job)
+    click.echo(f"{status.job} has ended")
+
+
 def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     from lockstep.clock import SystemClock
     from lockstep.control.agent import Agent
@@ -245,7 +315,9 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     from lockstep.control.descendants import LinuxDescendants
     from lockstep.control.launcher import LocalLauncher
     from lockstep.control.output import Sink
-    from lockstep.control.supervision import Limits, State
+    from lockstep.control.starter import Starter
+    from lockstep.control.state import Limits, Size, State
+    from lockstep.control.views import Views
     from lockstep.events import EventLog
 
     paths = RunPaths(spec.run_dir.absolute())
@@ -254,9 +326,8 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
         agent = Agent(
             spec=spec,
             paths=paths,
-            pid=os.getpid(),
-            launcher=LocalLauncher(),
-            open_exchange=_open_exchange,
+            starter=Starter(spec, paths, os.getpid(), LocalLauncher(), console),
+            views=Views(_open_exchange),
             command=command,
             console=console,
             events=events,
@@ -267,6 +338,8 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
                 Limits(timeout=spec.timeout),
                 view=spec.view,
                 keeps=spec.checkpoints is not None,
+                size=Size.of(spec.workers, spec.min_workers, spec.max_restarts),
+                next_worker=spec.workers,
             ),
         )
         return agent.run()
@@ -274,7 +347,7 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
 
 def _open_exchange(workers: int) -> Any:
     from lockstep.collectives.shared import Arena
-    from lockstep.control.agent import Exchange
+    from lockstep.control.views import Exchange
 
     arena = Arena.create(workers)
-    return Exchange(arena.fd, arena.abort, arena.close)
+    return Exchange(arena.fd, arena.abort, arena.leave_notice, arena.close)

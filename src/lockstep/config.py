@@ -56,7 +56,7 @@ class WorkerConfig:
         run_dir: the run's own folder, absolute.
         agent: process id of the agent.
         control: inherited descriptor of the socket to the agent.
-        arena: inherited descriptor of the memory that the workers share.
+        arena: inherited descriptor of the memory that the workers share; None for a worker that joins.
         checkpoints: what is kept, if anything is.
     """
 
@@ -69,8 +69,13 @@ class WorkerConfig:
     run_dir: Path
     agent: int
     control: int
-    arena: int
+    arena: int | None
     checkpoints: Checkpoints | None = None
+
+    @property
+    def joins(self) -> bool:
+        """Whether the worker joins a job that runs already."""
+        return self.arena is None
 
 
 def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
@@ -89,10 +94,10 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         run_dir=_parse(environ, "RUN_DIR", _folder),
         agent=_parse(environ, "AGENT", _positive),
         control=_parse(environ, "CONTROL_FD", _count),
-        arena=_parse(environ, "ARENA_FD", _count),
+        arena=_parse(environ, "ARENA_FD", _count_or_none),
         checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
     )
-    if config.worker >= config.workers:
+    if config.worker >= config.workers and not config.joins:
         raise ConfigError(
             f"{_PREFIX}WORKER is {config.worker}, but the {config.workers} workers count from 0"
         )
@@ -109,6 +114,7 @@ def worker_environment(
     config: WorkerConfig,
     inherited: Mapping[str, str] = os.environ,
     *,
+    seat: int | None = None,
     backend: str | None = None,
     devices: str | None = None,
     shared: bool = False,
@@ -118,6 +124,7 @@ def worker_environment(
     Args:
         config: what `read_worker` will give in the worker.
         inherited: what the worker has besides.
+        seat: the worker's index in `TF_CONFIG`; its id where it has that seat from the beginning.
         backend: the Keras backend, None to leave it.
         devices: the worker's `CUDA_VISIBLE_DEVICES`, None to leave it.
         shared: whether other workers use the same devices.
@@ -126,7 +133,7 @@ def worker_environment(
     environment |= _lockstep_variables(config) | _thread_variables(config.threads)
     environment["PYTHONHASHSEED"] = str(config.seed % 2**32)
     environment["PYTHONUNBUFFERED"] = "1"
-    environment["TF_CONFIG"] = tf_config(config.worker, config.replicas)
+    environment["TF_CONFIG"] = tf_config(config.worker if seat is None else seat, config.replicas)
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
     if backend == "torch":
@@ -136,13 +143,14 @@ def worker_environment(
     return environment
 
 
-def tf_config(worker: int, replicas: int) -> str:
-    """Return the `TF_CONFIG` of a worker: one address a replica, the same for the job's whole life.
+def tf_config(seat: int, replicas: int) -> str:
+    """Return the `TF_CONFIG` of the worker at a seat.
 
+    It has one address a replica, the same for the job's whole life.
     The addresses only name the replicas; nothing listens there.
     """
     addresses = [f"127.0.0.1:{_FIRST_PORT + replica}" for replica in range(replicas)]
-    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": worker}})
+    return json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": seat}})
 
 
 def tf_config_given() -> str | None:
@@ -206,7 +214,7 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         "RUN_DIR": config.run_dir,
         "AGENT": config.agent,
         "CONTROL_FD": config.control,
-        "ARENA_FD": config.arena,
+        "ARENA_FD": "none" if config.arena is None else config.arena,
     }
     if config.checkpoints is not None:
         values["CHECKPOINTS"] = msgspec.json.encode(config.checkpoints, enc_hook=str).decode()
@@ -252,6 +260,10 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number, 0 or more")
     return int(text)
+
+
+def _count_or_none(text: str) -> int | None:
+    return None if text == "none" else _count(text)
 
 
 def _positive(text: str) -> int:

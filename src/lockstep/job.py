@@ -4,15 +4,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Communicator
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
-from lockstep.errors import PeerLostError
-from lockstep.topology import View, place
+from lockstep.errors import InternalError, PeerLostError
+from lockstep.topology import Request, View, place
 
 Result = TypeVar("Result")
 
@@ -24,13 +24,55 @@ class Report(Protocol):
         """Note `event` with fields that JSON can hold; never blocks for long, never raises."""
 
 
-def raise_it(lost: PeerLostError) -> NoReturn:
-    """Raise the error by which a view ended: no view follows."""
-    raise lost
-
-
 Place = tuple[View, Communicator]
 """A view, and this worker's end of its exchange."""
+
+
+class Membership(Protocol):
+    """A worker's way from view to view, as the agent decides."""
+
+    def next_place(self, lost: PeerLostError) -> Place:
+        """Wait for the view that follows one that is over, and enter it.
+
+        Raises:
+            PeerLostError: none follows; `lost`, or with a reason of its own.
+        """
+
+    def hand_over(self, contents: Contents, *, whole: bool) -> None:
+        """Give the state of the training, or only the position, to those who join."""
+
+    def position(self) -> Contents:
+        """Wait until the members say where the training is; for a worker that joins.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+    def join(self) -> tuple[Contents, Place]:
+        """Wait for the state and for the view that this worker is let into; for one that joins.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+
+class Alone:
+    """The `Membership` of a process without an agent."""
+
+    def next_place(self, lost: PeerLostError) -> Place:
+        """Raise `lost`: no view follows."""
+        raise lost
+
+    def hand_over(self, contents: Contents, *, whole: bool) -> None:
+        """Nobody joins."""
+
+    def position(self) -> Contents:
+        """Nobody is there."""
+        raise InternalError("a process by itself has nobody to join")
+
+    def join(self) -> tuple[Contents, Place]:
+        """Nobody is there."""
+        raise InternalError("a process by itself has nobody to join")
 
 
 @dataclass
@@ -45,8 +87,9 @@ class Job:
         communicator: this worker's end of the view's exchange.
         report: hears what this worker does.
         folder: the run's own, where workers may leave notes for each other; None without one.
-        next_place: waits for the view that follows one that is over, and enters it; raises its argument, or
-            an error of its own, where none follows.
+        membership: the way to the next view.
+        joins: whether this worker is not in any view of the job yet: it computes alone what others have
+            computed, until it is let in.
         keeper: keeps checkpoints, if there are to be any.
         resumed: the checkpoint that the job goes on from, if any.
     """
@@ -58,7 +101,8 @@ class Job:
     communicator: Communicator
     report: Report
     folder: Path | None = None
-    next_place: Callable[[PeerLostError], Place] = raise_it
+    membership: Membership = field(default_factory=Alone)
+    joins: bool = False
     keeper: Keeper | None = None
     resumed: Contents | None = None
     _undone: list[Callable[[], object]] = field(default_factory=list)
@@ -66,7 +110,7 @@ class Job:
     @property
     def is_chief(self) -> bool:
         """Whether this worker is the one that writes and prints, in the present view."""
-        return self.worker == self.view.chief
+        return self.worker == self.view.chief and not self.joins
 
     def as_chief(self, act: Callable[[], object]) -> None:
         """Have `act` done by the chief: writing a file, for example.
@@ -101,14 +145,56 @@ class Job:
             try:
                 result = act(self.view, self.communicator)
             except PeerLostError as lost:
-                self.communicator.close()
-                self.view, self.communicator = self.next_place(lost)
+                self._enter(self.membership.next_place(lost))
                 if self.is_chief and self._undone:
                     with catching_up():
                         self._catch_up()
             else:
                 self._undone.clear()
                 return result
+
+    def between_steps(self, take: Callable[[bool], Contents]) -> None:
+        """Let workers in and out, if the agent has asked for it.
+
+        All workers call this at the same places, at the end of a step of training, in the same state, and
+        make no call of the exchange between the step's and this one.
+
+        Args:
+            take: returns the state of the training; with False, only where it is.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        request = Request(self.communicator.notice)
+        if request is Request.POSITION and self.is_chief:
+            self.membership.hand_over(take(False), whole=False)
+        elif request is Request.CHANGE:
+            lost = PeerLostError("the workers change")
+            try:
+                if self.is_chief:
+                    self.membership.hand_over(take(True), whole=True)
+                else:
+                    # The chief does not come: the agent ends this view when it has the state.
+                    self.communicator.barrier(what="the change of workers")
+            except PeerLostError as over:
+                lost = over
+            self._enter(self.membership.next_place(lost))
+
+    def join(self) -> Contents:
+        """Become a member; return the state at the end of the step after which the view begins.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        contents, place = self.membership.join()
+        self._enter(place)
+        self.joins = False
+        self._undone.clear()
+        return contents
+
+    def _enter(self, place: Place) -> None:
+        self.communicator.close()
+        self.view, self.communicator = place
 
     def _catch_up(self) -> None:
         undone, self._undone = self._undone, []
@@ -140,10 +226,14 @@ def is_chief() -> bool:
     return current().is_chief
 
 
+def by_itself(view: View) -> Communicator:
+    """Return the exchange of a view of one worker."""
+    return Hub(ReducePlan.of(view)).member(0)
+
+
 def _alone() -> Job:
     view = place(replicas=1, workers=(0,))
-    hub = Hub(ReducePlan.of(view))
-    return Job(view, worker=0, seed=0, threads=0, communicator=hub.member(0), report=_ignore)
+    return Job(view, worker=0, seed=0, threads=0, communicator=by_itself(view), report=_ignore)
 
 
 def _ignore(event: str, **fields: Any) -> None:

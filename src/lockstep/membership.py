@@ -1,12 +1,17 @@
 """A worker's way from view to view: into the exchange of the first, and of each that follows."""
 
+import os
+import sys
+
+from lockstep.checkpoint.parcel import pack_parcel, unpack_parcel
+from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Waiting, WaitPolicy
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared import Arena, SharedCommunicator
 from lockstep.config import WorkerConfig
 from lockstep.control.client import Client
-from lockstep.control.messages import Over
-from lockstep.errors import PeerLostError
+from lockstep.control.messages import AgentMessage, Given, Leave, NewView, Over, Position
+from lockstep.errors import CheckpointError, InternalError, PeerLostError
 from lockstep.job import Place
 from lockstep.topology import View, place
 
@@ -16,22 +21,25 @@ REPORT_EVERY = 0.5
 GRACE_FOR_AGENT = 60.0
 """Seconds that a wait goes on after the agent should have ended it, for the agent can show more."""
 
-PATIENCE_FOR_VIEW = 60.0
-"""Seconds in which the agent has to say what follows a view that is over."""
 
+class AgentMembership:
+    """Enters this worker into the views that the agent decides; a `Membership`.
 
-class Membership:
-    """Enters this worker into the views that the agent decides."""
+    The agent is waited for as long as a stuck worker would be: it may itself wait for workers to come, until
+    there are as many as the person wants.
+    """
 
     def __init__(self, config: WorkerConfig, client: Client) -> None:
         self._config = config
         self._client = client
         self._arena: Arena | None = None
+        self._view = place(1, (config.worker,))
 
     def enter(self, view: View, descriptor: int) -> SharedCommunicator:
         """Take part in the exchange of `view`, whose memory `descriptor` is; takes it over."""
         if self._arena is not None:
             self._arena.close()
+        self._view = view
         self._arena = Arena.attach(descriptor)
         policy = WaitPolicy(report_every=REPORT_EVERY, timeout=self._config.timeout + GRACE_FOR_AGENT)
         position = view.workers.index(self._config.worker)
@@ -40,17 +48,71 @@ class Membership:
     def next_place(self, lost: PeerLostError) -> Place:
         """Wait for the view that follows the one that ended with `lost`, and enter it.
 
+        A worker that is not needed any more ends here.
+
         Raises:
             PeerLostError: none follows.
         """
-        answer = self._client.next_view(PATIENCE_FOR_VIEW)
+        patience = self._config.timeout + GRACE_FOR_AGENT
+        answer = self._client.next_view(patience)
         if answer is None:
-            raise PeerLostError(f"{lost}; the agent has not said in {PATIENCE_FOR_VIEW:.0f} s what follows")
-        if isinstance(answer, Over):
-            raise PeerLostError(answer.reason)
-        message, descriptor = answer
-        view = place(self._config.replicas, message.workers, message.number)
-        return view, self.enter(view, descriptor)
+            raise PeerLostError(f"{lost}; the agent has not said in {patience:.0f} s what follows")
+        message, descriptors = answer
+        return self._place(message, descriptors[0] if descriptors else -1)
+
+    def hand_over(self, contents: Contents, *, whole: bool) -> None:
+        """Give the agent what those who join need."""
+        try:
+            descriptor = pack_parcel(contents)
+        except CheckpointError as error:
+            self._client.given(Given(self._view.number, whole, str(error)))
+            return
+        self._client.given(Given(self._view.number, whole), descriptor)
+        os.close(descriptor)
+
+    def position(self) -> Contents:
+        """Wait until the members say where the training is: at the end of a step, however long it takes.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        self._client.asks(whole=False)
+        message, descriptors = self._hear()
+        if isinstance(message, Position):
+            return unpack_parcel(descriptors[0])
+        self._place(message, -1)
+        raise InternalError("the agent lets a worker in that has not asked for it")
+
+    def join(self) -> tuple[Contents, Place]:
+        """Wait until this worker is let in: at the end of a step, however long it takes.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        self._client.asks(whole=True)
+        message, descriptors = self._hear()
+        place = self._place(message, descriptors[0] if descriptors else -1)
+        return unpack_parcel(descriptors[1]), place
+
+    def _hear(self) -> tuple[AgentMessage, list[int]]:
+        # The agent tells when the job is over, and when it is gone, this process is too.
+        answer = self._client.receive(None)
+        assert answer is not None
+        return answer
+
+    def _place(self, message: AgentMessage, descriptor: int) -> Place:
+        match message:
+            case NewView(number, workers):
+                view = place(self._config.replicas, workers, number)
+                return view, self.enter(view, descriptor)
+            case Leave():
+                # The script goes no further here, as if the process had been killed.
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(0)
+            case Over(reason):
+                raise PeerLostError(reason)
+        raise InternalError(f"the agent says {type(message).__name__} to a worker that waits for a view")
 
     def _observe(self, waiting: Waiting) -> None:
         self._client.waiting(waiting.what, waiting.workers, waiting.seconds)

@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(2)
     die_with(config.agent)
     for descriptor in (config.control, config.arena):
-        os.set_inheritable(descriptor, False)
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
     write_when_asked(RunPaths(config.run_dir).stack(config.worker))
     client = Client(socket.socket(fileno=config.control))
     _enter_job(config, client)
@@ -43,14 +44,18 @@ def main(arguments: Sequence[str]) -> None:
 
 def _enter_job(config: WorkerConfig, client: Client) -> None:
     from lockstep import job
-    from lockstep.membership import Membership
+    from lockstep.membership import AgentMembership
     from lockstep.persistence import open_keeper, resumed
     from lockstep.topology import place
 
     seed_everything(config.seed)
-    view = place(config.replicas, tuple(range(config.workers)))
-    membership = Membership(config, client)
-    communicator = membership.enter(view, config.arena)
+    membership = AgentMembership(config, client)
+    if config.arena is None:
+        view = place(config.replicas, (config.worker,))
+        communicator = job.by_itself(view)
+    else:
+        view = place(config.replicas, tuple(range(config.workers)))
+        communicator = membership.enter(view, config.arena)
     entered = job.Job(
         view,
         config.worker,
@@ -59,9 +64,10 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
         communicator,
         client.report,
         config.run_dir,
-        membership.next_place,
+        membership,
+        joins=config.joins,
         keeper=open_keeper(config, client),
-        resumed=resumed(config),
+        resumed=None if config.joins else resumed(config),
     )
     job.enter(entered)
     os.register_at_fork(after_in_child=_leave_job)
@@ -70,13 +76,10 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
 def _leave_job() -> None:
     """A process that the script forks is no worker: it must not take part in the exchange."""
     from lockstep import job
-    from lockstep.collectives.loopback import Hub
-    from lockstep.collectives.plan import ReducePlan
     from lockstep.topology import place
 
     seed, threads, view = job.current().seed, job.current().threads, place(1, (0,))
-    communicator = Hub(ReducePlan.of(view)).member(0)
-    job.enter(job.Job(view, 0, seed, threads, communicator, _nobody_listens))
+    job.enter(job.Job(view, 0, seed, threads, job.by_itself(view), _nobody_listens))
 
 
 def _nobody_listens(event: str, **fields: object) -> None:

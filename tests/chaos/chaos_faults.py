@@ -7,9 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep import membership
+from lockstep.checkpoint import folder
+from lockstep.checkpoint.keeper import Keeper
 from lockstep.collectives import futex, meeting, shared
 from lockstep.collectives.room import Room
-from lockstep.membership import Membership
+from lockstep.membership import AgentMembership
 
 POINTS = (
     "before publishing",
@@ -25,6 +28,22 @@ POINTS = (
     "told of a loss",
     "in the next view",
 )
+WHILE_OTHERS_JOIN = (
+    "giving the state",
+    "halfway through giving",
+    "given",
+    "waiting for the change",
+    "keeping a checkpoint",
+    "writing a checkpoint",
+)
+"""Where members are when workers join, and the chief with its checkpoints."""
+WHILE_JOINING = (
+    "asking where",
+    "knowing where",
+    "asking to be let in",
+    "let in",
+)
+"""Where workers are that join."""
 
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "exception")
 
@@ -108,4 +127,11 @@ def prepare(faults: Faults) -> None:
     around(Room, "map", before="growing the memory")
     around(shared.SharedCommunicator, "gather", before="in a gather")
     around(meeting.Meeting, "_receive", before="in a gather")
-    around(Membership, "next_place", before="told of a loss", after="in the next view")
+    around(AgentMembership, "next_place", before="told of a loss", after="in the next view")
+    around(AgentMembership, "hand_over", before="giving the state", after="given")
+    around(membership, "pack_parcel", after="halfway through giving")
+    around(AgentMembership, "position", before="asking where", after="knowing where")
+    around(AgentMembership, "join", before="asking to be let in", after="let in")
+    around(shared.SharedCommunicator, "barrier", before="waiting for the change")
+    around(Keeper, "after_step", before="keeping a checkpoint")
+    around(folder, "save_file", before="writing a checkpoint")

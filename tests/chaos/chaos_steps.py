@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from chaos_faults import Faults
 
+from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.job import Job
 from lockstep.topology import View, split_evenly
@@ -47,15 +48,17 @@ def beginning(seed: int) -> tuple[Array, bytes]:
     return np.random.default_rng(seed).normal(size=SMALL).astype("float32"), b""
 
 
-def alone(seed: int, replicas: int, steps: int) -> str:
-    """What one process comes to, adding along the tree by itself."""
+def alone(seed: int, replicas: int, steps: int) -> list[str]:
+    """What one process comes to after each step, adding along the tree by itself."""
     state, chain = beginning(seed)
+    digests = []
     for step in range(steps):
         ids = [examples(step, replica, replicas) for replica in range(replicas)]
         parts = [gradient(state, own, step) for own in ids]
         total = [tree([part[leaf] for part in parts]) for leaf in range(len(parts[0]))]
         state, chain = apply(state, chain, total, ids)
-    return digest(state, chain)
+        digests.append(digest(state, chain))
+    return digests
 
 
 def tree(parts: list[Array]) -> Array:
@@ -67,10 +70,14 @@ def tree(parts: list[Array]) -> Array:
 
 
 def train(job: Job, steps: int, faults: Faults) -> str:
-    """Train as a worker of a job."""
-    state, chain = beginning(job.seed)
+    """Train as a worker of a job, from the beginning or from where the others are."""
+    step, (state, chain) = 0, beginning(job.seed)
+    if job.joins:
+        faults.step = steps
+        faults.step = job.membership.position().step
+        step, state, chain = unpacked(job.join())
     replicas = job.view.replicas
-    for step in range(steps):
+    while step < steps:
         faults.step = step
         summed = job.exchange(partial(total, job, state, step, {}, faults))
         faults.passing("after reduce")
@@ -81,8 +88,24 @@ def train(job: Job, steps: int, faults: Faults) -> str:
             own = digest(state, chain).encode() * 20000
             blobs = job.exchange(partial(gathered, own))
             assert set(blobs) == {own}
+        step += 1
+        faults.step = step
+        now = packed(step, state, chain)
+        job.between_steps(lambda whole, now=now: now)  # type: ignore[misc]
+        if job.keeper is not None and job.is_chief:
+            job.keeper.after_step(step, lambda now=now: now)  # type: ignore[misc]
     job.exchange(lambda view, communicator: communicator.barrier())
+    if job.keeper is not None:
+        assert job.keeper.close(10)
     return digest(state, chain)
+
+
+def packed(step: int, state: Array, chain: bytes) -> Contents:
+    return Contents(step, {"chain": chain.hex()}, {"state": state})
+
+
+def unpacked(contents: Contents) -> tuple[int, Array, bytes]:
+    return contents.step, np.array(contents.arrays["state"]), bytes.fromhex(contents.manifest["chain"])
 
 
 def total(

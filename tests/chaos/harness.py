@@ -1,10 +1,11 @@
 """Jobs of forked workers under the real agent, with faults; prints what went wrong, and what it saw.
 
-    harness.py [--seed N] [--jobs N] [--point NAME]
+    harness.py [--seed N] [--jobs N] [--point NAME] [--replace]
 
 Everything but how workers are started is Lockstep's own. Each job's survivors have to come to the state and
 the examples of one process that nothing happened to. Faults are drawn at random, with --point all at that
-point, after a first loss.
+point, after a first loss. With --replace, training waits until lost workers have been replaced, and the job
+keeps checkpoints, which have to hold the state of their step.
 """
 
 import argparse
@@ -23,26 +24,39 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import chaos_steps as steps
-from chaos_faults import KINDS, POINTS, Fault, Faults, Misfortune, prepare
+from chaos_faults import (
+    KINDS,
+    POINTS,
+    WHILE_JOINING,
+    WHILE_OTHERS_JOIN,
+    Fault,
+    Faults,
+    Misfortune,
+    prepare,
+)
 
+from lockstep.checkpoint.store import Store, load
 from lockstep.clock import SystemClock
 from lockstep.collectives.shared import Arena
-from lockstep.config import read_worker
-from lockstep.control.agent import Agent, Exchange
+from lockstep.config import Checkpoints, read_worker
+from lockstep.control.agent import Agent
 from lockstep.control.client import Client
 from lockstep.control.console import Console
 from lockstep.control.launcher import Launch
 from lockstep.control.output import Sink
 from lockstep.control.spec import JobSpec
-from lockstep.control.supervision import Limits, State
+from lockstep.control.starter import Starter
+from lockstep.control.state import Limits, Size, State
+from lockstep.control.views import Exchange, Views
 from lockstep.events import EventLog
-from lockstep.job import Job
-from lockstep.membership import Membership
+from lockstep.job import Job, by_itself
+from lockstep.membership import AgentMembership
 from lockstep.paths import RunPaths
+from lockstep.persistence import open_keeper
 from lockstep.topology import place
 
 STEPS = 12
-LIMITS = Limits(timeout=5.0, blame=0.05, look=0.05)
+LIMITS = Limits(timeout=5.0, blame=0.05, look=0.05, pause=0.001, longest_pause=0.01)
 
 
 @dataclass
@@ -91,7 +105,8 @@ class ForkLauncher:
             mine.close()
             status = 1
             try:
-                status = work(launch, theirs, os.dup(launch.arena), self.faults)
+                arena = None if launch.arena is None else os.dup(launch.arena)
+                status = work(launch, theirs, arena, self.faults)
             finally:
                 os._exit(status)
         theirs.close()
@@ -105,18 +120,31 @@ class ForkLauncher:
         return handle
 
 
-def work(launch: Launch, connection: socket.socket, arena: int, given: list[Fault]) -> int:
+def work(launch: Launch, connection: socket.socket, arena: int | None, given: list[Fault]) -> int:
     """Be a worker, and print what it came to."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = read_worker(launch.environment(connection.fileno()))
     client = Client(connection)
-    view = place(config.replicas, tuple(range(config.workers)))
-    membership = Membership(config, client)
     faults = Faults([fault for fault in given if fault.worker == config.worker])
     prepare(faults)
-    communicator = membership.enter(view, arena)
+    membership = AgentMembership(config, client)
+    if arena is None:
+        view = place(config.replicas, (config.worker,))
+        communicator = by_itself(view)
+    else:
+        view = place(config.replicas, tuple(range(config.workers)))
+        communicator = membership.enter(view, arena)
     entered = Job(
-        view, config.worker, config.seed, 1, communicator, client.report, None, membership.next_place
+        view,
+        config.worker,
+        config.seed,
+        1,
+        communicator,
+        client.report,
+        None,
+        membership,
+        joins=arena is None,
+        keeper=open_keeper(config, client),
     )
     client.started()
     client.report("strategy")
@@ -144,44 +172,83 @@ class Nobody:
         return ()
 
 
-def run(folder: Path, seed: int, workers: int, replicas: int, faults: list[Fault]) -> tuple[int, list[str]]:
-    """Run one job; return its status and the results of its survivors."""
+@dataclass(frozen=True)
+class Drawn:
+    """A job: workers, replicas, the faults that it meets, and whether lost workers are replaced."""
+
+    workers: int
+    replicas: int
+    faults: list[Fault]
+    replace: bool
+
+
+def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
+    """Run one job; return its status, the results of its survivors, and how many workers there were."""
     paths = RunPaths(folder)
-    spec = JobSpec("steps", False, (), workers, replicas, 1, seed, LIMITS.timeout, folder)
+    checkpoints = Checkpoints(folder / "checkpoints", 2, None, 2) if job.replace else None
+    spec = JobSpec(
+        "steps",
+        False,
+        (),
+        job.workers,
+        job.replicas,
+        1,
+        seed,
+        LIMITS.timeout,
+        folder,
+        checkpoints=checkpoints,
+        min_workers=job.workers if job.replace else 1,
+        max_restarts=100 if job.replace else 0,
+    )
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    launcher = ForkLauncher(faults)
+    launcher = ForkLauncher(job.faults)
     with (
         (folder / "out").open("wb", 0) as out,
         EventLog.open(paths.events, SystemClock(), print) as events,
     ):
+        console = Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0)
         agent = Agent(
             spec=spec,
             paths=paths,
-            pid=os.getpid(),
-            launcher=launcher,
-            open_exchange=open_exchange,
+            starter=Starter(spec, paths, os.getpid(), launcher, console),
+            views=Views(open_exchange),
             command=there,
-            console=Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0),
+            console=console,
             events=events,
             clock=SystemClock(),
             descendants=Nobody(),
-            state=State(frozenset(range(workers)), LIMITS, view=spec.view),
+            state=State(
+                frozenset(range(job.workers)),
+                LIMITS,
+                view=spec.view,
+                size=Size.of(job.workers, spec.min_workers, spec.max_restarts),
+                next_worker=job.workers,
+            ),
         )
         status = agent.run()
     here.close()
-    lines = [paths.log(worker).read_text().splitlines() for worker in range(workers)]
-    return status, [
-        line.removeprefix("result ") for text in lines for line in text if line.startswith("result ")
-    ]
+    lines = [path.read_text().splitlines() for path in sorted(folder.glob("worker-*.log"))]
+    results = [line.removeprefix("result ") for text in lines for line in text if line.startswith("result ")]
+    return status, results, len(launcher.handles)
+
+
+def wrong_checkpoints(folder: Path, expected: list[str]) -> list[str]:
+    """Return what is wrong with the checkpoints of a job."""
+    wrong = []
+    for entry in Store(folder / "checkpoints").entries():
+        step, state, chain = steps.unpacked(load(entry.path))
+        if steps.digest(state, chain) != expected[step - 1]:
+            wrong.append(f"{entry.path.name} does not hold the state of its step")
+    return wrong
 
 
 def open_exchange(members: int) -> Exchange:
     arena = Arena.create(members)
-    return Exchange(arena.fd, arena.abort, arena.close)
+    return Exchange(arena.fd, arena.abort, arena.leave_notice, arena.close)
 
 
-def drawn(random_: random.Random, point: str | None) -> tuple[int, int, list[Fault]]:
-    """Draw a job: workers, replicas, and faults that leave somebody over.
+def drawn(random_: random.Random, point: str | None) -> Drawn:
+    """Draw a job with faults that leave somebody over.
 
     With `point`, a worker is lost first, and the others' faults are all there.
     """
@@ -197,36 +264,60 @@ def drawn(random_: random.Random, point: str | None) -> tuple[int, int, list[Fau
         faults.append(Fault(worker, at, point or random_.choice(POINTS), kind))
     if point:
         faults[0] = Fault(doomed[0], random_.randrange(3), "after apply")
-    return workers, replicas, faults
+    return Drawn(workers, replicas, faults, replace=False)
+
+
+def drawn_with_joins(random_: random.Random, point: str | None) -> Drawn:
+    """Draw a job in which lost workers are replaced, and members and replacements are lost meanwhile."""
+    workers = random_.randint(2, 4)
+    replicas = random_.randint(workers, 8)
+    faults = [Fault(random_.randrange(workers), random_.randrange(3), random_.choice(POINTS[:8]))]
+    others = [worker for worker in range(workers) if worker != faults[0].worker]
+    # One of the old workers at least stays until the end.
+    for worker in random_.sample(others, random_.randint(0, len(others) - 1)):
+        at = point if point in WHILE_OTHERS_JOIN else random_.choice((*POINTS, *WHILE_OTHERS_JOIN))
+        faults.append(Fault(worker, random_.randrange(STEPS - 3), at, random_.choice(KINDS[:2])))
+    for worker in range(workers, workers + random_.randint(0, 3)):
+        at = point if point in WHILE_JOINING else random_.choice((*POINTS, *WHILE_JOINING))
+        faults.append(Fault(worker, random_.randrange(STEPS - 3), at, random_.choice(KINDS[:2])))
+    return Drawn(workers, replicas, faults, replace=True)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--point", choices=POINTS)
+    parser.add_argument("--point", choices=(*POINTS, *WHILE_OTHERS_JOIN, *WHILE_JOINING))
+    parser.add_argument("--replace", action="store_true")
     arguments = parser.parse_args()
     seen: Counter[str] = Counter()
     failures = 0
     with jobs_folder() as base:
         for number in range(arguments.seed, arguments.seed + arguments.jobs):
-            workers, replicas, faults = drawn(random.Random(number), arguments.point)
+            draw = drawn_with_joins if arguments.replace else drawn
+            job = draw(random.Random(number), arguments.point)
             folder = base / str(number)
             folder.mkdir()
-            status, results = run(folder, number, workers, replicas, faults)
-            expected = steps.alone(number, replicas, STEPS)
-            fatal = sum(fault.kind != "SIGSTOP" for fault in faults)
-            struck = workers - len(results)
-            if status != 0 or set(results) != {expected} or struck > fatal:
+            status, results, started = run(folder, number, job)
+            expected = steps.alone(number, job.replicas, STEPS)
+            fatal = sum(fault.kind != "SIGSTOP" for fault in job.faults)
+            struck = started - len(results)
+            wrong = wrong_checkpoints(folder, expected)
+            # A replacement that comes at the very end is not needed any more.
+            many = not job.replace and struck > fatal
+            if status != 0 or set(results) != {expected[-1]} or many or wrong:
                 failures += 1
-                print(f"seed {number}: {workers} workers, {replicas} replicas, {faults}: status {status}")
-                print(f"  expected {expected}, got {results}")
+                print(f"seed {number}: {job}: status {status}, {wrong}")
+                print(f"  expected {expected[-1]}, got {results}")
                 print(*(path.read_text() for path in sorted(folder.iterdir()) if path.suffix), sep="\n")
             seen["lost"] += struck
-            seen["stopped"] += sum(fault.kind == "SIGSTOP" for fault in faults)
+            seen["replaced"] += started - job.workers
+            seen["stopped"] += sum(fault.kind == "SIGSTOP" for fault in job.faults)
             seen["jobs"] += 1
             shutil.rmtree(folder)
-    print(f"jobs {seen['jobs']}, lost {seen['lost']}, stopped {seen['stopped']}, failed {failures}")
+    print(
+        *(f"{name} {seen[name]}," for name in ("jobs", "lost", "replaced", "stopped")), f"failed {failures}"
+    )
     return 1 if failures else 0
 
 

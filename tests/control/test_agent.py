@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from lockstep.clock import Clock, SystemClock
-from lockstep.control.agent import Agent, Exchange
+from lockstep.control.agent import Agent
 from lockstep.control.console import Console
 from lockstep.control.fake import FakeHandle, FakeLauncher, end_by_signal
 from lockstep.control.messages import Failed, Finished, Report, Started, Stop, Waiting, encode
 from lockstep.control.output import Sink
 from lockstep.control.spec import JobSpec
-from lockstep.control.supervision import Limits, State
+from lockstep.control.starter import Starter
+from lockstep.control.state import Limits, State
+from lockstep.control.views import Exchange, Views
 from lockstep.events import EventLog
 from lockstep.paths import RunPaths
 
@@ -106,9 +108,8 @@ class Stage:
                 status = Agent(
                     spec,
                     paths,
-                    os.getpid(),
-                    launcher,
-                    lambda members: Exchange(0, abort, lambda: None),
+                    Starter(spec, paths, os.getpid(), launcher, console),
+                    Views(lambda members: Exchange(0, abort, lambda notice: None, lambda: None)),
                     self.agent_side,
                     console,
                     events,

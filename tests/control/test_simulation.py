@@ -18,14 +18,15 @@ from lockstep.control.decisions import (
     Exited,
     Failed,
     Finish,
-    Joined,
     Kill,
+    Ready,
     Renew,
     Signal,
     TimePassed,
     Waits,
 )
-from lockstep.control.supervision import Limits, Stage, State, decide
+from lockstep.control.state import Limits, Stage, State
+from lockstep.control.supervision import decide
 from lockstep.topology import View, place
 
 LIMITS = Limits(timeout=20.0)
@@ -86,7 +87,7 @@ class World:
         for _ in range(2_000):
             if self.status is not None:
                 return
-            due = self.state.deadline
+            due = self.state.due
             if due is not None and (not self.queue or due <= self.queue[0][0]):
                 self.now = max(self.now, due)
                 self.decide(TimePassed())
@@ -98,7 +99,7 @@ class World:
 
     def begins(self, worker: int, one: Worker) -> None:
         if one.alive:
-            self.decide(Joined(worker))
+            self.decide(Ready(worker))
             self.later("computed", worker)
 
     def computed(self, worker: int, one: Worker) -> None:

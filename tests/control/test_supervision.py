@@ -14,32 +14,31 @@ from hypothesis import strategies as st
 from lockstep.control.decisions import (
     Abort,
     Action,
+    Ask,
+    Asks,
+    Deliver,
     DumpStack,
     Event,
     Evidence,
     Exited,
     Failed,
     Finish,
-    Joined,
+    Given,
     Kill,
     Notice,
+    Ready,
     Renew,
+    ScaleAsked,
     Signal,
+    Start,
     StopAsked,
     TimePassed,
     Verdict,
     Waits,
 )
-from lockstep.control.supervision import (
-    Limits,
-    Stage,
-    State,
-    decide,
-    describe_exit,
-    name_workers,
-    shell_status,
-    signal_name,
-)
+from lockstep.control.state import Limits, Size, Stage, State
+from lockstep.control.supervision import decide
+from lockstep.control.wording import describe_exit, name_workers, shell_status, signal_name
 from lockstep.topology import place
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
@@ -51,7 +50,10 @@ PATTERNS: list[tuple[str, type[Event]]] = [
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", Exited),
     (r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)", Failed),
     (r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)", Waits),
-    (r"worker (?P<worker>\d+) joins", Joined),
+    (r"worker (?P<worker>\d+) has a strategy", Ready),
+    (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", Asks),
+    (r"the chief of view (?P<view>\d+) gives the (?P<whole>state|position)(, but (?P<failure>.*))?", Given),
+    (r"scale to (?P<workers>\d+)", ScaleAsked),
     (r"stop by (?P<signal>\d+)", StopAsked),
     (r"time passes", TimePassed),
 ]
@@ -63,14 +65,22 @@ CONVERT = {
     "blames": bool,
     "summary": str,
     "what": str,
-    "workers": lambda text: tuple(int(worker) for worker in text.split()),
+    "whole": lambda text: text in ("to be let in", "state"),
+    "view": int,
+    "failure": lambda text: text or "",
 }
 
 
 def parse(text: str) -> Event:
     for pattern, kind in PATTERNS:
         if match := re.fullmatch(pattern, text):
-            return kind(**{name: CONVERT[name](value) for name, value in match.groupdict().items()})
+            fields = {
+                name: CONVERT[name](value) for name, value in match.groupdict().items() if name in CONVERT
+            }
+            if "workers" in match.groupdict():
+                workers = tuple(int(worker) for worker in match["workers"].split())
+                fields["workers"] = workers[0] if kind is ScaleAsked else workers
+            return kind(**fields)
     raise AssertionError(f"no event: {text}")
 
 
@@ -80,6 +90,12 @@ def render(action: Action) -> str:
             return f"abort: {reason}"
         case Renew(view, _):
             return f"view {view.number} of {name_workers(view.workers)}"
+        case Start(worker):
+            return f"start worker {worker}"
+        case Ask(request):
+            return f"ask the members for {request.name}"
+        case Deliver(worker):
+            return f"tell worker {worker} where the training is"
         case Signal(worker, number):
             return f"signal worker {worker}: {signal_name(number)}"
         case Kill(worker):
@@ -104,13 +120,18 @@ def trace(scenario: str) -> str:
             count = int(match[1])
             view = place(count, tuple(range(count)))
             state = State(frozenset(view.workers), Limits(timeout=float(match[2])), view=view)
+        elif match := re.fullmatch(r"at least (\d+), restarts (\d+)(?:, replicas (\d+))?", line):
+            count = len(state.running)
+            view = place(int(match[3] or count), tuple(range(count)))
+            size = Size.of(count, int(match[1]), int(match[2]))
+            state = replace(state, size=size, next_worker=count, view=view)
         elif line == "keeps checkpoints":
             state = replace(state, keeps=True)
         elif match := re.fullmatch(r"([\d.]+): (.*)", line):
             decision = decide(state, parse(match[2]), float(match[1]))
             state = decision.state
             lines += [f"    {render(action)}" for action in decision.actions]
-            due = "" if state.deadline is None else f", due {state.deadline:g}"
+            due = "" if state.due is None else f", due {state.due:g}"
             lines.append(f"    = {state.stage.name}{due}: {decision.reason}")
     return "\n".join(lines) + "\n"
 

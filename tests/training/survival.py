@@ -13,8 +13,6 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
-from lockstep.membership import Membership
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
@@ -31,9 +29,6 @@ def fault(text: str) -> Fault:
 
 FAULTS = Faults([one for one in map(fault, sys.argv[2:]) if one.worker == WORKER])
 prepare(FAULTS)
-ENTERED = job.current()
-# The worker has entered its job already: with the method as it was.
-ENTERED.next_place = Membership.next_place.__get__(ENTERED.next_place.__self__)  # type: ignore[attr-defined]
 
 
 class Steps(keras.callbacks.Callback):  # type: ignore[misc]

@@ -21,7 +21,7 @@ REST = (
 
 def train(launch: Launch, backend: str, folder: Path, *faults: str) -> tuple[set[str], dict[str, str]]:
     """Train; return what the workers came to, and the digests of the files."""
-    run = launch("-n 4", "survival.py", str(folder), *faults, backend=backend)
+    run = launch("-n 4 --max-restarts 0", "survival.py", str(folder), *faults, backend=backend)
     assert run.status == 0, run.stderr
     lines = [run.marked(worker, "result ") for worker in range(4)]
     assert sum(map(bool, lines)) == 4 - len(faults)

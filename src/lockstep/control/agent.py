@@ -1,6 +1,8 @@
 """The process that starts, watches and ends the workers of one host."""
 
 import contextlib
+import itertools
+import os
 import select
 import selectors
 import signal
@@ -8,24 +10,22 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import msgspec
 
 from lockstep.clock import Clock
-from lockstep.config import WorkerConfig, worker_environment
 from lockstep.control import decisions
-from lockstep.control import supervision as rules
 from lockstep.control.console import Console
 from lockstep.control.descendants import Descendants
+from lockstep.control.door import Door
 from lockstep.control.explanation import explain
-from lockstep.control.launcher import Launch, Launcher
-from lockstep.control.member import Member, Stream
+from lockstep.control.member import Member
 from lockstep.control.messages import (
     MAX_PACKET,
+    Asks,
     Failed,
     Finished,
-    NewView,
+    Given,
     Over,
     Report,
     Started,
@@ -33,9 +33,13 @@ from lockstep.control.messages import (
     Waiting,
     decode,
 )
-from lockstep.control.output import Log
-from lockstep.control.script import Script
+from lockstep.control.orders import Ask, End, Order, Refused, Reply, Scale, Status
 from lockstep.control.spec import JobSpec
+from lockstep.control.starter import Starter
+from lockstep.control.state import Stage, State
+from lockstep.control.strength import refusal
+from lockstep.control.supervision import decide
+from lockstep.control.views import Views
 from lockstep.errors import LockstepError
 from lockstep.events import EventLog
 from lockstep.paths import RunPaths
@@ -49,20 +53,6 @@ class CommandGone(Exception):
     """The command ended before its job."""
 
 
-class Exchange(NamedTuple):
-    """What the agent needs to know of the memory that its workers share.
-
-    Attributes:
-        descriptor: inherited by every worker.
-        abort: makes every worker that waits there raise `PeerLostError` with the given reason.
-        close: forgets it; the workers still have it.
-    """
-
-    descriptor: int
-    abort: Callable[[str], None]
-    close: Callable[[], None]
-
-
 @dataclass
 class Agent:
     """Runs one job on this host.
@@ -70,9 +60,8 @@ class Agent:
     Attributes:
         spec: the job.
         paths: of the run, absolute.
-        pid: this process's id, which workers check.
-        launcher: starts workers.
-        open_exchange: makes what the workers of a view, so many, share.
+        starter: starts workers.
+        views: what the workers of a view share.
         command: socket to the command; its end means that the command has ended.
         console: the person's terminal.
         events: what happened.
@@ -83,16 +72,17 @@ class Agent:
 
     spec: JobSpec
     paths: RunPaths
-    pid: int
-    launcher: Launcher
-    open_exchange: Callable[[int], Exchange]
+    starter: Starter
+    views: Views
     command: socket.socket
     console: Console
     events: EventLog
     clock: Clock
     descendants: Descendants
-    state: rules.State
-    _exchange: Exchange | None = None
+    state: State
+    _door: Door | None = None
+    _since: float = 0.0
+    _doing: str = ""
     _members: dict[int, Member] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
@@ -118,62 +108,91 @@ class Agent:
     def _open(self) -> None:
         self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
+        self._open_door()
+        workers = tuple(range(self.spec.workers))
         try:
-            self._exchange = self.open_exchange(self.spec.workers)
+            arena = self.views.open(workers)
         except LockstepError as error:
             self._verdict = decisions.Verdict(1, str(error))
             return
-        for worker in range(self.spec.workers):
+        for worker in workers:
             try:
-                self._start(worker, self._exchange.descriptor)
+                self._start(worker, worker, arena)
             except OSError as error:
                 self._verdict = decisions.Verdict(1, f"worker {worker} cannot be started: {error}")
                 return
 
-    def _start(self, worker: int, arena: int) -> None:
-        spec = self.spec
-        script = Script(spec.target, spec.module, spec.arguments)
-        log = Log.open(self.paths.log(worker), self.console.say)
-        environment = partial(self._environment, worker, arena)
-        handle = self.launcher.start(Launch(worker, script.command_line, environment, arena))
-        stdout, stderr = self.console.outlets(worker)
-        streams = Stream(handle.stdout, log, stdout), Stream(handle.stderr, log, stderr)
-        member = Member(worker, handle, log, streams, self.paths.stack(worker))
-        self._members[worker] = member
-        self._selector.register(handle.control, selectors.EVENT_READ, partial(self._hear, member))
-        self._selector.register(handle.exited, selectors.EVENT_READ, partial(self._see_exit, member))
-        self.events.write("started", worker=worker, pid=handle.pid)
+    def _open_door(self) -> None:
+        self._since = self.clock.wall()
+        try:
+            self._door = Door.open(self.paths.root.name, self._answer)
+        except LockstepError as error:
+            self.console.say(f"this job hears no orders: {error}")
+            return
+        self._selector.register(self._door.fileno(), selectors.EVENT_READ, self._door.serve)
 
-    def _environment(self, worker: int, arena: int, control: int) -> dict[str, str]:
-        spec = self.spec
-        config = WorkerConfig(
-            worker=worker,
-            workers=spec.workers,
-            replicas=spec.replicas,
-            seed=spec.seed,
-            threads=spec.threads,
-            timeout=spec.timeout,
-            run_dir=self.paths.root,
-            agent=self.pid,
-            control=control,
-            arena=arena,
-            checkpoints=spec.checkpoints,
+    def _answer(self, order: Order) -> Reply:
+        match order:
+            case Scale(workers):
+                if reason := refusal(self.state, workers):
+                    return Refused(reason)
+                self._decide(decisions.ScaleAsked(workers))
+            case End():
+                self._decide(decisions.StopAsked(signal.SIGTERM))
+            case Ask():
+                pass
+        return self._status()
+
+    def _status(self) -> Status:
+        assert self._door is not None
+        state = self.state
+        members = state.view.workers if state.view is not None else ()
+        return Status(
+            job=self._door.name,
+            script=self.spec.target,
+            pid=self.starter.pid,
+            run_dir=str(self.paths.root),
+            since=self._since,
+            replicas=self.spec.replicas,
+            workers=tuple(worker for worker in members if worker in state.present),
+            joining=tuple(recruit.worker for recruit in state.recruits),
+            wanted=state.size.wanted,
+            where=self._doing,
         )
-        devices = spec.devices[worker] if spec.devices else None
-        return worker_environment(
-            config,
-            backend=spec.backend,
-            devices=devices.visible if devices else None,
-            shared=bool(devices and devices.shared),
-        )
+
+    def _close_door(self) -> None:
+        if self._door is not None:
+            self._selector.unregister(self._door.fileno())
+            self._door.close()
+            self._door = None
+
+    def _start_joining(self, worker: int) -> None:
+        taken = {
+            member.seat
+            for member in self._members.values()
+            if not member.exited and member.worker not in self.state.leaving
+        }
+        seat = next(seat for seat in itertools.count() if seat not in taken)
+        try:
+            self._start(worker, seat, None)
+        except OSError as error:
+            self.console.say(f"worker {worker} cannot be started: {error}")
+            self._decide(decisions.Exited(worker, 1))
+
+    def _start(self, worker: int, seat: int, arena: int | None) -> None:
+        member = self.starter.start(worker, seat, arena)
+        self._members[worker] = member
+        self._selector.register(member.handle.control, selectors.EVENT_READ, partial(self._hear, member))
+        self._selector.register(member.handle.exited, selectors.EVENT_READ, partial(self._see_exit, member))
+        self.events.write("started", worker=worker, pid=member.handle.pid)
 
     def _turn(self) -> None:
         self._watch_output()
-        deadline = self.state.deadline
-        timeout = None if deadline is None else max(0.0, deadline - self.clock.now())
+        due = self.state.due
+        timeout = None if due is None else max(0.0, due - self.clock.now())
         for key, _ in self._selector.select(timeout):
             key.data()
-        if self.state.deadline is not None and self.clock.now() >= self.state.deadline:
+        if self.state.due is not None and self.clock.now() >= self.state.due:
             self._decide(decisions.TimePassed())
         owned = frozenset(member.handle.pid for member in self._members.values() if not member.exited)
         self.descendants.reap(owned)
@@ -219,12 +238,17 @@ class Agent:
         if not member.receive(partial(self._take, member)):
             self._watch(member.handle.control.fileno(), False, selectors.EVENT_READ, int)
 
-    def _take(self, member: Member, packet: bytes) -> None:
+    def _take(self, member: Member, packet: bytes, descriptors: list[int]) -> None:
         try:
             message = decode(packet)
         except ValueError as error:
             self.events.write("misunderstood", worker=member.worker, error=str(error))
+            message = None
+        if isinstance(message, Given):
+            self._take_given(message, descriptors)
             return
+        for descriptor in descriptors:
+            os.close(descriptor)
         worker = member.worker
         match message:
             case Started():
@@ -232,9 +256,13 @@ class Agent:
                 self.events.write("ready", worker=worker)
             case Report(event, fields):
                 self.events.write(event, **{**fields, "worker": worker})
+                if event == "call":
+                    self._doing = str(fields.get("name", ""))
                 if event == "strategy":
                     self._used_strategy = True
-                    self._decide(decisions.Joined(worker))
+                    self._decide(decisions.Ready(worker))
+            case Asks(whole):
+                self._decide(decisions.Asks(worker, whole))
             case Waiting(what, workers, seconds):
                 self._decide(decisions.Waits(worker, what, workers, seconds))
             case Failed(status, summary, traceback, blames):
@@ -242,6 +270,15 @@ class Agent:
                 self._decide(decisions.Failed(worker, status, summary, blames))
             case Finished():
                 self.events.write("done", worker=worker)
+
+    def _take_given(self, given: Given, descriptors: list[int]) -> None:
+        assert self.state.view is not None
+        if given.view == self.state.view.number and descriptors:
+            self.views.take(descriptors[0])
+        else:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._decide(decisions.Given(given.view, given.whole, given.failure))
 
     def _see_exit(self, member: Member) -> None:
         status = member.handle.poll()
@@ -258,7 +295,7 @@ class Agent:
         self._decide(decisions.Exited(member.worker, status))
 
     def _decide(self, event: decisions.Event) -> None:
-        decision = rules.decide(self.state, event, self.clock.now())
+        decision = decide(self.state, event, self.clock.now())
         if decision.actions:
             actions = [type(action).__name__ for action in decision.actions]
             self.events.write("decision", reason=decision.reason, actions=actions)
@@ -269,9 +306,15 @@ class Agent:
     def _act(self, action: decisions.Action) -> None:
         match action:
             case decisions.Abort(reason):
-                self._end_view(Over(reason))
+                self.views.end(Over(reason), self._members)
             case decisions.Renew(view, reason):
                 self._renew(view, reason)
+            case decisions.Start(worker):
+                self._start_joining(worker)
+            case decisions.Ask(request):
+                self.views.ask(request)
+            case decisions.Deliver(worker):
+                self.views.deliver(self._members[worker])
             case decisions.Signal(worker, number):
                 self._members[worker].handle.send_signal(number)
             case decisions.Kill(worker):
@@ -285,32 +328,19 @@ class Agent:
                 self._verdict = verdict
 
     def _renew(self, view: View, reason: str) -> None:
-        """Give the members of `view` the memory of a new exchange, and wake them from the old one."""
         self.events.write("view", number=view.number, workers=view.workers, reason=reason)
         try:
-            exchange = self.open_exchange(len(view.workers))
+            self.views.renew(view, reason, self._members, self.state.leaving)
         except LockstepError as error:
             self._decide(decisions.Unfit(f"{reason}, but {error}"))
             return
-        old, self._exchange = self._exchange, exchange
-        for worker in view.workers:
-            self._members[worker].tell(NewView(view.number, view.workers), exchange.descriptor)
-        if old is not None:
-            old.abort(reason)
-            old.close()
         self.console.chief = view.chief
 
-    def _end_view(self, over: Over) -> None:
-        """Tell all workers that no view follows, and wake them."""
-        for member in self._members.values():
-            if not member.exited:
-                member.tell(over)
-        if self._exchange is not None:
-            self._exchange.abort(over.reason)
-
     def _conclude(self, verdict: decisions.Verdict) -> int:
-        in_peace = self.state.stage is rules.Stage.FINISHED and not self._killed
+        in_peace = self.state.stage is Stage.FINISHED and not self._killed
         left = self.descendants.end(grace=_LEAVE_GRACE if in_peace else 0)
+        # Nobody is left: whoever waits for the end need not wait for a reader that has paused.
+        self._close_door()
         for member in self._members.values():
             for stream in member.streams:
                 stream.drain()
@@ -342,8 +372,8 @@ class Agent:
     def _close(self) -> None:
         for member in self._members.values():
             member.close()
-        if self._exchange is not None:
-            self._exchange.close()
+        self.views.close()
+        self._close_door()
         self._selector.close()
         with contextlib.suppress(OSError):
             self.command.close()

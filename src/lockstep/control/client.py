@@ -7,8 +7,11 @@ from typing import Any
 
 from lockstep.control.messages import (
     MAX_PACKET,
+    AgentMessage,
+    Asks,
     Failed,
     Finished,
+    Given,
     NewView,
     Over,
     Report,
@@ -18,8 +21,10 @@ from lockstep.control.messages import (
     decode,
     encode,
 )
+from lockstep.errors import InternalError
 
 _PATIENCE = 1.0
+_MOST_DESCRIPTORS = 2
 
 
 class Client:
@@ -51,33 +56,59 @@ class Client:
         """Say that the script came to its end."""
         self._send(Finished(), _PATIENCE)
 
-    def next_view(self, seconds: float) -> tuple[NewView, int] | Over | None:
+    def asks(self, *, whole: bool) -> None:
+        """Say that this worker joins, and how far it is."""
+        self._send(Asks(whole), _PATIENCE)
+
+    def given(self, given: Given, *descriptors: int) -> None:
+        """Give the memory that holds the state, or the position."""
+        self._send(given, _PATIENCE, *descriptors)
+
+    def next_view(self, seconds: float) -> tuple[AgentMessage, list[int]] | None:
         """Wait for what the agent decides about a view that is over; for the main thread.
 
         Returns:
-            The newest view and the descriptor of its memory, which the caller has to close; or that the job
-            is over; or None if nothing has come in `seconds`.
+            The newest view, that the job is over, or that this worker leaves; None if nothing has come in
+            `seconds`.
         """
-        answer: tuple[NewView, int] | Over | None = None
-        while not isinstance(answer, Over):
-            ready, _, _ = select.select([self._connection], [], [], 0.0 if answer else seconds)
-            if not ready:
+        newest = self.receive(seconds)
+        while newest is not None and isinstance(newest[0], NewView):
+            newer = self.receive(0.0)
+            if newer is None:
                 break
-            packet, descriptors, _, _ = socket.recv_fds(self._connection, MAX_PACKET, 1)
-            if isinstance(answer, tuple):
-                os.close(answer[1])
-            message = decode(packet) if packet else Over("the agent is gone")
-            answer = (message, descriptors[0]) if isinstance(message, NewView) else None
-            if isinstance(message, Over):
-                answer = message
-        return answer
+            _close(newest[1])
+            newest = newer
+        return newest
 
-    def _send(self, message: WorkerMessage, patience: float) -> None:
+    def receive(self, seconds: float | None) -> tuple[AgentMessage, list[int]] | None:
+        """Wait for what the agent says; for the main thread.
+
+        Returns:
+            A message and its descriptors, which the caller has to close; that the job is over, where the
+            agent is gone; None if nothing has come in `seconds`.
+        """
+        ready, _, _ = select.select([self._connection], [], [], seconds)
+        if not ready:
+            return None
+        packet, descriptors, _, _ = socket.recv_fds(
+            self._connection, MAX_PACKET, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        message = decode(packet) if packet else Over("the agent is gone")
+        if isinstance(message, AgentMessage):
+            return message, descriptors
+        raise InternalError(f"the agent says {type(message).__name__}, which is not for workers")
+
+    def _send(self, message: WorkerMessage, patience: float, *descriptors: int) -> None:
         try:
             packet = encode(message)
             if patience:
                 select.select([], [self._connection], [], patience)
-            self._connection.send(packet, socket.MSG_DONTWAIT)
+            socket.send_fds(self._connection, [packet], descriptors, socket.MSG_DONTWAIT)
         except (OSError, ValueError, RecursionError):
             # The agent is gone (then this process is about to be), behind, or the fields cannot be told.
             return
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -14,7 +14,7 @@ from types import FrameType
 from lockstep.control.descendants import LinuxDescendants, children_now
 from lockstep.control.messages import Stop, encode
 from lockstep.control.prctl import adopt_orphans
-from lockstep.control.supervision import describe_exit, shell_status, signal_name
+from lockstep.control.wording import describe_exit, shell_status, signal_name
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_PATIENCE = 4.5

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from lockstep.topology import View
+from lockstep.topology import Request, View
 
 
 class Evidence(Enum):
@@ -33,10 +33,40 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Joined:
+class Ready:
     """A worker has made a strategy: from now on others can do what it leaves undone."""
 
     worker: int
+
+
+@dataclass(frozen=True)
+class Asks:
+    """A worker that joins wants to know where the training is, or, if `whole`, to be let in."""
+
+    worker: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class Given:
+    """The chief of a view has given the position, or the whole state: then all of the view wait for the next.
+
+    Attributes:
+        view: its number.
+        whole: whether it is the whole state.
+        failure: why nothing could be given; empty if it was.
+    """
+
+    view: int
+    whole: bool
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class ScaleAsked:
+    """A person wants so many workers from now on."""
+
+    workers: int
 
 
 @dataclass(frozen=True)
@@ -68,7 +98,7 @@ class TimePassed:
     """The deadline of the state has come."""
 
 
-Event = Exited | Failed | Joined | Waits | Unfit | StopAsked | TimePassed
+Event = Exited | Failed | Ready | Asks | Given | ScaleAsked | Waits | Unfit | StopAsked | TimePassed
 
 
 @dataclass(frozen=True)
@@ -80,10 +110,35 @@ class Abort:
 
 @dataclass(frozen=True)
 class Renew:
-    """End the view, for `reason`, and begin `view` with those of its members that still run."""
+    """End the view, for `reason`, and begin `view`.
+
+    Its members that were not in the one before get the state that was given; who was, and still runs, but
+    is in this one no more, is told to leave.
+    """
 
     view: View
     reason: str
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start a worker that is to join."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Ask the members of the view for something, or take it back."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class Deliver:
+    """Tell a worker that joins the position, which was given."""
+
+    worker: int
 
 
 @dataclass(frozen=True)
@@ -139,4 +194,4 @@ class Finish:
     verdict: Verdict
 
 
-Action = Abort | Renew | Signal | Kill | DumpStack | Notice | Finish
+Action = Abort | Renew | Start | Ask | Deliver | Signal | Kill | DumpStack | Notice | Finish

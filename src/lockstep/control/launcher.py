@@ -19,13 +19,14 @@ class Launch:
         worker: its id.
         arguments: of `python -m lockstep.worker`.
         environment: its whole environment, once the number of its control descriptor is known.
-        arena: descriptor of the memory that the workers share; the worker finds it at the same number.
+        arena: descriptor of the memory that the workers share, which the worker finds at the same number;
+            None for a worker that joins.
     """
 
     worker: int
     arguments: Sequence[str]
     environment: Callable[[int], Mapping[str, str]]
-    arena: int
+    arena: int | None
 
 
 class Handle(Protocol):
@@ -113,7 +114,7 @@ class LocalLauncher:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=launch.environment(theirs.fileno()),
-                pass_fds=(theirs.fileno(), launch.arena),
+                pass_fds=(theirs.fileno(), *(() if launch.arena is None else (launch.arena,))),
                 start_new_session=True,
             )
         handle = LocalHandle(process, os.pidfd_open(process.pid), mine)

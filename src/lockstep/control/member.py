@@ -50,6 +50,7 @@ class Member:
 
     Attributes:
         worker: its id.
+        seat: its index in `TF_CONFIG`, and among the devices.
         handle: its process.
         log: its log.
         streams: stdout and stderr.
@@ -59,6 +60,7 @@ class Member:
     """
 
     worker: int
+    seat: int
     handle: Handle
     log: Log
     streams: tuple[Stream, Stream]
@@ -67,12 +69,15 @@ class Member:
     exited: bool = False
     _stack_start: int | None = None
 
-    def receive(self, take: Callable[[bytes], None]) -> bool:
-        """Give every packet that has come to `take`; return whether more can come."""
+    def receive(self, take: Callable[[bytes, list[int]], None]) -> bool:
+        """Give every packet that has come, and its descriptors, to `take`; return whether more can come."""
         with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while packet := self.handle.control.recv(MAX_PACKET):
-                take(packet)
-            return False
+            while True:
+                flags = socket.MSG_CMSG_CLOEXEC
+                packet, descriptors, _, _ = socket.recv_fds(self.handle.control, MAX_PACKET, 1, flags)
+                if not packet:
+                    return False
+                take(packet, descriptors)
         return True
 
     def tell(self, message: AgentMessage, *descriptors: int) -> None:

@@ -50,6 +50,26 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     """The script came to its end."""
 
 
+class Asks(msgspec.Struct, frozen=True, tag="asks"):
+    """A worker that joins wants to know where the training is, or, if `whole`, to be let in."""
+
+    whole: bool
+
+
+class Given(msgspec.Struct, frozen=True, tag="given"):
+    """What a joining worker asked for: the descriptor of memory that holds it comes with this message.
+
+    Attributes:
+        view: the number of the view in which it is given.
+        whole: whether it is the whole state, and all members wait for the next view; else the position.
+        failure: why it could not be given; then there is no descriptor.
+    """
+
+    view: int
+    whole: bool
+    failure: str = ""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The command was asked to end the job by `signal`."""
 
@@ -57,7 +77,9 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class NewView(msgspec.Struct, frozen=True, tag="view"):
-    """The view that follows one that is over; the descriptor of its memory comes with it.
+    """The view that follows; the descriptor of its memory comes with it.
+
+    A worker that joins with it also gets the descriptor of memory that holds the state.
 
     Attributes:
         number: of the view.
@@ -68,14 +90,22 @@ class NewView(msgspec.Struct, frozen=True, tag="view"):
     workers: tuple[int, ...]
 
 
+class Position(msgspec.Struct, frozen=True, tag="position"):
+    """Where the training is, in memory whose descriptor comes with it."""
+
+
+class Leave(msgspec.Struct, frozen=True, tag="leave"):
+    """The worker is not needed any more, and ends."""
+
+
 class Over(msgspec.Struct, frozen=True, tag="over"):
     """The job ends, for `reason`: no view follows."""
 
     reason: str
 
 
-WorkerMessage = Started | Report | Waiting | Failed | Finished
-AgentMessage = NewView | Over
+WorkerMessage = Started | Report | Waiting | Failed | Finished | Asks | Given
+AgentMessage = NewView | Position | Leave | Over
 Message = WorkerMessage | Stop | AgentMessage
 Kind = TypeVar("Kind")
 

@@ -41,6 +41,8 @@ class JobSpec:
         backend: the Keras backend, None to leave it.
         devices: of each worker; empty to leave them.
         checkpoints: what is kept, if anything is.
+        min_workers: with fewer, training waits.
+        max_restarts: how many lost workers are replaced.
     """
 
     target: str
@@ -56,11 +58,23 @@ class JobSpec:
     backend: str | None = None
     devices: tuple[Devices, ...] = ()
     checkpoints: Checkpoints | None = None
+    min_workers: int = 1
+    max_restarts: int = 0
 
     @property
     def view(self) -> View:
         """Who owns which replica at the start."""
         return place(self.replicas, tuple(range(self.workers)))
+
+    def devices_of(self, seat: int) -> Devices | None:
+        """Return the GPUs of the worker at a seat; None to leave them.
+
+        Who has none of the first workers' seats shares theirs.
+        """
+        if not self.devices:
+            return None
+        devices = self.devices[seat % len(self.devices)]
+        return devices if seat < len(self.devices) else Devices(devices.visible, shared=True)
 
     def describe(self) -> str:
         """Say in one line what is about to run."""

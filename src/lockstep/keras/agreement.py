@@ -12,7 +12,9 @@ from lockstep.topology import View
 Facts = Mapping[str, str]
 """What a worker is about to do, by name, in the order in which differences are to be reported."""
 
-_CALLS = "all workers must make the same calls in the same order; look for code that depends on the worker"
+ADVICE_ON_CALLS = (
+    "all workers must make the same calls in the same order; look for code that depends on the worker"
+)
 _DATA = (
     "the workers read different examples: look for a shuffle or a generator without a seed, or for files "
     "that depend on the worker"
@@ -71,6 +73,6 @@ def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> st
             if ours != theirs:
                 return (
                     f"worker {workers[0]} has {name} = {ours} where worker {worker} has {theirs}; "
-                    f"{_ADVICE.get(name.split(' ')[0], _CALLS)}"
+                    f"{_ADVICE.get(name.split(' ')[0], ADVICE_ON_CALLS)}"
                 )
     return None

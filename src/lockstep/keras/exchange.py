@@ -24,7 +24,7 @@ from lockstep.job import Job
 from lockstep.keras.agreement import agree, gather
 from lockstep.keras.calls import Calls
 from lockstep.keras.contract import Backend, Kind, Partial, Total
-from lockstep.keras.snapshots import Snapshots
+from lockstep.keras.snapshots import Snapshots, Superseded
 from lockstep.topology import View
 
 CHECK_EVERY = 100
@@ -95,9 +95,30 @@ class Exchange:
         call = self._calls.current
         if call.steps < call.skipped:
             call.steps += 1
+            if call.steps == call.skipped and self._job.joins:
+                state = self._join_job(state, batch)
             if call.steps < call.skipped:
                 return {}, state
             return self._snapshots.restore(self._model, self._program, state)
+        logs, state = self._step(state, batch)
+        self._next_step(logs, state)
+        return logs, state
+
+    def _join_job(self, state: Any, batch: GlobalBatch) -> Any:
+        """Join the others; take a step alone before, so that they need not wait until it is compiled.
+
+        Raises:
+            Superseded: they have finished the call already.
+        """
+        _, state = self._step(state, batch)
+        self._backend.settle()
+        if self._snapshots.join():
+            # The step has taken the memory of the variables' values.
+            with self._program.published(state):
+                raise Superseded
+        return state
+
+    def _step(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         totals: list[Total] = []
         complete = False
         while not complete:
@@ -107,9 +128,7 @@ class Exchange:
             complete = self._program.complete(len(totals))
             # The next reduce uses the total's memory again.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
-        logs, state = self._program.apply(state, totals)
-        self._next_step(logs, state)
-        return logs, state
+        return self._program.apply(state, totals)
 
     def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
@@ -123,7 +142,7 @@ class Exchange:
             if self._nest is None:
                 self._nest = next(iter(outputs.values()))
             own = [outputs[r] for r in view.replicas_of(self._job.worker) if r in only.started]
-            return self._join(own, batch, view, communicator)
+            return self._concatenate(own, batch, view, communicator)
 
         rows = self._job.exchange(join)
         if self._layouts[0].names:
@@ -180,9 +199,13 @@ class Exchange:
             arrays = self._program.named_state(state)
             agree(self._job, f"after step {call.steps} of {call.name}", state_facts(self._backend, arrays))
         if self._trains and not call.at_end:
-            self._snapshots.keep(lambda: self._snapshots.take(self._model, logs, self._program, state))
+            self._snapshots.end_step(
+                lambda whole: self._snapshots.take(whole, self._model, logs, self._program, state)
+            )
 
-    def _join(self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator) -> Any:
+    def _concatenate(
+        self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator
+    ) -> Any:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""
         parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
         if len(view.workers) > 1:

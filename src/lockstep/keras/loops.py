@@ -21,8 +21,9 @@ from lockstep.keras.calls import Call, Calls
 from lockstep.keras.contract import Backend, Kind
 from lockstep.keras.exchange import Exchange, state_facts
 from lockstep.keras.inputs import GlobalInput, global_input, split_validation, whole_batch
+from lockstep.keras.journal import Finished
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
-from lockstep.keras.snapshots import Snapshots
+from lockstep.keras.snapshots import Snapshots, Superseded
 from lockstep.keras.steps import refuse_synchronized_normalization
 from lockstep.keras.variables import model_state
 
@@ -55,7 +56,7 @@ class Loops:
     @property
     def behind(self) -> bool:
         """Whether the script has not come yet to where the process before this one was."""
-        return self._snapshots.resumption is not None
+        return self._snapshots.behind
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in the strategy's scope."""
@@ -84,7 +85,10 @@ class Loops:
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
             given.update(callbacks=call.callbacks)
-            result = original(*bound.args, **bound.kwargs)
+            try:
+                result = original(*bound.args, **bound.kwargs)
+            except Superseded:
+                return past_fit(model, callbacks, self._snapshots.replayed().result)
             self._finish(result, callback_states(listeners(call.callbacks, model)))
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
@@ -140,18 +144,30 @@ class Loops:
         with self._calls.enter(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
-                if self._snapshots.at_its_end:
-                    model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
-                    self._snapshots.restore(model)
-                return finished.result
+                return self._past_batch(finished, original, model, *args, **kwargs)
             self._snapshots.load_pending(model)
             if model.built and model not in self._compared:
                 self._compare(call, model, dict)
                 self._compared.add(model)
             result = self._finish(original(model, *args, **kwargs))
-            if method == "train_on_batch":
-                self._snapshots.keep(lambda: self._snapshots.take(model, None))
+            if method == "train_on_batch" and not self._alone:
+                self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
             return result
+
+    def _past_batch(
+        self, finished: Finished, original: Original, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return what a call for one batch has returned; go on behind it, if this is the place."""
+        if self._snapshots.at_its_end:
+            model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
+            if self._job.joins:
+                # Compile the step while nobody waits; what it does is overwritten.
+                original(model, *args, **kwargs)
+                self._snapshots.join()
+                finished = self._snapshots.replayed()
+            if self._snapshots.at_its_end:
+                self._snapshots.restore(model)
+        return finished.result
 
     def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
         """Give an adopted model the function that its loop calls for each step."""
@@ -220,7 +236,8 @@ class Loops:
 
     def _compare(self, call: Call, model: Any, facts: Callable[[], Facts]) -> None:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
-        self._job.report("call", name=call.name)
+        if not self._job.joins:
+            self._job.report("call", name=call.name)
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend, model_state(model))
             agree(self._job, call.name, {"call": call.name} | dict(facts()) | state)

@@ -4,7 +4,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -12,7 +12,9 @@ import numpy as np
 
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
+from lockstep.errors import DisagreementError
 from lockstep.job import Job
+from lockstep.keras.agreement import ADVICE_ON_CALLS
 from lockstep.keras.callback_states import callback_states, listeners, set_callback_states
 from lockstep.keras.calls import Calls
 from lockstep.keras.contract import Backend, Program
@@ -21,6 +23,10 @@ from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.variables import all_variables, assign, named_arrays, step_state
 
 _LAST_SECONDS = 60.0
+
+
+class Superseded(Exception):
+    """The members have finished the call in which this worker was about to join them."""
 
 
 @dataclass
@@ -61,41 +67,72 @@ class Snapshots:
             self._models.append(weakref.ref(model))
 
     @property
-    def wanted(self) -> bool:
-        """Whether this job keeps checkpoints."""
-        return self._job.keeper is not None
+    def behind(self) -> bool:
+        """Whether the script has not come yet to where the training is."""
+        return self.resumption is not None or self._job.joins
 
-    def keep(self, take: Callable[[], Contents]) -> None:
-        """Keep what `take` returns, if this worker is the chief and it is time; end if it was told to."""
+    def end_step(self, take: Callable[[bool], Contents]) -> None:
+        """Let workers in and out, and keep a checkpoint, if it is time; end if this worker was told to.
+
+        Args:
+            take: `self.take` for the step that has ended.
+        """
+        self._job.between_steps(take)
         keeper = self._job.keeper
         if keeper is not None and self._job.is_chief:
-            keeper.after_step(self._calls.taken, take)
+            keeper.after_step(self._calls.taken, lambda: _copied(take(True)))
             if keeper.leaving:
                 keeper.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
 
     def finish(self, result: Any) -> None:
         """Note that the call in progress, outside of any other, has returned `result`."""
-        if self.wanted:
-            self.journal.add(result, self._calls.methods, self._calls.taken)
+        self.journal.add(result, self._calls.methods, self._calls.taken)
 
     def finished(self) -> Finished | None:
         """Return what the call that begins had left before this process began, if it had finished.
 
         If it had not, its first steps are not taken again.
+
+        Raises:
+            DisagreementError: the call is none that the members of the job have made.
         """
-        resumption, calls = self.resumption, self._calls
-        if resumption is None or len(calls.stack) > 2:
+        if len(self._calls.stack) > 2:
             return None
-        number = calls.outermost - 1
-        if number >= len(resumption.journal):
-            calls.current.skipped = resumption.steps
+        if self.resumption is None and self._job.joins:
+            self.begin(self._job.membership.position())
+        if self.resumption is None:
             return None
-        finished = resumption.journal.replay(number)
-        calls.methods.clear()
-        calls.methods.update(finished.methods)
-        calls.taken = finished.taken
+        if self._calls.outermost <= len(self.resumption.journal):
+            return self.replayed()
+        if self._job.joins and not self.resumption.steps:
+            raise DisagreementError(
+                f"{self._calls.current.name} of this worker, which is to join, is a call that the others "
+                f"have not made; {ADVICE_ON_CALLS}"
+            )
+        self._calls.current.skipped = self.resumption.steps
+        return None
+
+    def replayed(self) -> Finished:
+        """Return what the call in progress had left, and set what counts calls to its end."""
+        assert self.resumption is not None
+        finished = self.resumption.journal.replay(self._calls.outermost - 1)
+        self._calls.methods.clear()
+        self._calls.methods.update(finished.methods)
+        self._calls.taken = finished.taken
         return finished
+
+    def join(self) -> bool:
+        """Become a member of the job; return whether the call in progress is one that has finished.
+
+        If it has not, its steps up to the one at whose end the state was given are passed over.
+        """
+        self.begin(self._job.join())
+        assert self.resumption is not None
+        if self._calls.outermost <= len(self.resumption.journal):
+            return True
+        self._calls.current.skipped = self.resumption.steps
+        return False
 
     @property
     def at_its_end(self) -> bool:
@@ -113,16 +150,26 @@ class Snapshots:
         journal = Journal.unpacked(facts["journal"])
         self.resumption = Resumption(contents, journal, facts["steps"])
 
-    def take(self, model: Any, logs: Any, program: Program | None = None, state: Any = None) -> Contents:
-        """Return a copy of everything, at the end of a step of `model`, or of a call without `program`."""
+    def take(
+        self, whole: bool, model: Any, logs: Any, program: Program | None = None, state: Any = None
+    ) -> Contents:
+        """Return everything, at the end of a step of `model`, or of a call without `program`.
+
+        The arrays may be those that the next step changes. If not `whole`, it is only the position.
+        """
         call = self._calls.current
+        position = {
+            "journal": self.journal.packed(),
+            "steps": call.steps if program is not None else 0,
+        }
+        if not whole:
+            packed, values = pack(position, "training")
+            return Contents(self._calls.taken, {"training": packed}, values)
         own = program.named_state(state) if program is not None else _values(step_state(model))
         arrays = {f"current/{name}": value for name, value in own.items()}
         for index, other in self._others(model):
             arrays |= {f"model {index}/{name}": value for name, value in other.items()}
-        facts = {
-            "journal": self.journal.packed(),
-            "steps": call.steps if program is not None else 0,
+        facts = position | {
             "methods": dict(self._calls.methods),
             "taken": self._calls.taken,
             "call": call.name,
@@ -131,9 +178,9 @@ class Snapshots:
             "random": random_states(),
         }
         packed, values = pack(facts, "training")
-        copies = {name: np.array(self._backend.concrete(value)) for name, value in arrays.items()}
+        concrete = {name: self._backend.concrete(value) for name, value in arrays.items()}
         manifest = {"job": self._facts(), "training": packed}
-        return Contents(self._calls.taken, manifest, {**copies, **values})
+        return Contents(self._calls.taken, manifest, {**concrete, **values})
 
     def _facts(self) -> dict[str, Any]:
         """Return what the bits of the training depend on, besides the script."""
@@ -190,6 +237,10 @@ class Snapshots:
                 variables = [variable for variable in all_variables(other) if id(variable) not in own]
                 found.append((index, _values(named_arrays(variables, variables))))
         return found
+
+
+def _copied(contents: Contents) -> Contents:
+    return replace(contents, arrays={name: np.array(array) for name, array in contents.arrays.items()})
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,79 @@
+"""How a job ends. Pure.
+
+The workers get, in this order and each only if they still run: the abort of their exchange, SIGTERM, SIGKILL.
+"""
+
+import signal
+from dataclasses import replace
+
+from lockstep.control.decisions import (
+    Abort,
+    Evidence,
+    Finish,
+    Kill,
+    Signal,
+    Verdict,
+)
+from lockstep.control.state import Decision, Stage, State
+
+
+def end(state: State, verdict: Verdict, now: float) -> Decision:
+    """End the job with `verdict`."""
+    state = replace(
+        state,
+        stage=Stage.ENDING,
+        verdict=verdict,
+        deadline=now + state.limits.abort,
+        next_start=None,
+        patience_ends=None,
+    )
+    if not state.running:
+        return finish(state, verdict.message)
+    return Decision(state, (Abort(verdict.message),), verdict.message)
+
+
+def end_stuck(state: State, verdict: Verdict, now: float) -> Decision:
+    """End the job because of stuck workers, who hear no abort."""
+    decision = end(state, verdict, now)
+    stuck = sorted(state.running.intersection(verdict.workers))
+    return replace(
+        decision, actions=decision.actions + tuple(Signal(worker, signal.SIGTERM) for worker in stuck)
+    )
+
+
+def terminate(state: State, now: float) -> Decision:
+    """Send SIGTERM to workers that have not ended after the abort."""
+    decision = signal_all(state, signal.SIGTERM, now, "some workers did not end after the abort")
+    # Who was stuck has had SIGTERM already.
+    told = state.verdict.workers if state.verdict and state.verdict.evidence is Evidence.STACK else ()
+    actions = tuple(
+        Kill(a.worker) if isinstance(a, Signal) and a.worker in told else a for a in decision.actions
+    )
+    return replace(decision, actions=actions)
+
+
+def signal_all(state: State, number: int, now: float, reason: str) -> Decision:
+    """Send a signal to all workers."""
+    state = replace(
+        state,
+        stage=Stage.TERMINATING,
+        deadline=now + state.limits.term,
+        next_start=None,
+        patience_ends=None,
+    )
+    return Decision(state, tuple(Signal(worker, number) for worker in sorted(state.running)), reason)
+
+
+def kill(state: State, now: float, reason: str) -> Decision:
+    """Kill all workers."""
+    state = replace(state, stage=Stage.KILLING, deadline=now + state.limits.kill)
+    return Decision(state, tuple(Kill(worker) for worker in sorted(state.running)), reason)
+
+
+def finish(state: State, reason: str) -> Decision:
+    """Be done with the job."""
+    verdict = state.verdict or state.suspect or Verdict(0)
+    state = replace(
+        state, stage=Stage.FINISHED, verdict=verdict, deadline=None, next_start=None, patience_ends=None
+    )
+    return Decision(state, (Finish(verdict),), reason)

@@ -1,0 +1,76 @@
+"""What a worker of a job is given when it is started."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from lockstep.config import WorkerConfig, worker_environment
+from lockstep.control.console import Console
+from lockstep.control.launcher import Launch, Launcher
+from lockstep.control.member import Member, Stream
+from lockstep.control.output import Log
+from lockstep.control.script import Script
+from lockstep.control.spec import JobSpec
+from lockstep.paths import RunPaths
+
+
+@dataclass
+class Starter:
+    """Starts the workers of one job.
+
+    Attributes:
+        spec: the job.
+        paths: of the run, absolute.
+        pid: of the agent, which workers check.
+        launcher: makes processes.
+        console: shows what they write.
+    """
+
+    spec: JobSpec
+    paths: RunPaths
+    pid: int
+    launcher: Launcher
+    console: Console
+
+    def start(self, worker: int, seat: int, arena: int | None) -> Member:
+        """Start a worker.
+
+        Args:
+            worker: its id.
+            seat: its index in `TF_CONFIG`, and among the devices.
+            arena: the memory of the first view's exchange; None for a worker that joins.
+
+        Raises:
+            OSError: the machine cannot.
+        """
+        spec = self.spec
+        script = Script(spec.target, spec.module, spec.arguments)
+        log = Log.open(self.paths.log(worker), self.console.say)
+        environment = partial(self._environment, worker, seat, arena)
+        handle = self.launcher.start(Launch(worker, script.command_line, environment, arena))
+        stdout, stderr = self.console.outlets(worker)
+        streams = Stream(handle.stdout, log, stdout), Stream(handle.stderr, log, stderr)
+        return Member(worker, seat, handle, log, streams, self.paths.stack(worker))
+
+    def _environment(self, worker: int, seat: int, arena: int | None, control: int) -> dict[str, str]:
+        spec = self.spec
+        config = WorkerConfig(
+            worker=worker,
+            workers=spec.workers,
+            replicas=spec.replicas,
+            seed=spec.seed,
+            threads=spec.threads,
+            timeout=spec.timeout,
+            run_dir=self.paths.root,
+            agent=self.pid,
+            control=control,
+            arena=arena,
+            checkpoints=spec.checkpoints,
+        )
+        devices = spec.devices_of(seat)
+        return worker_environment(
+            config,
+            seat=seat,
+            backend=spec.backend,
+            devices=devices.visible if devices else None,
+            shared=bool(devices and devices.shared),
+        )

@@ -1,0 +1,184 @@
+"""What supervision remembers of a job. A job is RUNNING until something decides its end, its `Verdict`."""
+
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+from lockstep.control.decisions import Action, Verdict
+from lockstep.topology import Request, View
+
+
+class Stage(Enum):
+    """How far the end of the job has come."""
+
+    RUNNING = auto()
+    LOOKING = auto()
+    SAVING = auto()
+    ENDING = auto()
+    TERMINATING = auto()
+    KILLING = auto()
+    FINISHED = auto()
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds that supervision gives.
+
+    Attributes:
+        timeout: to a worker that others wait for, and to workers that have to come before training goes on.
+        blame: to the cause of an error that blames another worker, to show itself.
+        look: to a stuck worker, to write its stack.
+        abort: to workers that hear of the abort, until SIGTERM.
+        term: to workers that got SIGTERM or the person's own signal, until SIGKILL.
+        kill: to workers that got SIGKILL, until the job ends without them.
+        save: to the chief, to keep a checkpoint before the job is stopped.
+        notice: between two notices that one worker waits for another.
+        young: since its start, in which the loss of a worker makes the next replacement wait.
+        pause: before a replacement of a young worker is started; doubled with each in a row.
+        longest_pause: the most of that.
+    """
+
+    timeout: float = 600.0
+    blame: float = 1.0
+    look: float = 0.5
+    abort: float = 3.0
+    term: float = 3.0
+    kill: float = 1.0
+    save: float = 20.0
+    notice: float = 10.0
+    young: float = 60.0
+    pause: float = 1.0
+    longest_pause: float = 60.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How many workers the job should have.
+
+    Attributes:
+        wanted: so many; 0 for as many as there are.
+        least: with fewer, training waits.
+        restarts: how many lost workers will still be replaced.
+        most_restarts: how many from the beginning, or from the last time that a person asked for a number.
+    """
+
+    wanted: int = 0
+    least: int = 1
+    restarts: int = 0
+    most_restarts: int = 0
+
+    @classmethod
+    def of(cls, wanted: int, least: int, restarts: int) -> "Size":
+        """Return the size of a job that begins."""
+        return cls(wanted, least, restarts, restarts)
+
+
+@dataclass(frozen=True)
+class Recruit:
+    """A worker that was started to join, and is in no view yet.
+
+    Attributes:
+        worker: its id.
+        since: when it was started.
+        asks: what it waits for.
+        failed: whether its script has raised.
+    """
+
+    worker: int
+    since: float
+    asks: Request = Request.NOTHING
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class State:
+    """What supervision remembers.
+
+    Attributes:
+        running: ids of the workers whose process lives.
+        limits: the seconds it gives.
+        stage: how far the end of the job has come.
+        verdict: how the job ends, once decided.
+        suspect: the verdict if no cause shows itself.
+        blaming: workers whose own failure only blames another worker.
+        deserted: workers that have said once that they wait for one that ended well.
+        deadline: when the stage, or the wait for other failures, is over.
+        view: who computes what.
+        elastic: whether the job can go on without a worker.
+        keeps: whether the job keeps checkpoints.
+        failed: what each worker whose script raised ended with, the first one first.
+        finished: workers that ended well.
+        condemned: stuck workers that were killed, whose end has not been seen yet.
+        noticed: when each set of late workers was last told of.
+        size: how many workers there should be.
+        recruits: workers that join, the longest-waiting first.
+        leaving: workers that were told to leave, whose end has not been seen yet.
+        joined: members that have joined, and when they were started.
+        next_worker: the id of the next worker that is started.
+        asked: what the members of the view are asked for.
+        given: whether the state was given, so that all members wait for the next view.
+        young_losses: how many workers in a row were lost soon after their start.
+        next_start: before when no worker is started.
+        patience_ends: when a job that waits for workers gives up.
+    """
+
+    running: frozenset[int]
+    limits: Limits = field(default_factory=Limits)
+    stage: Stage = Stage.RUNNING
+    verdict: Verdict | None = None
+    suspect: Verdict | None = None
+    blaming: frozenset[int] = frozenset()
+    deserted: frozenset[int] = frozenset()
+    deadline: float | None = None
+    view: View | None = None
+    elastic: bool = False
+    keeps: bool = False
+    failed: tuple[tuple[int, Verdict], ...] = ()
+    finished: frozenset[int] = frozenset()
+    condemned: frozenset[int] = frozenset()
+    noticed: tuple[tuple[tuple[int, ...], float], ...] = ()
+    size: Size = field(default_factory=Size)
+    recruits: tuple[Recruit, ...] = ()
+    leaving: frozenset[int] = frozenset()
+    joined: tuple[tuple[int, float], ...] = ()
+    next_worker: int = 0
+    asked: Request = Request.NOTHING
+    given: bool = False
+    young_losses: int = 0
+    next_start: float | None = None
+    patience_ends: float | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When `TimePassed` is due."""
+        times = [at for at in (self.deadline, self.next_start, self.patience_ends) if at is not None]
+        return min(times) if times else None
+
+    @property
+    def present(self) -> frozenset[int]:
+        """The workers that run, without those that join or leave."""
+        return self.running.difference(recruit.worker for recruit in self.recruits) - self.leaving
+
+    @property
+    def staying(self) -> tuple[int, ...]:
+        """The members of the view that run and have not failed, the longest-serving first."""
+        if self.view is None:
+            return ()
+        failed = {worker for worker, _ in self.failed}
+        return tuple(worker for worker in self.view.workers if worker in self.present - failed)
+
+    def recruit(self, worker: int) -> Recruit | None:
+        """Return what is known of a worker that joins; None if it is none."""
+        return next((one for one in self.recruits if one.worker == worker), None)
+
+    def without_recruit(self, worker: int) -> "State":
+        """Forget a worker that joins."""
+        return replace(self, recruits=tuple(one for one in self.recruits if one.worker != worker))
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next state, what to do now, and why."""
+
+    state: State
+    actions: tuple[Action, ...] = ()
+    reason: str = ""
