@@ -262,6 +262,7 @@ class Agent:
                     self._used_strategy = True
                     self._decide(decisions.Ready(worker))
             case Asks(whole):
+                self.events.write("asks", worker=worker, whole=whole)
                 self._decide(decisions.Asks(worker, whole))
             case Waiting(what, workers, seconds):
                 self._decide(decisions.Waits(worker, what, workers, seconds))

@@ -144,7 +144,10 @@ class Loops:
         with self._calls.enter(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
+                self._compared.add(model)
                 return self._past_batch(finished, original, model, *args, **kwargs)
+            if not model.built and method != "predict_on_batch":
+                model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
             self._snapshots.load_pending(model)
             if model.built and model not in self._compared:
                 self._compare(call, model, dict)
@@ -236,8 +239,9 @@ class Loops:
 
     def _compare(self, call: Call, model: Any, facts: Callable[[], Facts]) -> None:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
-        if not self._job.joins:
-            self._job.report("call", name=call.name)
+        if self._snapshots.catches_up:
+            return
+        self._job.report("call", name=call.name)
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend, model_state(model))
             agree(self._job, call.name, {"call": call.name} | dict(facts()) | state)

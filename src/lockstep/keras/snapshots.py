@@ -37,11 +37,13 @@ class Resumption:
         contents: of the checkpoint.
         journal: the calls that were finished.
         steps: how many steps of the call in progress had been taken; 0 where none was in progress.
+        joined: whether the other workers are there already.
     """
 
     contents: Contents
     journal: Journal
     steps: int
+    joined: bool = False
 
 
 class Snapshots:
@@ -70,6 +72,11 @@ class Snapshots:
     def behind(self) -> bool:
         """Whether the script has not come yet to where the training is."""
         return self.resumption is not None or self._job.joins
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether the other workers are further than this one's script, and make none of its calls."""
+        return self._job.joins or (self.resumption is not None and self.resumption.joined)
 
     def end_step(self, take: Callable[[bool], Contents]) -> None:
         """Let workers in and out, and keep a checkpoint, if it is time; end if this worker was told to.
@@ -129,6 +136,7 @@ class Snapshots:
         """
         self.begin(self._job.join())
         assert self.resumption is not None
+        self.resumption.joined = True
         if self._calls.outermost <= len(self.resumption.journal):
             return True
         self._calls.current.skipped = self.resumption.steps
@@ -186,7 +194,8 @@ class Snapshots:
         """Return what the bits of the training depend on, besides the script."""
         job, backend = self._job, keras.backend.backend()
         modules = [sys.modules[name] for name in ("keras", backend, "numpy")]
-        libraries = {module.__name__: module.__version__ for module in modules}
+        # PyTorch's is a string of its own kind.
+        libraries = {module.__name__: str(module.__version__) for module in modules}
         return {
             "replicas": job.view.replicas,
             "seed": job.seed,

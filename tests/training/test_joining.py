@@ -1,0 +1,73 @@
+"""Workers leave and join a job while it runs: all that are there at the end come to the same bits."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+Launch = Callable[..., Any]
+MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
+
+
+def results(run: Any, worker: int) -> list[str]:
+    assert run.status == 0, run.stderr
+    return [line for mark in MARKS for line in run.marked(worker, mark)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    """What a run of a backend comes to that nothing happened to."""
+
+    @functools.cache
+    def run(backend: str) -> list[str]:
+        folder = str(tmp_path_factory.mktemp("undisturbed"))
+        return results(launch("-n 1 --replicas 4", "resuming.py", folder, backend=backend), 0)
+
+    return run
+
+
+Undisturbed = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def join(launch: Launch, undisturbed: Undisturbed, tmp_path_factory: Any) -> Callable[..., str]:
+    """Run the program with workers that join; return what the person was told."""
+
+    def run(backend: str, options: str, how: str, place: str, last: tuple[int, ...]) -> str:
+        folder = str(tmp_path_factory.mktemp("joining"))
+        options = f"-n 2 --replicas 4 {options}"
+        done = launch(options, "joining.py", folder, how, *place.split(), backend=backend)
+        for worker in last:
+            assert results(done, worker) == undisturbed(backend)
+        told: str = done.stderr
+        return told
+
+    return run
+
+
+def test_a_lost_chief_is_replaced(join: Callable[..., str], backend: str) -> None:
+    told = join(backend, "--min-workers 2", "lost0", "fit 1 step 7", (1, 2))
+    assert "worker 0 was ended by SIGKILL; worker 1 goes on (view 2)" in told
+    assert "training waits: 1 worker of at least 2 (--min-workers)" in told
+    assert "worker 2 joined (2 workers, view 3)" in told
+
+
+def test_workers_join_and_leave_when_a_person_asks_for_it(
+    join: Callable[..., str], thorough_backend: str
+) -> None:
+    told = join(thorough_backend, "", "scaled", "fit 1 step 7", (0,))
+    assert "workers 2 and 3 joined (4 workers, view 2)" in told
+    assert "workers 1, 2 and 3 left (1 worker, view 3)" in told
+
+
+def test_a_replacement_is_overtaken(join: Callable[..., str], thorough_backend: str) -> None:
+    told = join(thorough_backend, "", "overtaken", "fit 1 step 7", (0, 2))
+    assert "worker 2 joined (2 workers, view 3)" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["fit 1 epoch 1", "fit 2 step 4", "batch 0", "batch 3"])
+def test_wherever_a_worker_is_replaced(join: Callable[..., str], backend: str, place: str) -> None:
+    told = join(backend, "--min-workers 2", "lost1", place, (0, 2))
+    assert "worker 2 joined (2 workers, view 3)" in told
