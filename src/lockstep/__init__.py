@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lockstep.job import is_chief
     from lockstep.keras.digest import digest
+    from lockstep.keras.loading import load_checkpoint
     from lockstep.strategy.mirrored import MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0.dev0"
-__all__ = ["MultiWorkerMirroredStrategy", "__version__", "digest", "is_chief"]
+__all__ = ["MultiWorkerMirroredStrategy", "__version__", "digest", "is_chief", "load_checkpoint"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,6 +22,10 @@ def __getattr__(name: str) -> Any:
         from lockstep.keras.digest import digest
 
         return digest
+    if name == "load_checkpoint":
+        from lockstep.keras.loading import load_checkpoint
+
+        return load_checkpoint
     if name == "is_chief":
         from lockstep.job import is_chief
 

@@ -182,18 +182,23 @@ def run(**options: Any) -> None:
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
 
 
-def _backend(asked: str | None) -> str:
+def _backend(asked: str | None, past: str | None) -> str:
+    variable, configured = keras_backend()
     return choose_backend(
-        asked, *keras_backend(), lambda name: importlib.util.find_spec(name) is not None, sys.executable
+        asked,
+        variable,
+        past or configured,
+        lambda name: importlib.util.find_spec(name) is not None,
+        sys.executable,
     )
 
 
 def _spec(options: dict[str, Any]) -> JobSpec:
     # Before the run's folder is made: what is refused leaves nothing behind.
-    backend = _backend(options["backend"])
+    checkpoints, past = _checkpoints(options)
+    backend = _backend(options["backend"], past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
     gpus = visible_gpus()
-    checkpoints, past = _checkpoints(options)
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
     replicas = options["replicas"] or past.get("replicas")
     workers = options["workers"] or min(wanted, replicas or wanted)
@@ -208,6 +213,8 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     name = options["script"] if options["module"] else Path(options["script"]).stem
+    if checkpoints is not None and checkpoints.resume is not None:
+        _compare(checkpoints.resume, past, backend)
     return JobSpec(
         target=options["script"],
         module=options["module"],
@@ -240,6 +247,15 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
     if resume is not None:
         refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
     return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
+
+
+def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
+    """Refuse to go on with another backend; say it if libraries have changed."""
+    from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
+
+    refuse_another_backend(resume, past, backend)
+    if note := note_on_versions(resume, past):
+        click.echo(f"lockstep: {note}", err=True)
 
 
 @cli.command()

@@ -13,7 +13,7 @@
     |-- UnfitError             this machine or environment cannot do it
     |   |-- BackendError       the Keras backend is missing or not supported
     |   |-- SharedMemoryError  too little memory to exchange gradients in
-    |   `-- CheckpointError    a checkpoint cannot be written, or is damaged
+    |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or is of another model
     `-- InternalError          a bug in Lockstep
 
 Errors of other libraries are mapped to these where they enter.
@@ -73,7 +73,7 @@ class SharedMemoryError(UnfitError):
 
 
 class CheckpointError(UnfitError):
-    """A checkpoint cannot be written, or one on disk is damaged or incomplete."""
+    """A checkpoint cannot be written, or one is damaged, incomplete or of another model."""
 
 
 class InternalError(LockstepError):

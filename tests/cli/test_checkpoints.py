@@ -3,11 +3,14 @@
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lockstep.checkpoint.choice import note_on_versions
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.control.run_folder import claim_folder
 
@@ -25,8 +28,8 @@ def script(tmp_path: Path) -> str:
     return "a.py"
 
 
-def keep(folder: Path, step: int) -> Path:
-    return Store(folder).write(Contents(step, {"job": JOB}, {"a": np.arange(step)}))
+def keep(folder: Path, step: int, **facts: Any) -> Path:
+    return Store(folder).write(Contents(step, {"job": {**JOB, **facts}}, {"a": np.arange(step)}))
 
 
 def test_the_newest_whole_one_is_taken_and_says_what_the_job_is(tmp_path: Path, script: str) -> None:
@@ -46,6 +49,7 @@ def test_the_newest_whole_one_is_taken_and_says_what_the_job_is(tmp_path: Path, 
     [
         (("--replicas", "3"), "was made with --replicas 4, not 3, on which the result depends"),
         (("--seed", "0"), "was made with --seed 7, not 0"),
+        (("--threads-per-worker", "2"), "was made with --threads-per-worker 1, not 2"),
         (("--checkpoint-every", "0"), "give a number of steps, or a time such as 30s, 10m or 1h"),
         (("--checkpoint-every", "1d"), "give a number of steps, or a time"),
     ],
@@ -58,6 +62,61 @@ def test_what_does_not_fit_is_refused(
     assert run.returncode == 2
     assert message in run.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def goes_on(folder: Path, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run with one worker, where nobody says which backend unless the arguments do."""
+    line = [sys.executable, "-m", "lockstep", "run", "-n", "1", "--checkpoint", "kept", *options, script]
+    inherited = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    environment = inherited | {"KERAS_HOME": str(folder)} | variables
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_the_backend_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "b.py").write_text("import os; print(os.environ['KERAS_BACKEND'])")
+    keep(tmp_path / "kept", 3, backend="tensorflow")
+    run = goes_on(tmp_path, "b.py")
+    assert (run.returncode, run.stdout) == (0, "tensorflow\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"), [(("--backend", "jax"), {}), ((), {"KERAS_BACKEND": "jax"})]
+)
+def test_another_backend_is_refused(
+    tmp_path: Path, script: str, options: tuple[str, ...], variables: dict[str, str]
+) -> None:
+    path = keep(tmp_path / "kept", 3, backend="tensorflow", libraries={"keras": "3.0.0"})
+    run = goes_on(tmp_path, script, *options, **variables)
+    assert run.returncode == 2
+    assert f"checkpoint {path} was made with the backend tensorflow, and" in run.stderr
+    assert "give --backend tensorflow to go on" in run.stderr
+    assert "lockstep.load_checkpoint" in run.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_other_versions_of_libraries_are_named_once(tmp_path: Path, script: str) -> None:
+    numpy, keras, jax = (metadata.version(name) for name in ("numpy", "keras", "jax"))
+    others = {"keras": "3.0.0", "jax": "0.1.0", "numpy": numpy, "not installed": "1.0"}
+    path = keep(tmp_path / "kept", 3, backend="jax", libraries=others)
+    run = goes_on(tmp_path, script)
+    assert (run.returncode, run.stdout) == (0, "ran\n")
+    (note,) = [line for line in run.stderr.splitlines() if "was made with" in line]
+    assert note == (
+        f"lockstep: checkpoint {path} was made with keras 3.0.0 and jax 0.1.0, and training goes on with "
+        f"keras {keras} and jax {jax}: the bits may differ from those of an undisturbed run"
+    )
+
+
+def test_packages_may_have_other_names_than_modules_and_write_versions_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packages = {"tensorflow": ["tensorflow-cpu"], "numpy": ["numpy"], "torch": ["torch"]}
+    versions = {"tensorflow-cpu": "2.21.0rc1", "numpy": "2.4.0.dev3", "torch": "2.13.0+cpu"}
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: packages)
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+    recorded = {"tensorflow": "2.21.0-rc1", "numpy": "2.4.0-dev3", "torch": "2.13.0+cpu", "keras": "3.0.0"}
+    assert note_on_versions(Path("a"), {"libraries": recorded}) == ""
+    assert "torch 2.13.0, and" in note_on_versions(Path("a"), {"libraries": {"torch": "2.13.0"}})
 
 
 def test_one_replica_is_refused_and_leaves_nothing_behind(tmp_path: Path, script: str) -> None:

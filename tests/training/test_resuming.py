@@ -40,6 +40,7 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
     assert died.status == {"killed": 137, "stopped": 143}[how]
     run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
     assert "goes on from" in run.stderr
+    assert "was made with" not in run.stderr
     for worker in (0, 2):
         assert results(run, place, worker) == results(expected, place)
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from lockstep.checkpoint.store import Store, load
 from lockstep.errors import ConfigError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_OPTIONS = {"threads": "threads-per-worker"}
 
 Facts = Mapping[str, Any]
 """What a checkpoint says of the job that wrote it: replicas, seed, threads, and versions."""
@@ -50,7 +52,46 @@ def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> No
     """Raise ConfigError if the person asked for what changes the result that the checkpoint belongs to."""
     for name, value in asked.items():
         if value is not None and value != facts[name]:
+            option = f"--{_OPTIONS.get(name, name)}"
             raise ConfigError(
-                f"checkpoint {path} was made with --{name} {facts[name]}, not {value}, on which the result "
-                f"depends; leave --{name} out to go on, or give another --checkpoint folder to begin anew"
+                f"checkpoint {path} was made with {option} {facts[name]}, not {value}, on which the result "
+                f"depends; leave {option} out to go on, or give another --checkpoint folder to begin anew"
             )
+
+
+def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
+    """Raise ConfigError if the job would go on with another backend than the one that it had."""
+    past = facts.get("backend", backend)
+    if past != backend:
+        raise ConfigError(
+            f"checkpoint {path} was made with the backend {past}, and the job would go on with {backend}, "
+            f"which computes other bits from other random numbers: give --backend {past} to go on. To begin "
+            f"with {backend}, give another --checkpoint folder; lockstep.load_checkpoint loads the weights "
+            "there"
+        )
+
+
+def note_on_versions(path: Path, facts: Facts) -> str:
+    """Say which libraries have other versions now than when the checkpoint was made; nothing if none has.
+
+    Nothing is imported. A library that no installed distribution is known to bring is left out.
+    """
+    # A module's distribution has a name of its own: tensorflow comes from tensorflow-cpu, for example.
+    distributions = metadata.packages_distributions()
+    before, now = [], []
+    for name, version in facts.get("libraries", {}).items():
+        installed = sorted({metadata.version(one) for one in distributions.get(name, ())})
+        if installed and _release(version) not in map(_release, installed):
+            before.append(f"{name} {version}")
+            now.append(f"{name} {' or '.join(installed)}")
+    if not before:
+        return ""
+    return (
+        f"checkpoint {path} was made with {' and '.join(before)}, and training goes on with "
+        f"{' and '.join(now)}: the bits may differ from those of an undisturbed run"
+    )
+
+
+def _release(version: str) -> str:
+    """Return the same for a version as packages and as modules write it: 2.21.0rc1 and 2.21.0-rc1."""
+    return re.sub(r"[-.]?(rc|dev|a|b)(?=\d)", r"\1", version)

@@ -60,7 +60,7 @@ class Snapshots:
         self._calls = calls
         self._models: list[weakref.ref[Any]] = []
         self._pending: dict[int, Mapping[str, Any]] = {}
-        self.journal = Journal([])
+        self.journal = Journal()
         self.resumption: Resumption | None = None
 
     def adopt(self, model: Any) -> None:
@@ -193,7 +193,8 @@ class Snapshots:
     def _facts(self) -> dict[str, Any]:
         """Return what the bits of the training depend on, besides the script."""
         job, backend = self._job, keras.backend.backend()
-        modules = [sys.modules[name] for name in ("keras", backend, "numpy")]
+        names = ("keras", backend, "jaxlib", "numpy", "lockstep")
+        modules = [sys.modules[name] for name in names if name in sys.modules]
         # PyTorch's is a string of its own kind.
         libraries = {module.__name__: str(module.__version__) for module in modules}
         return {
@@ -219,7 +220,7 @@ class Snapshots:
         if program is not None:
             state = program.load(state, current)
         else:
-            assign(model, current)
+            assign(model, current, whole=True)
         call = self._calls.current
         if program is not None:
             set_callback_states(listeners(call.callbacks, model), facts["callbacks"])

@@ -156,7 +156,7 @@ class TensorFlowProgram:
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
         """Give the variables the values of `arrays`."""
-        assign(self._model, arrays)
+        assign(self._model, arrays, whole=True)
 
     def _scale(self, one: Any, total: dict[str, Any]) -> Any:
         """Return what to multiply with what follows the loss: `one`, or by its denominator."""

@@ -183,12 +183,13 @@ class TorchProgram:
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return what steps read and write by the paths of the variables."""
         variables = {name: variable.value for name, variable in step_state(self._model).items()}
-        return {**variables, **_buffers(self._model)}
+        return {**variables, **module_buffers(self._model)}
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
         """Give the variables, and the buffers of PyTorch's own modules, the values of `arrays`."""
-        buffers = _buffers(self._model)
-        assign(self._model, {name: array for name, array in arrays.items() if name not in buffers})
+        buffers = module_buffers(self._model)
+        kept = {name: array for name, array in arrays.items() if name not in buffers}
+        assign(self._model, kept, whole=True)
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(borrowed(arrays[name]))
@@ -378,10 +379,10 @@ def _state_of(model: Any) -> list[Slot]:
         for i, variable in enumerate(model.non_trainable_variables)
         if id(variable) not in metrics
     ]
-    return slots + [Slot(path, tensor) for path, tensor in _buffers(model).items()]
+    return slots + [Slot(path, tensor) for path, tensor in module_buffers(model).items()]
 
 
-def _buffers(model: Any) -> dict[str, torch.Tensor]:
+def module_buffers(model: Any) -> dict[str, torch.Tensor]:
     """Return the state of PyTorch's own modules, which Keras wraps but does not know, by path."""
     # A layer lists those of the layers within it as well.
     found = {

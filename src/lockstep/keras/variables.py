@@ -7,6 +7,9 @@ import keras
 
 from lockstep.errors import CheckpointError
 
+_SHOWN = 4
+"""How many names a message lists of each kind."""
+
 
 def all_variables(model: Any) -> list[Any]:
     """Return the variables of a model and of its optimizers, each once."""
@@ -26,27 +29,52 @@ def step_state(model: Any) -> Mapping[str, Any]:
     return named_arrays(variables, variables)
 
 
-def assign(model: Any, arrays: Mapping[str, Any]) -> None:
+def assign(model: Any, arrays: Mapping[str, Any], *, whole: bool = False) -> None:
     """Give the variables of `step_state` the values of the same names.
 
+    Args:
+        model: is built, its optimizers too.
+        arrays: by the names of `step_state`.
+        whole: whether there must be a value for every variable.
+
     Raises:
-        CheckpointError: they do not fit.
+        CheckpointError: they do not fit; nothing is assigned then.
     """
     variables = step_state(model)
-    refuse_misfits({name: variables[name] for name in arrays if name in variables}, arrays)
+    expected = variables if whole else {name: variables[name] for name in arrays if name in variables}
+    refuse_misfits(expected, arrays)
     for name, value in arrays.items():
         variables[name].assign(value)
 
 
 def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless there is an array of the same shape for each variable, and no other."""
-    for name in sorted(variables.keys() | arrays.keys()):
-        shapes = [tuple(one[name].shape) if name in one else None for one in (arrays, variables)]
-        if shapes[0] != shapes[1]:
-            raise CheckpointError(
-                f"the checkpoint has {_shape(shapes[0])} for {name!r} where the model has "
-                f"{_shape(shapes[1])}: the script builds another model than the one that was saved"
-            )
+    """Raise CheckpointError unless each variable has an array of its shape and dtype, and no others are."""
+    if found := misfits(variables, arrays):
+        raise CheckpointError(
+            f"the script builds another model than the one whose state was kept: {found}. To go on, build "
+            "and compile the model as before; to begin anew, give another --checkpoint folder"
+        )
+
+
+def misfits(own: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
+    """Say in words which arrays have no counterpart of the same shape and dtype; nothing if all have one.
+
+    Args:
+        own: the variables of a model, or their values, by name. In the middle of a call, variables may have
+            no values.
+        arrays: those of a checkpoint, by name.
+    """
+    differing = [
+        f"{name!r} ({' '.join(_kind(arrays[name]))} in the checkpoint, {' '.join(_kind(one))} in the model)"
+        for name, one in own.items()
+        if name in arrays and not _alike(_kind(arrays[name]), _kind(one))
+    ]
+    found = {
+        "of another shape or dtype": differing,
+        "missing in the checkpoint": [repr(name) for name in own if name not in arrays],
+        "missing in the model": [repr(name) for name in arrays if name not in own],
+    }
+    return "; ".join(f"{what}: {_listed(names)}" for what, names in found.items() if names)
 
 
 def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str, Any]:
@@ -89,5 +117,17 @@ def _optimizers(values: Iterable[Any]) -> list[Any]:
     return found
 
 
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "nothing" if shape is None else f"the shape {list(shape)}"
+def _kind(array: Any) -> tuple[str, str]:
+    return keras.backend.standardize_dtype(array.dtype), str(list(array.shape))
+
+
+def _alike(first: tuple[str, str], second: tuple[str, str]) -> bool:
+    # On JAX, what is asked for with 64 bits usually has 32, and the variable does not know it.
+    if keras.backend.backend() == "jax":
+        first, second = ((dtype.replace("64", "32"), shape) for dtype, shape in (first, second))
+    return first == second
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,97 @@
+"""The names of variables in a checkpoint: what each belongs to, and the numbers that Keras gives. Pure."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+_COUNTER = re.compile(r"([^/]+)/iterations?")
+_NUMBERED = re.compile(r"(.+)_([1-9]\d*)")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The names of one model in a checkpoint, each list in the checkpoint's order.
+
+    Attributes:
+        weights: of what belongs to the model itself, random states included.
+        optimizers: of the optimizers' variables.
+        rest: of the metrics' variables, and the buffers of PyTorch's own modules.
+    """
+
+    weights: Sequence[str]
+    optimizers: Sequence[str]
+    rest: Sequence[str]
+
+
+def parts(names: Sequence[str]) -> Parts:
+    """Tell the variables of a model, of its optimizers and of its metrics apart, which have this order.
+
+    Every optimizer's first variable is its counter of steps.
+    """
+    start = next((at for at, name in enumerate(names) if _COUNTER.fullmatch(name)), len(names))
+    behind = names[start:]
+    prefixes = {match[1] for name in behind if (match := _COUNTER.fullmatch(name))}
+    # Some optimizers have a variable without a prefix.
+    optimizers = [name for name in behind if "/" not in name or _prefix(name) in prefixes]
+    return Parts(names[:start], optimizers, [name for name in behind if name not in optimizers])
+
+
+def renumbered(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
+    """Give the parts of paths that Keras has numbered the numbers that they have in `wanted`.
+
+    Keras numbers what has no name of its own through the whole process: `dense`, `dense_1`. The layers of a
+    model have other numbers where other models were made before, in the same order. Parts of which there
+    are not equally many in `wanted` stay as they are.
+
+    Returns:
+        The new path of each of `names`.
+    """
+    names = list(names)
+    ours, theirs = _numbers(names), _numbers(wanted)
+    renamed: dict[str, str] = {}
+    for base, own in ours.items():
+        other = theirs.get(base, {})
+        if len(own) == len(other):
+            renamed |= {own[old]: other[new] for old, new in zip(sorted(own), sorted(other), strict=True)}
+    return {name: "/".join(renamed.get(part, part) for part in name.split("/")) for name in names}
+
+
+def renamed_slots(names: Iterable[str], wanted: Iterable[str], paths: Mapping[str, str]) -> dict[str, str]:
+    """Return the new name of each variable of optimizers when weights get other paths.
+
+    Args:
+        names: of the optimizers' variables.
+        wanted: the names of the variables that the optimizers should have.
+        paths: the new path of each weight.
+    """
+    names, wanted = list(names), list(wanted)
+    prefixes = renumbered({_prefix(name) for name in names}, {_prefix(name) for name in wanted})
+    slots = {slot(old): slot(new) for old, new in paths.items()}
+    return {name: _renamed_slot(name, prefixes, slots) for name in names}
+
+
+def slot(path: str) -> str:
+    """Return what the names of an optimizer's variables for the weight at `path` begin with."""
+    return path.replace("/", "_") + "_"
+
+
+def _prefix(name: str) -> str:
+    return name.split("/")[0]
+
+
+def _renamed_slot(name: str, prefixes: Mapping[str, str], slots: Mapping[str, str]) -> str:
+    rest = name.partition("/")[2]
+    if not rest:
+        return prefixes[name]
+    old = max((one for one in slots if rest.startswith(one)), key=len, default="")
+    return f"{prefixes[_prefix(name)]}/{slots.get(old, '')}{rest.removeprefix(old)}"
+
+
+def _numbers(paths: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Return the parts of paths by what stands before their number, and by their number."""
+    found: dict[str, dict[int, str]] = {}
+    for part in {part for path in paths for part in path.split("/")}:
+        match = _NUMBERED.fullmatch(part)
+        base, number = (match[1], int(match[2])) if match else (part, 0)
+        found.setdefault(base, {})[number] = part
+    return found
