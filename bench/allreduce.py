@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.collectives.arena import Arena
 from lockstep.collectives.contract import Span
 from lockstep.collectives.plan import ReducePlan
-from lockstep.collectives.shared import SharedCommunicator
+from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
 from lockstep.topology import place
 
 CNN = ((3, 3, 1, 32), (32,), (21632, 128), (128,), (128, 10), (10,))
@@ -36,7 +35,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=150, help="rounds that count")
-    parser.add_argument("--member", nargs=3, type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--member", nargs=4, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.member:
         Member(*options.member).measure(options.rounds)
@@ -45,14 +44,14 @@ def main() -> None:
 
 
 def start(rounds: int) -> None:
-    arena = Arena.create(2)
+    arena, pool = Arena.create(2), Pool.create()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     members = []
     for position in (0, 1):
-        words = [__file__, "--rounds", rounds, "--member", position, arena.fd, port]
-        members.append(subprocess.Popen([sys.executable, *map(str, words)], pass_fds=[arena.fd]))
+        words = [__file__, "--rounds", rounds, "--member", position, arena.fd, pool.fd, port]
+        members.append(subprocess.Popen([sys.executable, *map(str, words)], pass_fds=[arena.fd, pool.fd]))
     statuses = [member.wait() for member in members]
     if any(statuses):
         sys.exit(f"the members ended with {statuses}")
@@ -61,7 +60,7 @@ def start(rounds: int) -> None:
 class Member:
     """One of the two processes."""
 
-    def __init__(self, position: int, fd: int, port: int) -> None:
+    def __init__(self, position: int, fd: int, pool: int, port: int) -> None:
         import torch
         import torch.distributed
 
@@ -71,7 +70,7 @@ class Member:
         torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=position, world_size=2)
         self.torch: Any = torch
         self.position = position
-        self.communicator = SharedCommunicator(Arena.attach(fd), position, PLAN)
+        self.communicator = SharedCommunicator(Arena.attach(fd), Room(Pool.attach(pool)), position, PLAN)
 
     def measure(self, rounds: int) -> None:
         for name, shapes in CASES.items():

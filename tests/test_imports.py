@@ -12,7 +12,7 @@ import lockstep
 ROOT = Path(lockstep.__file__).parent
 FRAMEWORKS = {"keras", "jax", "tensorflow", "torch"}
 
-BASE = {"errors", "topology", "config", "clock", "paths", "files", "events"}
+BASE = {"errors", "topology", "config", "clock", "paths", "files", "events", "memory"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "clock": set(),
@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "config": {"errors", "topology"},
     "paths": {"errors"},
     "files": set(),
+    "memory": set(),
     "events": {"clock", "files"},
     "collectives": BASE,
     "control": BASE,

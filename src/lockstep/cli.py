@@ -326,6 +326,7 @@ def stop(job: str) -> None:
 
 def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     from lockstep.clock import SystemClock
+    from lockstep.collectives.shared import Pool
     from lockstep.control.agent import Agent
     from lockstep.control.console import Console
     from lockstep.control.descendants import LinuxDescendants
@@ -342,7 +343,7 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
         agent = Agent(
             spec=spec,
             paths=paths,
-            starter=Starter(spec, paths, os.getpid(), LocalLauncher(), console),
+            starter=Starter(spec, paths, os.getpid(), LocalLauncher(), console, Pool.create().fd),
             views=Views(_open_exchange),
             command=command,
             console=console,

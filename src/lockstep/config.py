@@ -56,7 +56,8 @@ class WorkerConfig:
         run_dir: the run's own folder, absolute.
         agent: process id of the agent.
         control: inherited descriptor of the socket to the agent.
-        arena: inherited descriptor of the memory that the workers share; None for a worker that joins.
+        pool: inherited descriptor of the memory for partials and totals.
+        arena: inherited descriptor of the memory in which the workers meet; None for a worker that joins.
         checkpoints: what is kept, if anything is.
     """
 
@@ -69,6 +70,7 @@ class WorkerConfig:
     run_dir: Path
     agent: int
     control: int
+    pool: int
     arena: int | None
     checkpoints: Checkpoints | None = None
 
@@ -94,6 +96,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         run_dir=_parse(environ, "RUN_DIR", _folder),
         agent=_parse(environ, "AGENT", _positive),
         control=_parse(environ, "CONTROL_FD", _count),
+        pool=_parse(environ, "POOL_FD", _count),
         arena=_parse(environ, "ARENA_FD", _count_or_none),
         checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
     )
@@ -214,6 +217,7 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         "RUN_DIR": config.run_dir,
         "AGENT": config.agent,
         "CONTROL_FD": config.control,
+        "POOL_FD": config.pool,
         "ARENA_FD": "none" if config.arena is None else config.arena,
     }
     if config.checkpoints is not None:

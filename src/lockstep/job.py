@@ -41,6 +41,9 @@ class Membership(Protocol):
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
         """Give the state of the training, or only the position, to those who join."""
 
+    def prepare(self, contents: Contents) -> None:
+        """Make ready for handing over contents like these."""
+
     def position(self) -> Contents:
         """Wait until the members say where the training is; for a worker that joins.
 
@@ -64,6 +67,9 @@ class Alone:
         raise lost
 
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
+        """Nobody joins."""
+
+    def prepare(self, contents: Contents) -> None:
         """Nobody joins."""
 
     def position(self) -> Contents:
@@ -168,6 +174,7 @@ class Job:
         request = Request(self.communicator.notice)
         if request is Request.POSITION and self.is_chief:
             self.membership.hand_over(take(False), whole=False)
+            self.membership.prepare(take(True))
         elif request is Request.CHANGE:
             lost = PeerLostError("the workers change")
             try:

@@ -3,11 +3,11 @@
 import os
 import sys
 
-from lockstep.checkpoint.parcel import pack_parcel, unpack_parcel
+from lockstep.checkpoint.parcel import Memory, memory_for, pack_parcel, unpack_parcel
 from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Waiting, WaitPolicy
 from lockstep.collectives.plan import ReducePlan
-from lockstep.collectives.shared import Arena, SharedCommunicator
+from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
 from lockstep.config import WorkerConfig
 from lockstep.control.client import Client
 from lockstep.control.messages import AgentMessage, Given, Leave, NewView, Over, Position
@@ -33,17 +33,22 @@ class AgentMembership:
         self._config = config
         self._client = client
         self._arena: Arena | None = None
+        self._room = Room(Pool.attach(config.pool))
+        self._ready: Memory | None = None
         self._view = place(1, (config.worker,))
 
     def enter(self, view: View, descriptor: int) -> SharedCommunicator:
         """Take part in the exchange of `view`, whose memory `descriptor` is; takes it over."""
         if self._arena is not None:
             self._arena.close()
+        self._forget_ready()
         self._view = view
         self._arena = Arena.attach(descriptor)
         policy = WaitPolicy(report_every=REPORT_EVERY, timeout=self._config.timeout + GRACE_FOR_AGENT)
         position = view.workers.index(self._config.worker)
-        return SharedCommunicator(self._arena, position, ReducePlan.of(view), policy, self._observe)
+        return SharedCommunicator(
+            self._arena, self._room, position, ReducePlan.of(view), policy, self._observe
+        )
 
     def next_place(self, lost: PeerLostError) -> Place:
         """Wait for the view that follows the one that ended with `lost`, and enter it.
@@ -60,15 +65,29 @@ class AgentMembership:
         message, descriptors = answer
         return self._place(message, descriptors[0] if descriptors else -1)
 
+    def prepare(self, contents: Contents) -> None:
+        """Make memory ready for contents like these, so that to hand them over takes less time."""
+        self._forget_ready()
+        self._ready = memory_for(contents)
+        self._ready.make_ready()
+
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
         """Give the agent what those who join need."""
+        ready, failure = self._ready if whole else None, ""
         try:
-            descriptor = pack_parcel(contents)
+            descriptor = pack_parcel(contents, ready)
         except CheckpointError as error:
-            self._client.given(Given(self._view.number, whole, str(error)))
-            return
-        self._client.given(Given(self._view.number, whole), descriptor)
-        os.close(descriptor)
+            failure = str(error)
+        if failure:
+            self._client.given(Given(self._view.number, whole, failure))
+        else:
+            self._client.given(Given(self._view.number, whole), descriptor)
+            os.close(descriptor)
+
+    def _forget_ready(self) -> None:
+        if self._ready is not None:
+            self._ready.close()
+            self._ready = None
 
     def position(self) -> Contents:
         """Wait until the members say where the training is: at the end of a step, however long it takes.
@@ -89,6 +108,7 @@ class AgentMembership:
         Raises:
             PeerLostError: the job is over.
         """
+        self._room.look_around()
         self._client.asks(whole=True)
         message, descriptors = self._hear()
         place = self._place(message, descriptors[0] if descriptors else -1)

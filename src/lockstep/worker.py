@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
         print(f"lockstep: {error}", file=sys.stderr)
         sys.exit(2)
     die_with(config.agent)
-    for descriptor in (config.control, config.arena):
+    for descriptor in (config.control, config.pool, config.arena):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
     write_when_asked(RunPaths(config.run_dir).stack(config.worker))

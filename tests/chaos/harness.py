@@ -20,7 +20,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import chaos_steps as steps
@@ -37,7 +37,7 @@ from chaos_faults import (
 
 from lockstep.checkpoint.store import Store, load
 from lockstep.clock import SystemClock
-from lockstep.collectives.shared import Arena
+from lockstep.collectives.shared import Arena, Pool
 from lockstep.config import Checkpoints, read_worker
 from lockstep.control.agent import Agent
 from lockstep.control.client import Client
@@ -105,8 +105,7 @@ class ForkLauncher:
             mine.close()
             status = 1
             try:
-                arena = None if launch.arena is None else os.dup(launch.arena)
-                status = work(launch, theirs, arena, self.faults)
+                status = work(launch, theirs, self.faults)
             finally:
                 os._exit(status)
         theirs.close()
@@ -120,20 +119,21 @@ class ForkLauncher:
         return handle
 
 
-def work(launch: Launch, connection: socket.socket, arena: int | None, given: list[Fault]) -> int:
+def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     """Be a worker, and print what it came to."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = read_worker(launch.environment(connection.fileno()))
+    config = replace(config, pool=os.dup(config.pool))
     client = Client(connection)
     faults = Faults([fault for fault in given if fault.worker == config.worker])
     prepare(faults)
     membership = AgentMembership(config, client)
-    if arena is None:
+    if config.arena is None:
         view = place(config.replicas, (config.worker,))
         communicator = by_itself(view)
     else:
         view = place(config.replicas, tuple(range(config.workers)))
-        communicator = membership.enter(view, arena)
+        communicator = membership.enter(view, os.dup(config.arena))
     entered = Job(
         view,
         config.worker,
@@ -143,7 +143,7 @@ def work(launch: Launch, connection: socket.socket, arena: int | None, given: li
         client.report,
         None,
         membership,
-        joins=arena is None,
+        joins=config.joins,
         keeper=open_keeper(config, client),
     )
     client.started()
@@ -202,6 +202,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
     )
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = ForkLauncher(job.faults)
+    pool = Pool.create()
     with (
         (folder / "out").open("wb", 0) as out,
         EventLog.open(paths.events, SystemClock(), print) as events,
@@ -210,7 +211,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
         agent = Agent(
             spec=spec,
             paths=paths,
-            starter=Starter(spec, paths, os.getpid(), launcher, console),
+            starter=Starter(spec, paths, os.getpid(), launcher, console, pool.fd),
             views=Views(open_exchange),
             command=there,
             console=console,
@@ -226,6 +227,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
             ),
         )
         status = agent.run()
+    pool.close()
     here.close()
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("worker-*.log"))]
     results = [line.removeprefix("result ") for text in lines for line in text if line.startswith("result ")]

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lockstep.clock import SystemClock
-from lockstep.collectives.arena import Arena
 from lockstep.collectives.contract import Communicator, Waiting, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
-from lockstep.collectives.shared import SharedCommunicator
+from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
+from lockstep.memory import available_memory
 from lockstep.topology import place
 
 DEADLINE = 20.0
@@ -196,9 +196,10 @@ class Processes:
         while len(self._members) < plan.members:
             self._members.append(_start())
         members = self._members[: plan.members]
-        arena = Arena.create(plan.members)
+        arena, pool = Arena.create(plan.members), Pool.create()
         for position, (process, connection) in enumerate(members):
             send_handle(connection, arena.fd, process.pid)
+            send_handle(connection, pool.fd, process.pid)
             connection.send((plan, position, settings or Settings(), script, args))
         try:
             return self._listen(_ProcessControl(arena, members), plan, listen, absent)
@@ -207,6 +208,7 @@ class Processes:
             raise
         finally:
             arena.close()
+            pool.close()
 
     def _listen(
         self,
@@ -289,10 +291,10 @@ def serve(fd: int) -> None:
     connection = Connection(fd)
     with contextlib.suppress(EOFError):
         while True:
-            _take_part(connection, recv_handle(connection))
+            _take_part(connection, recv_handle(connection), recv_handle(connection))
 
 
-def _take_part(connection: Connection, fd: int) -> None:
+def _take_part(connection: Connection, fd: int, pool_fd: int) -> None:
     plan, position, settings, script, args = connection.recv()
     waits: list[Waiting] = []
 
@@ -302,12 +304,11 @@ def _take_part(connection: Connection, fd: int) -> None:
 
     arena = Arena.attach(fd)
     clock = TickingClock(settings.clock_step) if settings.clock_step else None
-    options: dict[str, Any] = {}
-    if settings.available is not None:
-        options["available"] = lambda: settings.available
-    communicator = SharedCommunicator(arena, position, plan, settings.policy, observe, clock, **options)
+    pool = Pool.attach(pool_fd, lambda: settings.available or available_memory())
+    communicator = SharedCommunicator(arena, Room(pool), position, plan, settings.policy, observe, clock)
     member = Member(communicator, plan, position, connection.recv)
     outcome = perform(script, member, args, waits)
     communicator.close()
     arena.close()
+    pool.close()
     connection.send(outcome)

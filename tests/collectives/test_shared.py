@@ -11,19 +11,22 @@ from collective_scripts import (
     call,
     expected,
     limited_file_size,
+    partials_of,
     too_big_then_small,
 )
+from collective_twin import sha
 from test_contract import CALLS, each, quick_reports, values
 
 from lockstep.collectives import arena as arenas
 from lockstep.collectives import futex
-from lockstep.collectives.arena import REASON_LIMIT, Arena
+from lockstep.collectives.arena import REASON_LIMIT
 from lockstep.collectives.calls import Call
 from lockstep.collectives.contract import Waiting
 from lockstep.collectives.meeting import Meeting
-from lockstep.collectives.memory import available_memory, cgroup_rooms
+from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
 from lockstep.collectives.slots import decode, encode
 from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
+from lockstep.memory import available_memory, cgroup_rooms
 
 SMALL = Reduce(1, ((100,),), ("float32",))
 BIG = Reduce(2, ((1_000_000,),), ("float32",))
@@ -84,7 +87,7 @@ def test_too_little_memory(processes: Processes, workers: int) -> None:
 
 def test_a_limit_that_is_found_only_when_memory_is_taken(processes: Processes) -> None:
     plan = plan_of(2, 2)
-    limit = arenas.control_size(2) + 1_000_000
+    limit = 1_000_000
     outcomes = processes.run(plan, limited_file_size, BIG, SMALL, limit)
     for message, before in values(outcomes):
         assert message.startswith("SharedMemoryError: the exchange between workers needs 7995392 bytes more")
@@ -118,6 +121,32 @@ def test_an_arena_is_inherited_only_where_it_is_passed_on() -> None:
     assert not os.get_inheritable(copy)
     other.close()
     arena.close()
+
+
+def test_a_pool_is_used_by_one_view_after_another() -> None:
+    pool = Pool.create()
+    room = Room(Pool.attach(os.dup(pool.fd)))
+    sizes = []
+    for replicas, shape in ((1, (1000,)), (3, (1000,)), (1, (10,)), (2, (5000,))):
+        arena = Arena.create(1)
+        plan = plan_of(replicas, 1)
+        communicator = SharedCommunicator(arena, room, 0, plan)
+        for seed in (1, 2):
+            case = Reduce(seed, (shape,), ("float32",))
+            total = communicator.reduce(partials_of(plan, 0, case))
+            assert sha(total) == expected(plan, case)
+        sizes.append(os.fstat(pool.fd).st_size)
+        communicator.close()
+        arena.close()
+    assert sizes[0] < sizes[3]
+    assert sizes[0] == sizes[1] == sizes[2]
+    pool.close()
+    pool.close()
+
+
+def test_what_is_no_pool_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file, pytest.raises(InternalError, match="no pool"):
+        Pool.attach(file.fileno())
 
 
 def test_abort_keeps_the_first_reason_and_cuts_it_off() -> None:

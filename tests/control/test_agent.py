@@ -108,7 +108,7 @@ class Stage:
                 status = Agent(
                     spec,
                     paths,
-                    Starter(spec, paths, os.getpid(), launcher, console),
+                    Starter(spec, paths, os.getpid(), launcher, console, pool=0),
                     Views(lambda members: Exchange(0, abort, lambda notice: None, lambda: None)),
                     self.agent_side,
                     console,

@@ -27,6 +27,7 @@ CONFIG = WorkerConfig(
     run_dir=Path("/runs/a b"),
     agent=99,
     control=5,
+    pool=8,
     arena=6,
 )
 
@@ -49,6 +50,7 @@ def test_the_whole_environment_of_a_worker() -> None:
         "LOCKSTEP_AGENT": "99",
         "LOCKSTEP_CONTROL_FD": "5",
         "LOCKSTEP_ARENA_FD": "6",
+        "LOCKSTEP_POOL_FD": "8",
         "NPROC": "4",
         "OMP_NUM_THREADS": "4",
         "OPENBLAS_NUM_THREADS": "4",

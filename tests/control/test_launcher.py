@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.collectives.shared import Arena
+from lockstep.collectives.shared import Arena, Pool
 from lockstep.config import WorkerConfig, worker_environment
 from lockstep.control.fake import FakeHandle, FakeLauncher
 from lockstep.control.launcher import Handle, Launch, Launcher, LocalLauncher
@@ -39,11 +39,11 @@ def play(script: str, worker: FakeHandle) -> None:
 
 @pytest.fixture(params=["local", "fake"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    arena = Arena.create(1)
+    arena, pool = Arena.create(1), Pool.create()
     handles = []
 
     def environment(control: int) -> dict[str, str]:
-        config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control, arena.fd)
+        config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control, pool.fd, arena.fd)
         return worker_environment(config)
 
     def start(script: str) -> Handle:
@@ -52,7 +52,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         local: Launcher = LocalLauncher()
         fake: Launcher = FakeLauncher(lambda worker: play(script, worker))
         launcher = local if request.param == "local" else fake
-        handles.append(launcher.start(Launch(0, [str(path)], environment, arena.fd)))
+        handles.append(launcher.start(Launch(0, [str(path)], environment, (arena.fd, pool.fd))))
         return handles[-1]
 
     yield start
@@ -62,6 +62,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         handle.poll()
         handle.close()
     os.close(arena.fd)
+    pool.close()
 
 
 def wait_for(descriptor: int | socket.socket) -> None:

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import struct
+import threading
 
 import msgspec
 import numpy as np
@@ -15,10 +16,12 @@ import numpy as np
 from lockstep.checkpoint.dtypes import named
 from lockstep.checkpoint.folder import Contents, check_names
 from lockstep.errors import CheckpointError
+from lockstep.memory import available_memory
 
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+_SPARE = 1 << 20
+"""Bytes for a header that has become longer since the memory was made ready."""
 
 
 class _Header(msgspec.Struct):
@@ -29,30 +32,98 @@ class _Header(msgspec.Struct):
     arrays: list[tuple[str, str, tuple[int, ...]]]
 
 
-def pack_parcel(contents: Contents) -> int:
-    """Write `contents` to new memory; return its descriptor, which the caller closes.
+class Memory:
+    """Memory for a parcel. To take it is slower than to fill it: it can be made ready in the background."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._descriptor = -1
+        self._data = np.empty(0, np.uint8)
+        self._failure = ""
+        self._thread: threading.Thread | None = None
+        self._closing = threading.Lock()
+        self._unwanted = False
+
+    def make_ready(self) -> None:
+        """Take the memory, on a thread."""
+        self._thread = threading.Thread(target=self._take, name="memory", daemon=True)
+        self._thread.start()
+
+    def filled(self, contents: Contents) -> int | None:
+        """Write `contents`; return the descriptor, which the caller closes; None if they do not fit.
+
+        Raises:
+            CheckpointError: there is too little memory.
+        """
+        if self._thread is None:
+            self._take()
+        else:
+            self._thread.join()
+        if self._failure:
+            raise CheckpointError(f"the state does not fit into memory: {self._failure}")
+        header, arrays = _parts(contents)
+        if _extent(len(header), arrays) > self._size:
+            self.close()
+            return None
+        self._data[: len(header)] = np.frombuffer(header, np.uint8)
+        start = len(header)
+        for array in arrays:
+            start = _aligned(start)
+            self._data[start : start + array.nbytes] = array
+            start += array.nbytes
+        descriptor, self._descriptor = self._descriptor, -1
+        return descriptor
+
+    def close(self) -> None:
+        """Give the memory back, if it was not filled; where it is being taken, as soon as it is there."""
+        with self._closing:
+            self._unwanted = True
+            if self._descriptor >= 0:
+                os.close(self._descriptor)
+                self._descriptor = -1
+
+    def _take(self) -> None:
+        descriptor = os.memfd_create("lockstep-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            if self._size > (room := available_memory()):
+                raise MemoryError(f"it needs {self._size} bytes, and {room} are available")
+            os.posix_fallocate(descriptor, 0, self._size)
+            # Reading beyond the end of a file that was truncated kills a process.
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+            self._data = np.frombuffer(mmap.mmap(descriptor, self._size), np.uint8)
+            # Maps each page, and lets other threads run meanwhile.
+            self._data.fill(0)
+        except (OSError, MemoryError) as error:
+            self._failure = str(error)
+        with self._closing:
+            if self._failure or self._unwanted:
+                os.close(descriptor)
+            else:
+                self._descriptor = descriptor
+
+
+def memory_for(contents: Contents) -> Memory:
+    """Return memory in which `contents`, and what grows out of them in the next steps, will fit."""
+    header, arrays = _parts(contents)
+    return Memory(_extent(len(header) + _SPARE, arrays))
+
+
+def pack_parcel(contents: Contents, ready: Memory | None = None) -> int:
+    """Write `contents` to memory; return its descriptor, which the caller closes.
+
+    Args:
+        contents: to write.
+        ready: memory to use if they fit.
 
     Raises:
         CheckpointError: there is too little memory, or an array has a name or dtype that the format of
             checkpoints does not know.
     """
     check_names(contents.arrays)
-    # Arrays whose elements lie apart are copied; all others are written from where they are.
-    arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
-    kinds = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
-    header = msgspec.msgpack.encode(_Header(contents.step, dict(contents.manifest), kinds))
-    descriptor = os.memfd_create("lockstep-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        start = _write(descriptor, _LENGTH.pack(len(header)) + header, 0)
-        for array in arrays.values():
-            start = _write(descriptor, array.reshape(-1).view(np.uint8).data, start)
-        os.ftruncate(descriptor, start)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-    except BaseException as error:
-        os.close(descriptor)
-        if isinstance(error, OSError | MemoryError):
-            raise CheckpointError(f"the state does not fit into memory: {error}") from None
-        raise
+    descriptor = ready.filled(contents) if ready is not None else None
+    if descriptor is None:
+        descriptor = memory_for(contents).filled(contents)
+    assert descriptor is not None
     return descriptor
 
 
@@ -63,7 +134,8 @@ def unpack_parcel(descriptor: int) -> Contents:
         The contents; the arrays are read-only, and stay where they are.
     """
     with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)):
-        memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        memory = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ)
     (length,) = _LENGTH.unpack_from(memory)
     start = _LENGTH.size + length
     header = msgspec.msgpack.decode(memory[_LENGTH.size : start], type=_Header)
@@ -78,13 +150,18 @@ def unpack_parcel(descriptor: int) -> Contents:
     return Contents(header.step, header.manifest, arrays)
 
 
-def _write(descriptor: int, data: "bytes | memoryview", start: int) -> int:
-    """Write at the next aligned place from `start` on; return where it ends."""
-    start = _aligned(start)
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, start)
-        view, start = view[written:], start + written
+def _parts(contents: Contents) -> tuple[bytes, list["np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
+    """Return the header with its length, and the bytes of each array."""
+    # Arrays whose elements lie apart are copied; all others are written from where they are.
+    arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
+    kinds = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
+    header = msgspec.msgpack.encode(_Header(contents.step, dict(contents.manifest), kinds))
+    return _LENGTH.pack(len(header)) + header, [array.reshape(-1).view(np.uint8) for array in arrays.values()]
+
+
+def _extent(start: int, arrays: list["np.ndarray[tuple[int], np.dtype[np.uint8]]"]) -> int:
+    for array in arrays:
+        start = _aligned(start) + array.nbytes
     return start
 
 

@@ -1,11 +1,10 @@
-"""The memory that the members of one view share: a memfd, its layout, and the word that ends the view.
+"""How the members of one view find each other: a memfd, its layout, and the word that ends the view.
 
     header     magic, version, number of members; the abort word and its reason; the notice
     arrivals   for each member, in cache lines of its own: how often it has arrived, whether it has left;
                for the first member also, two: the notice as it saw it when it arrived
     slots      for each member, two: what it says of its call
     mailboxes  for each member, two: a part of a blob
-    data       partials and totals; grows
 
 A member's slots, mailboxes and notices alternate from one arrival to the next: it can't arrive a second time
 before all have arrived once, and thus have read what belongs to the arrival before.
@@ -25,8 +24,9 @@ from collections.abc import Iterator
 from typing import Self
 
 from lockstep.collectives import futex
-from lockstep.collectives.memory import Available, available_memory
-from lockstep.errors import InternalError, SharedMemoryError
+from lockstep.collectives.memory import allocate
+from lockstep.errors import InternalError
+from lockstep.memory import available_memory
 
 MAILBOX = 1 << 19
 """Bytes of a blob that travel in one arrival."""
@@ -43,7 +43,7 @@ _aborting = threading.RLock()
 
 
 class Arena:
-    """One process's mapping of the memory that the members of a view share.
+    """One process's mapping of the memory in which the members of a view meet.
 
     Made by `create` in the process that starts the workers, and by `attach` in each worker. Aborting
     a view needs no membership: any process that has the memfd can do it.
@@ -69,7 +69,7 @@ class Arena:
         futex.require()
         fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            _allocate(fd, 0, control_size(members), available_memory)
+            allocate(fd, 0, control_size(members), available_memory)
             # Reading beyond the end of a file that was truncated kills a process.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             control = mmap.mmap(fd, control_size(members))
@@ -157,33 +157,6 @@ class Arena:
         length = self._words[_REASON_LENGTH // 4]
         return self.control[_REASON : _REASON + length].decode("utf-8", "ignore")
 
-    def grow(self, size: int, available: Available) -> None:
-        """Make sure that there are `size` bytes of data; one member calls this for all.
-
-        Raises:
-            SharedMemoryError: they cannot be had; nothing has changed.
-        """
-        end = os.fstat(self.fd).st_size
-        needed = control_size(self.members) + size - end
-        if needed > 0:
-            _allocate(self.fd, end, needed, available)
-
-    def map(self, size: int) -> mmap.mmap:
-        """Map the first `size` bytes of data; it stays mapped while anything refers to it.
-
-        Raises:
-            SharedMemoryError: this process cannot map that much.
-        """
-        # To populate costs the page faults now, all at once, and not in the first reduction.
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        try:
-            return mmap.mmap(self.fd, max(size, 1), flags=flags, offset=control_size(self.members))
-        except OSError as error:
-            raise SharedMemoryError(
-                f"cannot map {size} bytes of shared memory: {error}; look at the limit on the size of "
-                "a process (ulimit -v)"
-            ) from error
-
     def close(self) -> None:
         """Unmap the memory and close the descriptor; the view goes on for the others."""
         if not self.control.closed:
@@ -193,7 +166,7 @@ class Arena:
 
 
 def control_size(members: int) -> int:
-    """Return the bytes before the data: whole pages."""
+    """Return the bytes of an arena: whole pages."""
     return _mailboxes(members) + members * 2 * MAILBOX
 
 
@@ -203,22 +176,6 @@ def _slots(members: int) -> int:
 
 def _mailboxes(members: int) -> int:
     return -(-(_slots(members) + members * 2 * SLOT) // _PAGE) * _PAGE
-
-
-def _allocate(fd: int, start: int, size: int, available: Available) -> None:
-    room = available()
-    try:
-        if size > room:
-            raise MemoryError("not enough memory")
-        # Without this, pages are taken when they are first written to, and where there are none left
-        # the process is killed.
-        os.posix_fallocate(fd, start, size)
-    except (OSError, MemoryError) as error:
-        raise SharedMemoryError(
-            f"the exchange between workers needs {size} bytes more of shared memory ({room} bytes are "
-            f"available): {error}. Use fewer workers on this host, a smaller model, or raise the "
-            "memory limit of the container or the file size limit (ulimit -f)"
-        ) from error
 
 
 @contextlib.contextmanager

@@ -10,20 +10,20 @@ from lockstep.collectives.calls import Call
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout
 from lockstep.collectives.meeting import Meeting
-from lockstep.collectives.memory import Available, available_memory
 from lockstep.collectives.places import Places, run
 from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.pool import Pool
 from lockstep.collectives.room import Room, Sizes
 from lockstep.collectives.summing import Adder, flat
 from lockstep.errors import InternalError, SharedMemoryError
 
 Result = TypeVar("Result")
 
-__all__ = ["Arena", "SharedCommunicator"]
+__all__ = ["Arena", "Pool", "Room", "SharedCommunicator"]
 
 
 class SharedCommunicator:
-    """One member's end of the exchange in an `Arena`; a `Communicator`.
+    """One member's end of the exchange in an `Arena`, with partials and totals in a `Room`; a `Communicator`.
 
     The members meet twice in a reduction: once when all have published what others sum, and once when
     all have summed their slices. The arena stays open when this is closed, so that `abort` still works.
@@ -32,12 +32,12 @@ class SharedCommunicator:
     def __init__(
         self,
         arena: Arena,
+        room: Room,
         position: int,
         plan: ReducePlan,
         policy: WaitPolicy | None = None,
         observe: WaitObserver | None = None,
         clock: Clock | None = None,
-        available: Available = available_memory,
     ) -> None:
         if arena.members != plan.members:
             raise InternalError(f"an arena for {arena.members} members and a plan for {plan.members}")
@@ -46,7 +46,8 @@ class SharedCommunicator:
         self._meeting = Meeting(
             arena, position, plan.workers, policy or WaitPolicy(), observe, clock or SystemClock()
         )
-        self._room = Room(arena, available)
+        self._room = room
+        self._has_room = False
         self._adder = Adder()
         self._places: dict[Layout, Places] = {}
 
@@ -58,7 +59,7 @@ class SharedCommunicator:
         with self._meeting.calling(call):
             places = self._places_of(layout)
             needed = Sizes(layout.size, places.size)
-            if not self._room.fits(needed):
+            if not (self._has_room and self._room.fits(needed)):
                 self._meeting.meet(call, describe=layout.describe)
                 self._grow(call, needed)
             own = {span: flat(leaves) for span, leaves in partials.items()}
@@ -101,7 +102,6 @@ class SharedCommunicator:
     def close(self) -> None:
         """Make no more calls; members that wait for this one raise `PeerLostError`."""
         self._meeting.close()
-        self._room.clear()
 
     def _places_of(self, layout: Layout) -> Places:
         if layout not in self._places:
@@ -109,10 +109,17 @@ class SharedCommunicator:
         return self._places[layout]
 
     def _grow(self, call: Call, needed: Sizes) -> None:
-        """Grow the memory: one member takes it for all, then each maps it."""
-        sizes = self._room.enlarged(needed)
+        """Find room: one member takes the memory for all, then each maps it.
+
+        All come here before they write for the first time in a view: then nobody writes for the one before.
+        Who was in it has its memory, which is used again.
+        """
+        sizes = Sizes.largest(
+            self._meeting.meet(Call("sizes", call.what), self._room.enlarged(needed).packed())
+        )
         self._together(call, lambda: self._room.take(sizes) if self._position == 0 else None)
         self._room.use(sizes, self._together(call, lambda: self._room.map(sizes)))
+        self._has_room = True
 
     def _together(self, call: Call, act: Callable[[], Result]) -> Result:
         """Act, and raise on every member what failed on any."""

@@ -19,14 +19,13 @@ class Launch:
         worker: its id.
         arguments: of `python -m lockstep.worker`.
         environment: its whole environment, once the number of its control descriptor is known.
-        arena: descriptor of the memory that the workers share, which the worker finds at the same number;
-            None for a worker that joins.
+        inherited: descriptors that the worker finds at the same numbers.
     """
 
     worker: int
     arguments: Sequence[str]
     environment: Callable[[int], Mapping[str, str]]
-    arena: int | None
+    inherited: tuple[int, ...]
 
 
 class Handle(Protocol):
@@ -114,7 +113,7 @@ class LocalLauncher:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 env=launch.environment(theirs.fileno()),
-                pass_fds=(theirs.fileno(), *(() if launch.arena is None else (launch.arena,))),
+                pass_fds=(theirs.fileno(), *launch.inherited),
                 start_new_session=True,
             )
         handle = LocalHandle(process, os.pidfd_open(process.pid), mine)

@@ -23,6 +23,7 @@ class Starter:
         pid: of the agent, which workers check.
         launcher: makes processes.
         console: shows what they write.
+        pool: descriptor of the memory for partials and totals.
     """
 
     spec: JobSpec
@@ -30,6 +31,7 @@ class Starter:
     pid: int
     launcher: Launcher
     console: Console
+    pool: int
 
     def start(self, worker: int, seat: int, arena: int | None) -> Member:
         """Start a worker.
@@ -37,7 +39,7 @@ class Starter:
         Args:
             worker: its id.
             seat: its index in `TF_CONFIG`, and among the devices.
-            arena: the memory of the first view's exchange; None for a worker that joins.
+            arena: descriptor of the memory in which the first workers meet; None for a worker that joins.
 
         Raises:
             OSError: the machine cannot.
@@ -45,8 +47,9 @@ class Starter:
         spec = self.spec
         script = Script(spec.target, spec.module, spec.arguments)
         log = Log.open(self.paths.log(worker), self.console.say)
+        inherited = (self.pool,) if arena is None else (self.pool, arena)
         environment = partial(self._environment, worker, seat, arena)
-        handle = self.launcher.start(Launch(worker, script.command_line, environment, arena))
+        handle = self.launcher.start(Launch(worker, script.command_line, environment, inherited))
         stdout, stderr = self.console.outlets(worker)
         streams = Stream(handle.stdout, log, stdout), Stream(handle.stderr, log, stderr)
         return Member(worker, seat, handle, log, streams, self.paths.stack(worker))
@@ -63,6 +66,7 @@ class Starter:
             run_dir=self.paths.root,
             agent=self.pid,
             control=control,
+            pool=self.pool,
             arena=arena,
             checkpoints=spec.checkpoints,
         )

@@ -1,4 +1,4 @@
-"""The agent's side of views: the memory that the members of one share, and what its chief gives."""
+"""The agent's side of views: where the members of one meet, and what its chief gives."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,7 @@ from lockstep.topology import Request, View
 
 
 class Exchange(NamedTuple):
-    """What the agent needs to know of the memory that the members of a view share.
+    """What the agent needs to know of the memory in which the members of a view meet.
 
     Attributes:
         descriptor: every member gets it.
