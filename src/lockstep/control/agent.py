@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -256,11 +257,7 @@ class Agent:
                 self.events.write("ready", worker=worker)
             case Report(event, fields):
                 self.events.write(event, **{**fields, "worker": worker})
-                if event == "call":
-                    self._doing = str(fields.get("name", ""))
-                if event == "strategy":
-                    self._used_strategy = True
-                    self._decide(decisions.Ready(worker))
+                self._take_report(worker, event, fields)
             case Asks(whole):
                 self.events.write("asks", worker=worker, whole=whole)
                 self._decide(decisions.Asks(worker, whole))
@@ -271,6 +268,18 @@ class Agent:
                 self._decide(decisions.Failed(worker, status, summary, blames))
             case Finished():
                 self.events.write("done", worker=worker)
+
+    def _take_report(self, worker: int, event: str, fields: dict[str, Any]) -> None:
+        match event:
+            case "strategy":
+                self._used_strategy = True
+                self._decide(decisions.Ready(worker))
+            case "call":
+                self._doing = str(fields.get("name", ""))
+            case "checkpoint":
+                self.console.say(f"checkpoint {fields.get('path')}")
+            case "resumed" if worker == self.console.chief:
+                self.console.say(f"training goes on behind {fields.get('where')}")
 
     def _take_given(self, given: Given, descriptors: list[int]) -> None:
         assert self.state.view is not None
@@ -329,6 +338,13 @@ class Agent:
                 self._verdict = verdict
 
     def _renew(self, view: View, reason: str) -> None:
+        before = set(self.views.workers)
+        for worker in sorted(before.difference(view.workers)):
+            self.events.write(
+                "left" if worker in self.state.leaving else "lost", worker=worker, reason=reason
+            )
+        for worker in sorted(set(view.workers) - before):
+            self.events.write("joined", worker=worker, reason=reason)
         self.events.write("view", number=view.number, workers=view.workers, reason=reason)
         try:
             self.views.renew(view, reason, self._members, self.state.leaving)

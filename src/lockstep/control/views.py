@@ -30,12 +30,15 @@ class Views:
 
     Args:
         open_exchange: makes what the members of a view, so many, share.
+
+    Attributes:
+        workers: the members.
     """
 
     def __init__(self, open_exchange: Callable[[int], Exchange]) -> None:
         self._open_exchange = open_exchange
         self._exchange: Exchange | None = None
-        self._workers: tuple[int, ...] = ()
+        self.workers: tuple[int, ...] = ()
         self._given: int | None = None
 
     def open(self, workers: tuple[int, ...]) -> int:
@@ -44,7 +47,7 @@ class Views:
         Raises:
             LockstepError: this machine has too little memory.
         """
-        self._exchange, self._workers = self._open_exchange(len(workers)), workers
+        self._exchange, self.workers = self._open_exchange(len(workers)), workers
         return self._exchange.descriptor
 
     def renew(self, view: View, reason: str, members: Mapping[int, Member], leaving: Iterable[int]) -> None:
@@ -62,14 +65,14 @@ class Views:
         exchange = self._open_exchange(len(view.workers))
         message = NewView(view.number, view.workers)
         for worker in view.workers:
-            state = () if worker in self._workers or self._given is None else (self._given,)
+            state = () if worker in self.workers or self._given is None else (self._given,)
             members[worker].tell(message, exchange.descriptor, *state)
         for worker in leaving:
-            if worker in self._workers:
+            if worker in self.workers:
                 members[worker].tell(Leave())
         self.abort(reason)
         self._forget_exchange()
-        self._exchange, self._workers = exchange, view.workers
+        self._exchange, self.workers = exchange, view.workers
         self.take(None)
 
     def ask(self, request: Request) -> None:

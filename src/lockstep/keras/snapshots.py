@@ -229,6 +229,8 @@ class Snapshots:
         self._calls.taken = facts["taken"]
         self.journal = resumption.journal
         set_random_states(facts["random"])
+        where = f"step {call.steps} of {call.name}" if program is not None else call.name
+        self._job.report("resumed", where=where, step=self._calls.taken)
         return facts["logs"], state
 
     def load_pending(self, model: Any) -> None:
