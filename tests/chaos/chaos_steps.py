@@ -80,7 +80,6 @@ def train(job: Job, steps: int, faults: Faults) -> str:
     while step < steps:
         faults.step = step
         summed = job.exchange(partial(total, job, state, step, {}, faults))
-        faults.passing("after reduce")
         ids = [examples(step, replica, replicas) for replica in range(replicas)]
         state, chain = apply(state, chain, summed, ids)
         faults.passing("after apply")

@@ -1,4 +1,4 @@
-"""Workers die at every named point of the protocol, and the survivors come to the same bits."""
+"""Workers die at every named point of the protocol, and those who are left come to the same bits."""
 
 import re
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos_faults import POINTS
+from chaos_faults import POINTS, WHILE_JOINING, WHILE_OTHERS_JOIN
 
 HARNESS = Path(__file__).with_name("harness.py")
 
@@ -31,3 +31,16 @@ def test_workers_are_lost_anywhere() -> None:
     seen = run("--jobs", "80")
     assert seen["failed"] == 0
     assert seen["lost"] > 80
+
+
+@pytest.mark.parametrize("point", [*WHILE_OTHERS_JOIN, *WHILE_JOINING])
+def test_workers_are_lost_while_others_join(point: str) -> None:
+    seen = run("--replace", "--seed", "1000", "--jobs", "5", "--point", point)
+    assert seen["failed"] == 0
+    assert seen["replaced"] >= seen["jobs"]
+
+
+def test_whoever_is_lost_is_replaced() -> None:
+    seen = run("--replace", "--jobs", "50")
+    assert seen["failed"] == 0
+    assert seen["replaced"] > 80

@@ -3,8 +3,6 @@
 survival.py FOLDER WORKER:STEP:POINT...
 """
 
-import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,13 @@ import keras
 import numpy as np
 
 import lockstep
+from lockstep import job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
 from chaos_faults import Fault, Faults, prepare
 
 FOLDER = Path(sys.argv[1])
-WORKER = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
 def fault(text: str) -> Fault:
@@ -27,7 +25,7 @@ def fault(text: str) -> Fault:
     return Fault(int(worker), int(step), point)
 
 
-FAULTS = Faults([one for one in map(fault, sys.argv[2:]) if one.worker == WORKER])
+FAULTS = Faults([one for one in map(fault, sys.argv[2:]) if one.worker == job.current().worker])
 prepare(FAULTS)
 
 
