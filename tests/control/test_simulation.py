@@ -1,232 +1,260 @@
 """Thousands of jobs in virtual time: whatever happens to workers, supervision keeps its promises.
 
-A job is a seed: a failing one is replayed with it. Workers take steps together, wait for each other as the
-exchange lets them, and tell the agent what real ones tell it.
+A failing seed is named; `Watched(seed).run()` replays it.
 """
 
-import heapq
-import itertools
-import random
-from dataclasses import dataclass, field
+import re
+from collections import Counter
 
 import pytest
+from simulated_job import Job
+from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker
 
 from lockstep.control.decisions import (
-    Abort,
+    Action,
+    Ask,
+    Asks,
+    Deliver,
     DumpStack,
     Event,
     Exited,
     Failed,
     Finish,
+    Given,
     Kill,
-    Ready,
+    Notice,
     Renew,
+    ScaleAsked,
     Signal,
+    Start,
+    StopAsked,
     TimePassed,
-    Waits,
 )
-from lockstep.control.state import Limits, Stage, State
+from lockstep.control.state import Stage, State
 from lockstep.control.supervision import decide
-from lockstep.topology import View, place
+from lockstep.topology import Request, View
 
-LIMITS = Limits(timeout=20.0)
-STEPS = 4
 SCHEDULES = 10_000
 BLOCK = 1_000
+GOING_ON = (Stage.RUNNING, Stage.LOOKING)
+ENDING = (Stage.ENDING, Stage.TERMINATING, Stage.KILLING)
 
 
-@dataclass
-class Worker:
-    """One simulated worker: computes, arrives, and is let go on when all of its view have arrived."""
+class Watched(Job):
+    """A job of which every decision and every step is checked.
 
-    view: View
-    fate: str
-    fated_step: int
-    step: int = 0
-    arrived: bool = False
-    alive: bool = True
-    hung: bool = False
-    waiting_since: float = 0.0
+    Attributes:
+        target: how many workers a person wants.
+        budget: how many workers may still be started.
+        asks: what the workers that join have asked for, and not got.
+        raised: workers whose script has raised.
+        lost: workers whose loss the person has to be told of.
+        stop: the signal that ended the job.
+        happened: how many things happened that may change who takes part.
+    """
 
-
-@dataclass
-class World:
-    """A job: its workers, what is going to happen, and what supervision has decided."""
-
-    seed: int
-    dice: random.Random = field(init=False)
-    workers: dict[int, Worker] = field(init=False)
-    state: State = field(init=False)
-    queue: list[tuple[float, int, str, int]] = field(default_factory=list)
-    counter: "itertools.count[int]" = field(default_factory=itertools.count)
-    now: float = 0.0
-    views: list[View] = field(default_factory=list)
-    committed: int = 0
-    status: int | None = None
-
-    def __post_init__(self) -> None:
-        self.dice = random.Random(self.seed)
-        count = self.dice.randint(1, 5)
-        view = place(self.dice.randint(count, 8), tuple(range(count)))
-        broken = self.dice.random() < 0.1
-        self.workers = {}
-        for worker in range(count):
-            fates = ["well"] * 4 + ["killed", "killed", "raises", "hangs"]
-            fate = "raises" if broken else self.dice.choice(fates)
-            fated_step = 2 if broken else self.dice.randrange(STEPS)
-            self.workers[worker] = Worker(view, fate, fated_step)
-            self.later("begins", worker)
-        self.views = [view]
-        self.state = State(frozenset(range(count)), LIMITS, view=view)
-
-    def later(self, what: str, worker: int, most: float = 1.0) -> None:
-        heapq.heappush(self.queue, (self.now + self.dice.uniform(0, most), next(self.counter), what, worker))
-
-    def run(self) -> None:
-        """Play the job to its end."""
-        for _ in range(2_000):
-            if self.status is not None:
-                return
-            due = self.state.due
-            if due is not None and (not self.queue or due <= self.queue[0][0]):
-                self.now = max(self.now, due)
-                self.decide(TimePassed())
-                continue
-            assert self.queue, "a wait without an end"
-            self.now, _, what, worker = heapq.heappop(self.queue)
-            getattr(self, what)(worker, self.workers[worker])
-        raise AssertionError("the job does not end")
-
-    def begins(self, worker: int, one: Worker) -> None:
-        if one.alive:
-            self.decide(Ready(worker))
-            self.later("computed", worker)
-
-    def computed(self, worker: int, one: Worker) -> None:
-        if not one.alive or one.hung:
-            return
-        if one.step == one.fated_step and one.fate != "well":
-            self.suffer(worker, one)
-            return
-        if one.step == STEPS:
-            self.ends(worker, 0)
-            return
-        one.arrived, one.waiting_since = True, self.now
-        self.later("reports", worker, 0.5)
-        self.meet(one.view)
-
-    def suffer(self, worker: int, one: Worker) -> None:
-        if one.fate == "hangs":
-            # Far longer than others wait; but when it is alone, nobody does.
-            one.hung = True
-            self.later("wakes", worker, 200.0)
-        elif one.fate == "killed":
-            self.ends(worker, -9)
-        else:
-            self.decide(Failed(worker, 1, "E: no", False))
-            self.ends(worker, 1)
-
-    def wakes(self, worker: int, one: Worker) -> None:
-        if one.alive:
-            one.hung, one.fate = False, "well"
-            self.computed(worker, one)
-
-    def ends(self, worker: int, status: int) -> None:
-        one = self.workers[worker]
-        if one.alive:
-            one.alive = one.arrived = False
-            self.later("noticed_killed" if status == -9 else f"noticed_{status}", worker, 0.1)
-
-    def noticed_killed(self, worker: int, one: Worker) -> None:
-        self.decide(Exited(worker, -9))
-
-    def noticed_0(self, worker: int, one: Worker) -> None:
-        self.decide(Exited(worker, 0))
-
-    def noticed_1(self, worker: int, one: Worker) -> None:
-        self.decide(Exited(worker, 1))
-
-    def reports(self, worker: int, one: Worker) -> None:
-        if one.alive and one.arrived:
-            missing = tuple(
-                other
-                for other in one.view.workers
-                if not (self.workers[other].arrived and self.workers[other].step == one.step)
-            )
-            if missing:
-                self.decide(Waits(worker, f"step {one.step}", missing, self.now - one.waiting_since))
-            self.later("reports", worker, 2.0)
-
-    def meet(self, view: View) -> None:
-        """Let a view's members go on when all have arrived in it: for all of them, or for none."""
-        members = [self.workers[worker] for worker in view.workers]
-        if all(one.arrived and one.view == view for one in members):
-            assert len({one.step for one in members}) == 1, "members of one view are at different steps"
-            assert members[0].step >= self.committed, "a committed step is taken again"
-            self.committed = members[0].step + 1
-            for worker, one in zip(view.workers, members, strict=True):
-                one.step, one.arrived = self.committed, False
-                self.later("computed", worker)
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.target = len(self.workers)
+        self.budget = self.state.size.restarts
+        self.asks: dict[int, Request] = {}
+        self.raised: set[int] = set()
+        self.lost: list[int] = []
+        self.stop: int | None = None
+        self.happened = 0
+        self._was = self.state.stage
+        self._depth = 0
+        self._instant = (0.0, 0)
+        self._short_steps = self._long_steps = 0
+        self._waits_since: float | None = None
 
     def decide(self, event: Event) -> None:
-        decision = decide(self.state, event, self.now)
-        self.state = decision.state
-        assert decision.reason
-        for action in decision.actions:
-            self.act(action)
+        before, self._was = self.state, self.state.stage
+        self._note(event)
+        self._depth += 1
+        super().decide(event)
+        self._depth -= 1
+        if isinstance(event, Exited) and event.worker in self.lost and event.worker in before.running:
+            self._check_loss(before)
+        if self._depth == 0:
+            self._check_members()
+            self._check_others()
+        if before.stage is Stage.SAVING and isinstance(event, TimePassed):
+            hung = [one for one in self.workers.values() if one.struck and one.fate == "hangs"]
+            assert hung, "a checkpoint is not kept, though nobody hangs"
+        if event == StopAsked(15) and before.stage is Stage.RUNNING and before.elastic and before.staying:
+            assert not before.keeps or self.state.stage is Stage.SAVING, "a checkpoint is not kept"
 
-    def act(self, action: object) -> None:
+    def _note(self, event: Event) -> None:
+        state = self.state
+        self.happened += isinstance(event, Exited | Failed | ScaleAsked | StopAsked)
+        match event:
+            case TimePassed():
+                self._instant = (self.now, self._instant[1] + 1 if self._instant[0] == self.now else 1)
+                assert self._instant[1] <= 3, "time does not pass"
+            case Failed(worker) if state.stage is Stage.RUNNING:
+                self.raised.add(worker)
+            case Asks(worker, whole):
+                self.asks[worker] = Request.CHANGE if whole else Request.POSITION
+            case ScaleAsked(workers):
+                self.target, self._long_steps = workers, 0
+                more = workers - len(state.present) - len(state.recruits)
+                self.budget = state.size.most_restarts + max(0, more)
+            case StopAsked(number) if state.verdict is None and self.stop is None:
+                self.stop = number
+            case Exited(worker, status) if status and worker not in state.leaving:
+                if state.stage in GOING_ON:
+                    self.lost.append(worker)
+
+    def _check_loss(self, before: State) -> None:
+        """A worker is lost: another replaces it, or there is one less from now on, if it was needed."""
+        was_needed = len(before.present) + len(before.recruits) <= before.size.wanted
+        if was_needed and self.state.stage in GOING_ON and not self.state.finished and before.size.wanted > 1:
+            assert self.state.size != before.size, "a loss is not counted"
+
+    def _check_members(self) -> None:
+        state = self.state
+        if state.stage is not Stage.RUNNING or not state.elastic:
+            return
+        assert state.present, "nobody is left, and the job goes on"
+        if state.finished:
+            return
+        if state.given:
+            self._waits_since = self.now if self._waits_since is None else self._waits_since
+            assert self.now <= self._waits_since + state.limits.timeout, "all wait for too long"
+        else:
+            self._waits_since = None
+            assert state.patience_ends is None
+            assert self.asked is state.asked, "members are asked for something that nobody wants"
+
+    def _check_others(self) -> None:
+        state = self.state
+        for worker in state.leaving:
+            one = self.workers[worker]
+            assert one.dismissed or not one.alive, "nobody says that it leaves"
+        if state.stage is not Stage.RUNNING or not state.elastic or state.finished:
+            return
+        will_be = len(state.staying) + len(state.recruits)
+        assert not state.recruits or will_be <= state.size.wanted, "workers join that will not be let in"
+        waits = state.next_start is not None or (state.failed and state.deadline is not None)
+        there = len(state.present) + len(state.recruits)
+        assert waits or there >= state.size.wanted, "workers are missing, and nobody is started"
+
+    def act(self, action: Action) -> None:
+        state = self.state
+        if self._was in ENDING:
+            assert not isinstance(action, Renew | Start | Ask | Deliver | Notice), f"{action} at the end"
         match action:
             case Renew(view, _):
-                assert view.number == self.views[-1].number + 1, "two views with one number"
-                assert set(view.workers) <= self.state.running, "an excluded worker is heard"
-                assert set(view.workers) <= set(self.views[-1].workers)
-                self.views.append(view)
-                for worker in view.workers:
-                    self.workers[worker].view = view
-                self.meet(view)
-            case Abort():
-                for worker, one in self.workers.items():
-                    if one.arrived:
-                        self.ends(worker, 1)
-            case Signal(worker, _) | Kill(worker):
-                assert worker in self.state.running
-                self.workers[worker].fate = "killed"
-                self.ends(worker, -9)
-            case DumpStack(worker):
-                assert worker in self.state.running
-            case Finish(verdict):
-                self.status = verdict.status
+                self._check_view(view)
+            case Deliver(worker):
+                assert self.asks.pop(worker) is Request.POSITION, "told where, and had not asked"
+                assert self.holds is not None, "told where, and nothing was given"
+                assert state.recruit(worker) is not None
+            case Start(worker):
+                self.budget -= 1
+                self.happened += 1
+                assert worker not in self.workers, "two workers with one id"
+                assert self.budget >= 0, "more replacements than allowed"
+                assert not state.finished
+            case Kill(worker) if state.stage in GOING_ON:
+                one = self.workers[worker]
+                assert worker in state.running
+                assert one.struck or (one.view is None and worker in state.leaving), "killed without need"
+            case Signal(worker, _) | Kill(worker) | DumpStack(worker):
+                assert worker in state.running
+            case Finish():
+                self._check_end()
+        super().act(action)
+
+    def _check_view(self, view: View) -> None:
+        state, before = self.state, self.views[-1]
+        assert view.number == before.number + 1, "two views with one number"
+        assert view.number <= 2 * self.happened + 2, "views without end"
+        assert view.replicas == before.replicas
+        assert set(view.workers) <= state.present, "an excluded worker is heard"
+        assert not self.raised.intersection(view.workers), "a worker is heard whose script has raised"
+        new = [worker for worker in view.workers if worker not in before.workers]
+        if new:
+            assert self.holds == (True, self.committed), "let in without the state"
+            assert len(view.workers) <= state.size.wanted, "too many are let in"
+            assert all(self.asks.pop(worker) is Request.CHANGE for worker in new), "let in unasked"
+        for worker in set(view.workers) - set(new):
+            assert self.workers[worker].step == self.committed, "a member without the committed state"
+            assert not self.workers[worker].dismissed, "a dismissed worker is heard"
+        if state.leaving.intersection(before.workers):
+            assert len(view.workers) >= self.target, "a worker leaves that is wanted"
+        self._short_steps = self._long_steps = 0
+
+    def commit(self, view: View, members: list[Worker]) -> None:
+        assert view is self.views[-1]
+        assert {one.step for one in members} == {self.committed}, "members of one view are at different steps"
+        size = self.state.size
+        self._short_steps += len(view.workers) < size.least
+        assert self._short_steps <= 1, "too few workers train on"
+        self._long_steps += len(view.workers) > size.wanted
+        assert self._long_steps <= 2, "too many workers train on"
+        super().commit(view, members)
+
+    def _check_end(self) -> None:
+        state = self.state
+        assert state.stage is Stage.FINISHED
+        assert state.due is None
+        for event in (TimePassed(), Exited(0, 1), Asks(0, True), Given(len(self.views), True), StopAsked(15)):
+            assert decide(state, event, self.now).actions == (), "a decision after the end"
+
+    def check_result(self) -> None:
+        """What a job comes to follows from what struck its workers, and from what a person wanted."""
+        assert self.verdict is not None
+        status, message = self.verdict.status, self.verdict.message
+        well = [one for one in self.workers.values() if one.view and not one.struck and not one.dismissed]
+        if self.stop is not None:
+            assert status == 128 + self.stop
+        elif "too few workers" in message:
+            self.seen["too few"] += 1
+            assert status == 1
+            assert self.state.size.least > 1
+        else:
+            assert not well or status == 0, f"the job ends with {status}: {message}"
+            assert status != 0 or self.committed == STEPS
+            assert status == 0 or message
+        if status == 0:
+            self._check_told()
+
+    def _check_told(self) -> None:
+        told = "\n".join(self.notices)
+        for worker in self.lost:
+            named = rf"\bworkers? ([\d, ]|and )*\b{worker}\b"
+            assert re.search(named, told), f"nobody is told that worker {worker} is lost"
+        if self.state.size.wanted < self.target and not self.state.untold and not self.mute:
+            assert "no worker is replaced" in told, "nobody is told that no worker is replaced"
 
 
-def check(world: World) -> None:
-    """What a job comes to follows from its fates alone."""
-    ended_well = [one for one in world.workers.values() if one.fate == "well"]
-    assert world.state.stage is Stage.FINISHED
-    if ended_well:
-        assert world.status == 0
-        assert world.committed == STEPS
-    else:
-        assert world.status != 0 or world.committed == STEPS
+def watched(seed: int) -> Watched:
+    """Play a job to its end, and check what it comes to."""
+    job = Watched(seed)
+    try:
+        job.run()
+        job.check_result()
+    except Exception as error:
+        raise AssertionError(f"seed {seed}: {error}") from error
+    return job
 
 
 @pytest.mark.parametrize("block", range(SCHEDULES // BLOCK))
-def test_no_committed_step_is_lost_and_every_wait_ends(block: int) -> None:
+def test_whatever_happens_no_step_is_lost_and_every_wait_ends(block: int) -> None:
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
-        world = World(seed)
-        try:
-            world.run()
-            check(world)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+        watched(seed)
 
 
-def test_the_simulation_meets_every_fate_and_many_views() -> None:
-    seen, views = set[str](), 0
-    for seed in range(300):
-        world = World(seed)
-        seen |= {one.fate for one in world.workers.values()}
-        world.run()
-        views = max(views, len(world.views))
-    assert seen == {"well", "killed", "raises", "hangs"}
-    assert views >= 4
+def test_the_simulation_meets_every_fate_at_every_moment() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(800):
+        job = Job(seed)
+        job.run()
+        seen += job.seen
+    fates = {f"killed {moment}" for moment in (*AS_MEMBER, *AS_RECRUIT)}
+    fates |= {f"{fate} {moment}" for fate in FATES for moment in ("computing", "state given", *AS_RECRUIT)}
+    others = {"scaled", "stopped", "kept a checkpoint", "joined", "left", "given too late", "not started"}
+    assert not (fates | others) - seen.keys()
+    assert seen["joined"] > 200

@@ -4,8 +4,10 @@ A scenario file is its own golden trace: unindented lines are what happens, inde
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,16 +35,28 @@ from lockstep.control.decisions import (
     Start,
     StopAsked,
     TimePassed,
+    Unfit,
     Verdict,
     Waits,
 )
-from lockstep.control.state import Limits, Size, Stage, State
+from lockstep.control.state import Limits, Recruit, Size, Stage, State
+from lockstep.control.strength import refusal
 from lockstep.control.supervision import decide
 from lockstep.control.wording import describe_exit, name_workers, shell_status, signal_name
-from lockstep.topology import place
+from lockstep.topology import Request, place
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 TWO = State(frozenset({0, 1}), Limits(timeout=60.0))
+ELASTIC = State(frozenset({0, 1}), view=place(4, (0, 1)), elastic=True, size=Size.of(2, 1, 1), next_worker=2)
+JOINING = replace(
+    ELASTIC,
+    running=frozenset({0, 1, 2}),
+    size=Size.of(3, 1, 0),
+    recruits=(Recruit(2, since=1.0),),
+    next_worker=3,
+)
+ASKED = replace(JOINING, recruits=(Recruit(2, 1.0, Request.CHANGE),), asked=Request.CHANGE)
+WAITING = replace(JOINING, size=Size.of(3, 3, 0), given=True, patience_ends=60.0)
 ENDING = replace(TWO, stage=Stage.ENDING, verdict=Verdict(3, "because"), deadline=8.0)
 TERMINATING = replace(ENDING, stage=Stage.TERMINATING)
 
@@ -57,7 +71,7 @@ PATTERNS: list[tuple[str, type[Event]]] = [
     (r"stop by (?P<signal>\d+)", StopAsked),
     (r"time passes", TimePassed),
 ]
-CONVERT = {
+CONVERT: dict[str, Callable[[str], Any]] = {
     "worker": int,
     "status": int,
     "signal": int,
@@ -142,7 +156,7 @@ def test_scenario(path: Path) -> None:
 
 
 def test_there_are_scenarios() -> None:
-    assert len(SCENARIOS) >= 8
+    assert len(SCENARIOS) >= 40
 
 
 @pytest.mark.parametrize(
@@ -195,6 +209,58 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
     assert decision.reason
 
 
+@pytest.mark.parametrize(
+    ("state", "event", "actions"),
+    [
+        (ELASTIC, Exited(1, -9), (Renew, Notice, Start(2))),
+        (ELASTIC, Exited(1, 0), ()),
+        (ELASTIC, ScaleAsked(4), (Notice("4 workers wanted from now on"), Start(2), Start(3))),
+        (ELASTIC, ScaleAsked(1), (Notice("1 worker wanted from now on"), Ask(Request.CHANGE))),
+        (ELASTIC, Unfit("no memory"), (Abort("no memory"),)),
+        (JOINING, Asks(2, whole=False), (Ask(Request.POSITION),)),
+        (JOINING, Asks(2, whole=True), (Ask(Request.CHANGE),)),
+        (JOINING, Asks(1, whole=True), ()),
+        (JOINING, Exited(2, -9), (Notice,)),
+        (JOINING, Exited(1, 0), (Kill(2),)),
+        (JOINING, ScaleAsked(2), (Kill(2), Notice)),
+        (ASKED, Given(1, whole=True), (Renew, Notice("worker 2 joined (3 workers, view 2)"))),
+        (ASKED, Given(1, whole=True, failure="no memory"), (Kill(2), Renew, Notice)),
+        (ASKED, Given(0, whole=True), ()),
+        (ASKED, Exited(2, -9), (Notice, Ask(Request.NOTHING))),
+        (WAITING, Asks(2, whole=False), (Deliver(2),)),
+        (WAITING, Asks(2, whole=True), (Renew, Notice)),
+        (WAITING, Exited(2, -9), (Abort,)),
+        (WAITING, Waits(0, "the change of workers", (1,), 700.0), ()),
+        (WAITING, StopAsked(15), (Signal(0, 15), Signal(1, 15), Signal(2, 15))),
+        (replace(WAITING, keeps=True), StopAsked(15), (Signal(0, 15), Renew, Notice)),
+        (replace(WAITING, patience_ends=8.0), TimePassed(), (Abort,)),
+        (replace(ELASTIC, finished=frozenset({1})), Exited(0, -9), (Renew, Notice)),
+    ],
+)
+def test_decision_about_who_takes_part(state: State, event: Event, actions: tuple[object, ...]) -> None:
+    decided = decide(state, event, 8.0).actions
+    assert len(decided) == len(actions)
+    for action, expected in zip(decided, actions, strict=True):
+        assert (type(action) if isinstance(expected, type) else action) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "workers", "reason"),
+    [
+        (ELASTIC, 3, ""),
+        (ELASTIC, 5, "5 workers cannot share 4 replicas"),
+        (replace(ELASTIC, size=Size.of(2, 2, 0)), 1, "with fewer than 2 workers training would wait"),
+        (replace(ELASTIC, elastic=False), 3, "the script has not made its strategy yet"),
+        (replace(ELASTIC, stage=Stage.LOOKING), 3, "a worker seems to be stuck"),
+        (replace(ELASTIC, stage=Stage.SAVING), 3, "the job is ending"),
+        (replace(ELASTIC, finished=frozenset({1})), 3, "the job is ending"),
+    ],
+)
+def test_who_asks_for_a_number_of_workers_hears_why_not(state: State, workers: int, reason: str) -> None:
+    assert refusal(state, workers).startswith(reason)
+    assert bool(refusal(state, workers)) == bool(reason)
+
+
 def test_a_notice_comes_once_per_late_worker_and_interval() -> None:
     texts, state = [], State(frozenset({0, 1, 2}))
     for now in range(1, 31):
@@ -244,27 +310,83 @@ events = st.one_of(
     st.builds(StopAsked, st.sampled_from([2, 15])),
     st.just(TimePassed()),
 )
+others = st.integers(0, 9)
+changes = st.one_of(
+    st.builds(Asks, others, st.booleans()),
+    st.builds(Given, st.integers(1, 6), st.booleans(), st.sampled_from(["", "", "no memory"])),
+    st.builds(ScaleAsked, st.integers(1, 6)),
+    st.builds(Exited, others, st.sampled_from([1, -9])),
+    st.builds(Failed, others, st.just(1), st.just("E"), st.just(False)),
+    st.builds(Unfit, st.just("no memory")),
+)
+states = st.builds(
+    lambda size, keeps: State(
+        frozenset({0, 1, 2}),
+        Limits(timeout=10),
+        view=place(5, (0, 1, 2)),
+        elastic=True,
+        keeps=keeps,
+        size=size,
+        next_worker=3,
+    ),
+    st.builds(Size.of, st.just(3), st.integers(1, 3), st.integers(0, 3)),
+    st.booleans(),
+)
+
+
+def happens(state: State, event: Event) -> bool:
+    """Whether `event` can come: from a worker that runs, from a person who is not refused, after a view."""
+    if isinstance(event, Exited | Failed | Waits | Asks):
+        return event.worker in state.running
+    if isinstance(event, Unfit):
+        return state.stage is Stage.RUNNING
+    return not isinstance(event, ScaleAsked) or not refusal(state, event.workers)
+
+
+def check(before: State, actions: tuple[Action, ...], after: State) -> None:
+    for action in actions:
+        match action:
+            case Signal(worker, _) | Kill(worker) | DumpStack(worker) | Deliver(worker):
+                assert worker in before.running
+            case Start(worker):
+                assert worker >= before.next_worker
+                assert worker in after.running
+            case Renew(view, _):
+                assert before.view is not None
+                assert view.number == before.view.number + 1
+                assert set(view.workers) <= after.present
+            case Finish():
+                assert action is actions[-1]
+
+
+def play(state: State, happenings: list[tuple[float, Event]]) -> None:
+    """Let things happen to a job; then time passes, which alone ends it once something has decided so."""
+    now, finishes, aborts = 0.0, 0, 0
+    for passed, event in [*happenings, *[(30.0, TimePassed())] * 8]:
+        now += passed
+        if not happens(state, event):
+            continue
+        decision = decide(state, event, now)
+        check(state, decision.actions, decision.state)
+        finishes += sum(isinstance(action, Finish) for action in decision.actions)
+        aborts += sum(isinstance(action, Abort) for action in decision.actions)
+        if state.stage not in (Stage.RUNNING, Stage.LOOKING):
+            assert decision.state.verdict == state.verdict
+        state = decision.state
+    assert aborts <= 1
+    assert finishes == (state.stage is Stage.FINISHED)
+    assert (state.stage is Stage.FINISHED) == (state.verdict is not None)
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), events), max_size=30))
 def test_whatever_happens_the_job_ends_once_and_nothing_is_done_to_ended_workers(
     happenings: list[tuple[float, Event]],
 ) -> None:
-    state, now, finishes, aborts = State(frozenset({0, 1, 2}), Limits(timeout=10)), 0.0, 0, 0
-    last = 30.0
-    for passed, event in [*happenings, *[(last, TimePassed())] * 4]:
-        now += passed
-        if isinstance(event, Exited | Failed | Waits) and event.worker not in state.running:
-            continue
-        decision = decide(state, event, now)
-        for action in decision.actions:
-            assert not isinstance(action, Signal | Kill | DumpStack) or action.worker in state.running
-            finishes += isinstance(action, Finish)
-            aborts += isinstance(action, Abort)
-        if decision.state.stage is not Stage.RUNNING and state.verdict is not None:
-            assert decision.state.verdict == state.verdict
-        state = decision.state
-    assert aborts <= 1
-    assert finishes == (state.stage is Stage.FINISHED)
-    # Once something decided the end, passing time alone is enough to reach it.
-    assert (state.stage is Stage.FINISHED) == (state.verdict is not None)
+    play(State(frozenset({0, 1, 2}), Limits(timeout=10)), happenings)
+
+
+@given(states, st.lists(st.tuples(st.floats(0, 5), st.one_of(events, changes)), max_size=40))
+def test_whoever_joins_and_leaves_the_job_ends_once(
+    state: State, happenings: list[tuple[float, Event]]
+) -> None:
+    play(state, happenings)

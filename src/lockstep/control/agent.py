@@ -7,8 +7,9 @@ import select
 import selectors
 import signal
 import socket
+from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from lockstep.clock import Clock
 from lockstep.control import decisions
 from lockstep.control.console import Console
 from lockstep.control.descendants import Descendants
-from lockstep.control.door import Door
+from lockstep.control.desk import Desk
 from lockstep.control.explanation import explain
 from lockstep.control.member import Member
 from lockstep.control.messages import (
@@ -34,11 +35,9 @@ from lockstep.control.messages import (
     Waiting,
     decode,
 )
-from lockstep.control.orders import Ask, End, Order, Refused, Reply, Scale, Status
 from lockstep.control.spec import JobSpec
 from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
-from lockstep.control.strength import refusal
 from lockstep.control.supervision import decide
 from lockstep.control.views import Views
 from lockstep.errors import LockstepError
@@ -81,9 +80,9 @@ class Agent:
     clock: Clock
     descendants: Descendants
     state: State
-    _door: Door | None = None
-    _since: float = 0.0
-    _doing: str = ""
+    _desk: Desk | None = None
+    _happened: deque[decisions.Event] = field(default_factory=deque)
+    _door: int | None = None
     _members: dict[int, Member] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
@@ -109,7 +108,7 @@ class Agent:
     def _open(self) -> None:
         self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
-        self._open_door()
+        self._open_desk()
         workers = tuple(range(self.spec.workers))
         try:
             arena = self.views.open(workers)
@@ -123,49 +122,23 @@ class Agent:
                 self._verdict = decisions.Verdict(1, f"worker {worker} cannot be started: {error}")
                 return
 
-    def _open_door(self) -> None:
-        self._since = self.clock.wall()
+    def _open_desk(self) -> None:
+        pid, root = self.starter.pid, self.paths.root
+        self._desk = Desk(self.spec, pid, str(root), self.clock.wall(), lambda: self.state, self._decide)
         try:
-            self._door = Door.open(self.paths.root.name, self._answer)
+            door = self._desk.open(root.name)
         except LockstepError as error:
             self.console.say(f"this job hears no orders: {error}")
             return
-        self._selector.register(self._door.fileno(), selectors.EVENT_READ, self._door.serve)
+        self._door = door.fileno()
+        self._selector.register(self._door, selectors.EVENT_READ, door.serve)
 
-    def _answer(self, order: Order) -> Reply:
-        match order:
-            case Scale(workers):
-                if reason := refusal(self.state, workers):
-                    return Refused(reason)
-                self._decide(decisions.ScaleAsked(workers))
-            case End():
-                self._decide(decisions.StopAsked(signal.SIGTERM))
-            case Ask():
-                pass
-        return self._status()
-
-    def _status(self) -> Status:
-        assert self._door is not None
-        state = self.state
-        members = state.view.workers if state.view is not None else ()
-        return Status(
-            job=self._door.name,
-            script=self.spec.target,
-            pid=self.starter.pid,
-            run_dir=str(self.paths.root),
-            since=self._since,
-            replicas=self.spec.replicas,
-            workers=tuple(worker for worker in members if worker in state.present),
-            joining=tuple(recruit.worker for recruit in state.recruits),
-            wanted=state.size.wanted,
-            where=self._doing,
-        )
-
-    def _close_door(self) -> None:
+    def _close_desk(self) -> None:
         if self._door is not None:
-            self._selector.unregister(self._door.fileno())
-            self._door.close()
+            self._selector.unregister(self._door)
             self._door = None
+        if self._desk is not None:
+            self._desk.close()
 
     def _start_joining(self, worker: int) -> None:
         taken = {
@@ -274,8 +247,10 @@ class Agent:
             case "strategy":
                 self._used_strategy = True
                 self._decide(decisions.Ready(worker))
-            case "call":
-                self._doing = str(fields.get("name", ""))
+            case "call" if self._desk is not None:
+                self._desk.doing = str(fields.get("name", ""))
+            case "keeps":
+                self.state = replace(self.state, keeps=True)
             case "checkpoint":
                 self.console.say(f"checkpoint {fields.get('path')}")
             case "resumed" if worker == self.console.chief:
@@ -305,13 +280,19 @@ class Agent:
         self._decide(decisions.Exited(member.worker, status))
 
     def _decide(self, event: decisions.Event) -> None:
-        decision = decide(self.state, event, self.clock.now())
-        if decision.actions:
-            actions = [type(action).__name__ for action in decision.actions]
-            self.events.write("decision", reason=decision.reason, actions=actions)
-        self.state = decision.state
-        for action in decision.actions:
-            self._act(action)
+        """Decide about `event`, and act; what happens in the course of that is decided afterwards."""
+        self._happened.append(event)
+        if len(self._happened) > 1:
+            return
+        while self._happened:
+            decision = decide(self.state, self._happened[0], self.clock.now())
+            if decision.actions:
+                actions = [type(action).__name__ for action in decision.actions]
+                self.events.write("decision", reason=decision.reason, actions=actions)
+            self.state = decision.state
+            for action in decision.actions:
+                self._act(action)
+            self._happened.popleft()
 
     def _act(self, action: decisions.Action) -> None:
         match action:
@@ -357,7 +338,7 @@ class Agent:
         in_peace = self.state.stage is Stage.FINISHED and not self._killed
         left = self.descendants.end(grace=_LEAVE_GRACE if in_peace else 0)
         # Nobody is left: whoever waits for the end need not wait for a reader that has paused.
-        self._close_door()
+        self._close_desk()
         for member in self._members.values():
             for stream in member.streams:
                 stream.drain()
@@ -390,7 +371,7 @@ class Agent:
         for member in self._members.values():
             member.close()
         self.views.close()
-        self._close_door()
+        self._close_desk()
         self._selector.close()
         with contextlib.suppress(OSError):
             self.command.close()

@@ -11,6 +11,7 @@ from lockstep.control.decisions import (
     Evidence,
     Finish,
     Kill,
+    Notice,
     Signal,
     Verdict,
 )
@@ -71,9 +72,10 @@ def kill(state: State, now: float, reason: str) -> Decision:
 
 
 def finish(state: State, reason: str) -> Decision:
-    """Be done with the job."""
+    """Be done with the job; a script that raised on one worker is told of, though others ended well."""
     verdict = state.verdict or state.suspect or Verdict(0)
+    raised = () if verdict.message else tuple(one for worker, one in state.failed if worker in state.members)
     state = replace(
         state, stage=Stage.FINISHED, verdict=verdict, deadline=None, next_start=None, patience_ends=None
     )
-    return Decision(state, (Finish(verdict),), reason)
+    return Decision(state, (*(Notice(one.message) for one in raised), Finish(verdict)), reason)

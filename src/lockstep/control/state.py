@@ -59,12 +59,14 @@ class Size:
         least: with fewer, training waits.
         restarts: how many lost workers will still be replaced.
         most_restarts: how many from the beginning, or from the last time that a person asked for a number.
+        closed: whether nobody is replaced because nobody can join.
     """
 
     wanted: int = 0
     least: int = 1
     restarts: int = 0
     most_restarts: int = 0
+    closed: bool = False
 
     @classmethod
     def of(cls, wanted: int, least: int, restarts: int) -> "Size":
@@ -103,6 +105,7 @@ class State:
         deserted: workers that have said once that they wait for one that ended well.
         deadline: when the stage, or the wait for other failures, is over.
         view: who computes what.
+        view_since: when the view began; None for the first.
         elastic: whether the job can go on without a worker.
         keeps: whether the job keeps checkpoints.
         failed: what each worker whose script raised ended with, the first one first.
@@ -117,6 +120,7 @@ class State:
         asked: what the members of the view are asked for.
         given: whether the state was given, so that all members wait for the next view.
         young_losses: how many workers in a row were lost soon after their start.
+        untold: what follows from a loss, if the person has not been told of it yet.
         next_start: before when no worker is started.
         patience_ends: when a job that waits for workers gives up.
     """
@@ -130,6 +134,7 @@ class State:
     deserted: frozenset[int] = frozenset()
     deadline: float | None = None
     view: View | None = None
+    view_since: float | None = None
     elastic: bool = False
     keeps: bool = False
     failed: tuple[tuple[int, Verdict], ...] = ()
@@ -144,6 +149,7 @@ class State:
     asked: Request = Request.NOTHING
     given: bool = False
     young_losses: int = 0
+    untold: str = ""
     next_start: float | None = None
     patience_ends: float | None = None
 
@@ -154,6 +160,11 @@ class State:
         return min(times) if times else None
 
     @property
+    def members(self) -> tuple[int, ...]:
+        """The members of the view, with those that are gone but not left behind yet."""
+        return () if self.view is None else self.view.workers
+
+    @property
     def present(self) -> frozenset[int]:
         """The workers that run, without those that join or leave."""
         return self.running.difference(recruit.worker for recruit in self.recruits) - self.leaving
@@ -161,10 +172,8 @@ class State:
     @property
     def staying(self) -> tuple[int, ...]:
         """The members of the view that run and have not failed, the longest-serving first."""
-        if self.view is None:
-            return ()
-        failed = {worker for worker, _ in self.failed}
-        return tuple(worker for worker in self.view.workers if worker in self.present - failed)
+        there = self.present.difference(worker for worker, _ in self.failed)
+        return tuple(worker for worker in self.members if worker in there)
 
     def recruit(self, worker: int) -> Recruit | None:
         """Return what is known of a worker that joins; None if it is none."""

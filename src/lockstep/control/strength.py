@@ -28,59 +28,76 @@ from lockstep.topology import Request, place
 
 
 def renew(state: State, how: str, now: float) -> Decision:
-    """Go on without a worker that was lost, as `how` says."""
+    """Go on without the workers that were lost, as `how` says; nothing of those whose script raised."""
     assert state.view is not None
-    staying = state.staying
+    staying, why = state.staying, _why(state, how)
     if not staying:
-        return Decision(state, reason=f"{how}; nobody is left to go on")
+        return Decision(state, reason=f"{why}; nobody is left to go on")
     if state.given:
-        return admit(state, now, f"{how}; ")
+        return admit(state, now, how)
     view = place(state.view.replicas, staying, state.view.number + 1)
-    reason = f"{how}; {name_workers(staying)} {'goes' if len(staying) == 1 else 'go'} on (view {view.number})"
-    state = replace(state, view=view, asked=Request.NOTHING)
+    reason = f"{why}; {name_workers(staying)} {'goes' if len(staying) == 1 else 'go'} on (view {view.number})"
+    state = replace(state, view=view, view_since=now, asked=Request.NOTHING, untold="")
     return Decision(state, (Renew(view, reason), Notice(reason)), reason)
 
 
-def count_loss(state: State, worker: int, now: float) -> tuple[State, str]:
-    """Decide whether a worker that was lost will be replaced; say so if not."""
+def count_loss(state: State, since: float | None, now: float) -> State:
+    """Decide whether a worker that is gone will be replaced; `since` is its start, if it had to join."""
     size = state.size
-    if not size.wanted or state.finished:
-        return state, ""
+    if state.finished or len(state.present) + len(state.recruits) >= size.wanted:
+        return state
     if not size.restarts:
         # What a person sees is the number that is wanted from now on.
-        state = replace(state, size=replace(size, wanted=max(size.wanted - 1, 1)))
-        return state, f"; it is not replaced (--max-restarts {size.most_restarts})"
-    since = dict(state.joined).get(worker)
-    if (recruit := state.recruit(worker)) is not None:
-        since = recruit.since
+        size = replace(size, wanted=max(size.wanted - 1, 1))
+        return replace(state, size=size, untold=_no_more(size))
+    size = replace(size, restarts=size.restarts - 1)
     young = since is not None and now - since < state.limits.young
-    losses = state.young_losses + 1 if young else 0
-    pause = min(state.limits.pause * 2 ** (losses - 1), state.limits.longest_pause) if losses else 0.0
-    return replace(
-        state,
-        size=replace(size, restarts=size.restarts - 1),
-        young_losses=losses,
-        next_start=now + pause if losses else None,
-    ), ""
+    if not young:
+        return replace(state, size=size, young_losses=0)
+    pause = min(state.limits.pause * 2.0 ** min(state.young_losses, 100), state.limits.longest_pause)
+    untold = f"another worker is started in {pause:g} s"
+    losses = state.young_losses + 1
+    return replace(state, size=size, young_losses=losses, next_start=now + pause, untold=untold)
 
 
-def recruit_lost(state: State, worker: int, how: str, now: float) -> Decision:
+def unstuck(state: State) -> State:
+    """Forget who was stuck: whoever is waited for now may be another."""
+    if state.stage is not Stage.LOOKING:
+        return state
+    return replace(state, stage=Stage.RUNNING, verdict=None, deadline=None)
+
+
+def recruit_failed(state: State, recruit: Recruit, message: str) -> Decision:
+    """Note that the script of a worker that was to join has raised."""
+    if state.stage not in (Stage.RUNNING, Stage.LOOKING):
+        return Decision(state, reason=f"{message}; the job is ending already")
+    state = _with_recruit(state, replace(recruit, asks=Request.NOTHING, failed=True))
+    return Decision(state, (Notice(f"{message} (it was to join)"),), message)
+
+
+def recruit_lost(state: State, recruit: Recruit, how: str, now: float) -> Decision:
     """Note that a worker has ended before it had joined."""
-    if state.stage is not Stage.RUNNING or state.finished:
-        return Decision(state.without_recruit(worker), reason=f"{how} before it had joined")
-    state, replaced = count_loss(state, worker, now)
-    state = state.without_recruit(worker)
-    reason = f"{how} before it had joined{replaced}"
+    state = state.without_recruit(recruit.worker)
+    reason = f"{how} before it had joined"
+    if state.stage not in (Stage.RUNNING, Stage.LOOKING) or state.finished:
+        return Decision(state, reason=reason)
+    state = count_loss(state, recruit.since, now)
     if state.given:
-        decision = admit(state, now, f"{reason}; ")
-        return replace(decision, actions=(Notice(reason), *decision.actions))
-    return Decision(state, (Notice(reason),), reason)
+        return admit(state, now, reason)
+    return note(state, reason, told=recruit.failed)
+
+
+def note(state: State, reason: str, *, told: bool) -> Decision:
+    """Note a loss that changes nothing for the members; `told` if the person knows all but what follows."""
+    told = told and not state.untold
+    reason = f"{reason}; {state.untold}" if state.untold else reason
+    return Decision(replace(state, untold=""), () if told else (Notice(reason),), reason)
 
 
 def asked(state: State, event: Asks, now: float) -> Decision:
     """Note what a worker that joins waits for; give it what has been given."""
     recruit = state.recruit(event.worker)
-    if recruit is None:
+    if recruit is None or state.stage not in (Stage.RUNNING, Stage.LOOKING):
         return Decision(state, reason=f"worker {event.worker} does not join any more")
     asks = Request.CHANGE if event.whole else Request.POSITION
     reason = f"worker {event.worker} {'is ready' if event.whole else 'asks where the training is'}"
@@ -88,7 +105,7 @@ def asked(state: State, event: Asks, now: float) -> Decision:
         # All wait, and the position is that of the state.
         return Decision(state, (Deliver(event.worker),), reason)
     state = _with_recruit(state, replace(recruit, asks=asks))
-    return admit(state, now, f"{reason}; ") if state.given else Decision(state, reason=reason)
+    return admit(state, now, "") if state.given else Decision(state, reason=reason)
 
 
 def given(state: State, event: Given, now: float) -> Decision:
@@ -99,7 +116,7 @@ def given(state: State, event: Given, now: float) -> Decision:
         return renew(replace(state, given=False), "the job is about to be stopped", now)
     if state.stage not in (Stage.RUNNING, Stage.LOOKING):
         return Decision(state, reason="the job is ending already")
-    state = replace(state, asked=Request.NOTHING)
+    state = unstuck(state) if event.whole else state
     if event.failure:
         return _not_given(state, event, now)
     waiting = [one for one in state.recruits if one.asks is Request.POSITION]
@@ -108,17 +125,16 @@ def given(state: State, event: Given, now: float) -> Decision:
     told = tuple(Deliver(one.worker) for one in waiting)
     if not event.whole:
         return Decision(state, told, "the chief has said where the training is")
-    if state.stage is Stage.LOOKING:
-        state = replace(state, stage=Stage.RUNNING, verdict=None, deadline=None)
-    decision = admit(replace(state, given=True), now, "")
+    decision = admit(replace(state, given=True, asked=Request.NOTHING), now, "")
     return replace(decision, actions=(*told, *decision.actions))
 
 
-def admit(state: State, now: float, why: str) -> Decision:
+def admit(state: State, now: float, how: str) -> Decision:
     """Begin a view with those who are ready, or wait until there are enough workers; all members wait."""
     assert state.view is not None
+    why = _why(state, how)
     staying, wanted = state.staying, state.size.wanted or len(state.staying)
-    ready = tuple(one.worker for one in state.recruits if one.asks is Request.CHANGE)
+    ready = _ready(state)
     workers = (*staying, *ready)[: max(wanted, 1)]
     if len(workers) < state.size.least:
         return _wait(state, len(workers), now, why)
@@ -128,11 +144,14 @@ def admit(state: State, now: float, why: str) -> Decision:
     changes = [f"{name_workers(tuple(new))} joined"] if new else []
     changes += [f"{name_workers(old)} left"] if old else []
     size = count(len(workers), "worker")
-    reason = f"{why}{' and '.join(changes) or 'nobody joins'} ({size}, view {view.number})"
+    what = f"{' and '.join(changes) or 'nobody joins'} ({size}, view {view.number})"
+    reason = f"{why}; {what}" if why else what
     state = replace(
         state,
         view=view,
+        view_since=now,
         given=False,
+        untold="",
         patience_ends=None,
         recruits=tuple(one for one in state.recruits if one.worker not in new),
         joined=state.joined + since,
@@ -151,11 +170,11 @@ def refusal(state: State, workers: int) -> str:
         )
     if workers < state.size.least:
         return f"with fewer than {state.size.least} workers training would wait (--min-workers)"
-    if state.stage is not Stage.RUNNING or state.finished:
-        return "the job is ending"
-    if not state.elastic:
+    if not state.elastic and state.stage is Stage.RUNNING:
         return "the script has not made its strategy yet, so nobody can join or leave; try again in a moment"
-    return ""
+    if state.elastic and state.stage is Stage.LOOKING:
+        return "a worker seems to be stuck, and is about to be left behind; try again in a moment"
+    return "the job is ending" if state.stage is not Stage.RUNNING or state.finished else ""
 
 
 def scaled(state: State, event: ScaleAsked, now: float) -> Decision:
@@ -163,17 +182,14 @@ def scaled(state: State, event: ScaleAsked, now: float) -> Decision:
     restarts = state.size.most_restarts
     size = Size(event.workers, state.size.least, restarts, restarts)
     state = replace(state, size=size, young_losses=0, next_start=None)
-    surplus = len(state.staying) + len(state.recruits) - event.workers
-    dropped = tuple(one.worker for one in reversed(state.recruits))[: max(surplus, 0)]
-    actions: tuple[Action, ...] = tuple(Kill(worker) for worker in dropped)
-    for worker in dropped:
-        state = state.without_recruit(worker)
-    state = replace(state, leaving=state.leaving.union(dropped))
+    free = max(event.workers - len(state.staying), 0)
+    dropped = tuple(one.worker for one in state.recruits[free:])
+    state, kills = _without_recruits(state, dropped)
     reason = f"{count(event.workers, 'worker')} wanted from now on"
-    if state.given:
-        decision = admit(state, now, f"{reason}; ")
-        return replace(decision, actions=(*actions, *decision.actions))
-    return Decision(state, (*actions, Notice(reason)), reason)
+    if dropped:
+        reason += f"; {name_workers(dropped)} need{'s' if len(dropped) == 1 else ''} not join any more"
+    decision = admit(state, now, reason) if state.given else Decision(state, (Notice(reason),), reason)
+    return replace(decision, actions=(*kills, *decision.actions))
 
 
 def settle(decision: Decision, now: float) -> Decision:
@@ -183,17 +199,16 @@ def settle(decision: Decision, now: float) -> Decision:
         return decision
     if state.finished:
         return _dismiss(decision)
-    if state.failed and state.deadline is not None:
-        return decision
-    state, starts = _recruited(state, now)
+    state, actions = _recruited(state, now)
     request = Request.NOTHING if state.given else _request(state)
-    asks: tuple[Action, ...] = (Ask(request),) if request is not state.asked else ()
-    return replace(decision, state=replace(state, asked=request), actions=(*decision.actions, *starts, *asks))
+    if request is not state.asked:
+        state, actions = replace(state, asked=request), (*actions, Ask(request))
+    return replace(decision, state=state, actions=(*decision.actions, *actions)) if actions else decision
 
 
 def dismissed(state: State, worker: int, how: str) -> Decision:
     """Note that a worker that was told to leave has ended."""
-    return Decision(replace(state, leaving=state.leaving - {worker}), reason=f"{how}, as it was told")
+    return Decision(replace(state, leaving=state.leaving - {worker}), reason=f"{how}; it was not needed")
 
 
 def _with_recruit(state: State, recruit: Recruit) -> State:
@@ -202,10 +217,11 @@ def _with_recruit(state: State, recruit: Recruit) -> State:
 
 
 def _recruited(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
-    assert state.view is not None
-    members = state.present.intersection(state.view.workers)
-    missing = state.size.wanted - len(members) - len(state.recruits)
+    missing = state.size.wanted - len(state.present) - len(state.recruits)
     if missing <= 0 or (state.next_start is not None and now < state.next_start):
+        return state, ()
+    if state.failed and state.deadline is not None:
+        # Perhaps the script raises everywhere, and nobody will be needed.
         return state, ()
     workers = range(state.next_worker, state.next_worker + missing)
     state = replace(
@@ -216,6 +232,10 @@ def _recruited(state: State, now: float) -> tuple[State, tuple[Action, ...]]:
         next_start=None,
     )
     return state, tuple(Start(worker) for worker in workers)
+
+
+def _ready(state: State) -> tuple[int, ...]:
+    return tuple(one.worker for one in state.recruits if one.asks is Request.CHANGE)
 
 
 def _request(state: State) -> Request:
@@ -230,45 +250,60 @@ def _request(state: State) -> Request:
 def _wait(state: State, number: int, now: float, why: str) -> Decision:
     """Let all members wait for more workers, if there is hope."""
     least = state.size.least
-    reason = f"{why}training waits: {count(number, 'worker')} of at least {least} (--min-workers)"
     if state.size.wanted < least:
-        message = (
-            f"{count(number, 'worker')} is too few (--min-workers {least}), and none is replaced any more "
-        )
-        message += f"(--max-restarts {state.size.most_restarts})"
-        return ending.end(state, Verdict(1, message), now)
-    if state.patience_ends is not None:
-        return Decision(state, reason=reason)
-    state = replace(state, patience_ends=now + state.limits.timeout)
-    return Decision(state, (Notice(reason),), reason)
+        message = f"too few workers are left: {number} of at least {least} (--min-workers)"
+        return ending.end(state, Verdict(1, f"{why or _no_more(state.size)}; {message}"), now)
+    what = f"training waits: {count(number, 'worker')} of at least {least} (--min-workers)"
+    reason = f"{why}; {what}" if why else what
+    if state.patience_ends is None:
+        state = replace(state, patience_ends=now + state.limits.timeout)
+    return Decision(replace(state, untold=""), (Notice(reason),), reason)
+
+
+def _why(state: State, how: str) -> str:
+    """Say what happened to the members that the next view leaves behind, and what follows."""
+    raised = [verdict.message for worker, verdict in state.failed if worker in state.members]
+    return "; ".join(text for text in (*raised, how, state.untold) if text)
+
+
+def _no_more(size: Size) -> str:
+    why = "nobody can join" if size.closed else f"--max-restarts {size.most_restarts}"
+    return f"no worker is replaced{' any more' if size.most_restarts else ''} ({why})"
 
 
 def patience_over(state: State, now: float) -> Decision:
     """End a job whose workers have waited too long for others."""
-    message = f"too few workers (--min-workers {state.size.least}) for {state.limits.timeout:g} s (--timeout)"
+    number = len(state.staying) + len(_ready(state))
+    message = f"too few workers for {state.limits.timeout:g} s (--timeout): {number} of at least "
+    message += f"{state.size.least} (--min-workers)"
     late = tuple(one.worker for one in state.recruits)
     return ending.end(state, Verdict(1, message, late, Evidence.LOG), now)
 
 
 def _not_given(state: State, event: Given, now: float) -> Decision:
-    """Give up those who wait for what cannot be given."""
-    kinds = (Request.CHANGE,) if event.whole else (Request.POSITION,)
-    waiting = [one.worker for one in state.recruits if one.asks in kinds]
-    reason = f"nobody can join: {event.failure}"
-    actions: tuple[Action, ...] = (Notice(reason), *(Kill(worker) for worker in waiting))
-    for worker in waiting:
-        state = state.without_recruit(worker)
-    size = replace(state.size, wanted=len(state.staying), least=1, restarts=0)
-    state = replace(state, size=size, leaving=state.leaving.union(waiting))
-    if not event.whole:
-        return Decision(state, actions, reason)
-    decision = renew(state, reason, now)
-    return replace(decision, actions=(*actions, *decision.actions))
+    """Go on with the members that there are: whoever is to join waits for what cannot be given."""
+    reason, least = f"nobody can join: {event.failure}", state.size.least
+    if len(state.staying) < least:
+        reason += f"; training goes on with fewer than {least} workers (--min-workers)"
+    state, kills = _without_recruits(state, tuple(one.worker for one in state.recruits))
+    size = replace(state.size, wanted=max(len(state.staying), 1), least=1, restarts=0, closed=True)
+    state = replace(state, size=size, next_start=None)
+    decision = renew(state, reason, now) if event.whole else Decision(state, (Notice(reason),), reason)
+    return replace(decision, actions=(*kills, *decision.actions))
 
 
 def _dismiss(decision: Decision) -> Decision:
-    """End the workers that join a job whose script has come to its end."""
-    state = decision.state
-    workers = tuple(one.worker for one in state.recruits)
-    state = replace(state, recruits=(), leaving=state.leaving.union(workers), next_start=None)
-    return replace(decision, state=state, actions=(*decision.actions, *(Kill(worker) for worker in workers)))
+    """End the workers that join a job whose script has come to its end; wait for members only."""
+    state, kills = _without_recruits(decision.state, tuple(one.worker for one in decision.state.recruits))
+    actions = (*decision.actions, *kills)
+    if state.present:
+        return replace(decision, state=replace(state, next_start=None), actions=actions)
+    over = ending.finish(state, f"{decision.reason}; no member is left")
+    return replace(over, actions=(*actions, *over.actions))
+
+
+def _without_recruits(state: State, workers: tuple[int, ...]) -> tuple[State, tuple[Action, ...]]:
+    """End workers that need not join any more."""
+    recruits = tuple(one for one in state.recruits if one.worker not in workers)
+    state = replace(state, recruits=recruits, leaving=state.leaving.union(workers))
+    return state, tuple(Kill(worker) for worker in workers)

@@ -80,20 +80,26 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
 def _outsider_exited(state: State, event: Exited, how: str, now: float) -> Decision:
     if event.worker in state.leaving:
         return strength.dismissed(state, event.worker, how)
-    return strength.recruit_lost(state, event.worker, how, now)
+    recruit = state.recruit(event.worker)
+    assert recruit is not None
+    return strength.recruit_lost(state, recruit, how, now)
 
 
 def _member_exited(state: State, event: Exited, how: str, now: float) -> Decision:
     if event.status == 0:
+        was_stuck = state.verdict is not None and event.worker in state.verdict.workers
+        state = strength.unstuck(state) if was_stuck else state
         state = replace(state, finished=state.finished | {event.worker})
     elif state.elastic and state.stage in (Stage.RUNNING, Stage.LOOKING) and not _blames(state, event):
-        return _lost(_running(state), event, how, now)
+        return _lost(strength.unstuck(state), event, how, now)
     elif state.stage is Stage.RUNNING and not _blames(state, event):
         verdict = Verdict(shell_status(event.status), how, (event.worker,), Evidence.LOG)
         return ending.end(state, verdict, now)
     if state.stage is Stage.SAVING and state.running:
-        if _savers(state):
-            # The chief needs whoever is left to come to the end of its step.
+        if event.worker not in state.members:
+            return Decision(state, reason=f"{how}; the others went on before")
+        if state.members[0] in state.running:
+            # It needs whoever is left to come to the end of its step.
             return strength.renew(state, how, now)
         return ending.signal_all(state, signal.SIGTERM, now, f"{how}; every other worker gets SIGTERM")
     return Decision(state, reason=how)
@@ -103,35 +109,32 @@ def _blames(state: State, event: Exited) -> bool:
     return event.worker in state.blaming
 
 
-def _running(state: State) -> State:
-    """Forget who was stuck: whoever is waited for now may be another."""
-    if state.stage is Stage.RUNNING:
-        return state
-    return replace(state, stage=Stage.RUNNING, verdict=None, deadline=None)
-
-
 def _lost(state: State, event: Exited, how: str, now: float) -> Decision:
     """Go on without a worker, if there is anybody to go on."""
-    failures = dict(state.failed)
     if not state.present:
         if state.finished:
-            return ending.finish(replace(state, verdict=Verdict(0)), f"{how}; others had ended well")
+            reason = f"{how}; the others had ended well"
+            over = ending.finish(replace(state, verdict=Verdict(0)), reason)
+            told = event.worker in dict(state.failed)
+            return over if told else replace(over, actions=(Notice(reason), *over.actions))
         lost = Verdict(shell_status(event.status), how, (event.worker,), Evidence.LOG)
-        verdict = state.failed[0][1] if state.failed else lost
-        return ending.finish(replace(state, verdict=verdict), f"{how}; no worker is left")
-    state, unreplaced = strength.count_loss(state, event.worker, now)
-    if event.worker in failures:
-        if state.deadline is not None:
-            return Decision(state, reason=f"{how}; perhaps the others fail too")
-        how = failures[event.worker].message
-    return strength.renew(state, f"{how}{unreplaced}", now)
+        raised = [verdict for worker, verdict in state.failed if worker in state.members]
+        return ending.finish(replace(state, verdict=(*raised, lost)[0]), f"{how}; no worker is left")
+    state = strength.count_loss(state, dict(state.joined).get(event.worker), now)
+    if event.worker not in state.members:
+        return strength.note(state, f"{how}; the others went on before", told=True)
+    if event.worker not in dict(state.failed):
+        return strength.renew(state, how, now)
+    if state.deadline is not None:
+        return Decision(state, reason=f"{how}; perhaps the others fail too")
+    return strength.renew(state, "", now)
 
 
 def _failed(state: State, event: Failed, now: float) -> Decision:
     message = f"worker {event.worker} ended with status {event.status}: {event.summary}"
     verdict = Verdict(event.status, message, (event.worker,), Evidence.LOG)
-    if state.recruit(event.worker) is not None:
-        return Decision(state, (Notice(f"{message} (it was to join)"),), message)
+    if (recruit := state.recruit(event.worker)) is not None:
+        return strength.recruit_failed(state, recruit, message)
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason=f"{message}; the job is ending already")
     if not event.blames and not state.elastic:
@@ -151,6 +154,8 @@ def _waits(state: State, event: Waits, now: float) -> Decision:
         return Decision(state, reason="the job is ending already")
     if state.given:
         return Decision(state, reason=f"worker {event.worker} waits for the next view, as all do")
+    if state.view_since is not None and now - event.seconds < state.view_since:
+        return Decision(state, reason=f"worker {event.worker} has waited in a view that is over")
     gone = tuple(worker for worker in event.workers if worker not in state.running)
     if state.elastic:
         # Who is lost is left behind in the next view, of which the worker has not heard yet.
@@ -201,15 +206,15 @@ def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
     verdict = state.verdict or Verdict(128 + event.signal, f"stopped by {name}")
     saves = event.signal == signal.SIGTERM and state.keeps and state.elastic and state.stage is Stage.RUNNING
     state = replace(state, verdict=verdict)
-    if saves and (chief := _savers(state)):
-        return _save(state, chief[0], event.signal, now)
+    if saves and state.staying:
+        return _save(state, event.signal, now)
     return ending.signal_all(state, event.signal, now, f"{name}: every worker gets it")
 
 
-def _save(state: State, chief: int, number: int, now: float) -> Decision:
-    """Let the chief keep a checkpoint at the end of its step; who waits for workers goes on."""
+def _save(state: State, number: int, now: float) -> Decision:
+    """Let the chief keep a checkpoint at the end of its step; nobody waits for others until then."""
     reason = f"{signal_name(number)}: the chief keeps a checkpoint first"
-    waited = state.given
+    waits = state.given or state.staying != state.members
     state = replace(
         state,
         stage=Stage.SAVING,
@@ -218,14 +223,8 @@ def _save(state: State, chief: int, number: int, now: float) -> Decision:
         next_start=None,
         patience_ends=None,
     )
-    decision = strength.renew(state, reason, now) if waited else Decision(state, reason=reason)
-    return replace(decision, actions=(Signal(chief, number), *decision.actions))
-
-
-def _savers(state: State) -> tuple[int, ...]:
-    """Return the chief, if it runs."""
-    assert state.view is not None
-    return (state.view.chief,) if state.view.chief in state.running else ()
+    decision = strength.renew(state, reason, now) if waits else Decision(state, reason=reason)
+    return replace(decision, actions=(Signal(decision.state.members[0], number), *decision.actions))
 
 
 def _time_passed(state: State, now: float) -> Decision:
@@ -240,10 +239,12 @@ def _time_passed(state: State, now: float) -> Decision:
 
 def _deadline_passed(state: State, now: float) -> Decision:
     match state.stage:
-        case Stage.RUNNING if state.failed:
+        case Stage.RUNNING if _unsettled(state):
             return _leave_failed(state, now)
         case Stage.RUNNING if state.suspect:
             return ending.end(state, state.suspect, now)
+        case Stage.RUNNING:
+            return Decision(replace(state, deadline=None), reason="whoever failed was left behind already")
         case Stage.LOOKING if state.verdict and state.elastic and state.present - set(state.verdict.workers):
             return _leave_stuck(state, state.verdict)
         case Stage.LOOKING if state.verdict:
@@ -263,16 +264,25 @@ def _deadline_passed(state: State, now: float) -> Decision:
 def _leave_failed(state: State, now: float) -> Decision:
     """Go on without the workers whose script raised, once their processes are gone."""
     state = replace(state, deadline=None)
-    late = tuple(worker for worker, _ in state.failed if worker in state.running)
-    if late:
-        kills = tuple(Kill(worker) for worker in late)
+    failed = _unsettled(state)
+    late = tuple(worker for worker in failed if worker in state.running)
+    kills = tuple(Kill(worker) for worker in late)
+    if late == failed or set(late).intersection(state.members):
         return Decision(state, kills, f"{name_workers(late)} failed, and did not end")
-    return strength.renew(state, state.failed[-1][1].message, now)
+    decision = strength.renew(state, "", now)
+    return replace(decision, actions=(*kills, *decision.actions))
+
+
+def _unsettled(state: State) -> tuple[int, ...]:
+    """Return the workers whose script raised, and that still run or have not been left behind yet."""
+    there = state.running.union(state.members)
+    return tuple(worker for worker, _ in state.failed if worker in there)
 
 
 def _leave_stuck(state: State, verdict: Verdict) -> Decision:
     """Go on without the workers that did not arrive, once their processes are gone."""
     stuck = tuple(worker for worker in verdict.workers if worker in state.running)
-    state = replace(_running(state), condemned=state.condemned.union(stuck))
+    state = replace(strength.unstuck(state), condemned=state.condemned.union(stuck))
     kills = tuple(Kill(worker) for worker in stuck)
-    return Decision(state, (*kills, Notice(f"{verdict.message}; it is killed")), verdict.message)
+    text = f"{verdict.message}; {'it is' if len(stuck) == 1 else 'they are'} killed"
+    return Decision(state, (*kills, Notice(text)), verdict.message)
