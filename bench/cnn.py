@@ -136,15 +136,13 @@ def environment(backend: str, threads: int) -> dict[str, str]:
     return {"KERAS_BACKEND": backend} | quiet | dict.fromkeys(names, str(threads))
 
 
-def through_lockstep(backend: str, length: Length, runs: Path) -> list[Program]:
-    programs = []
-    for name, workers, replicas in ((LOCKSTEP, 2, 2), (ONE_WORKER, 1, 2), (SEAM, 1, 1)):
-        folder = str(runs / f"{workers}-{replicas}")
-        options = ["--threads-per-worker", "1", "-n", str(workers), "--replicas", str(replicas)]
-        script = [str(HERE / "cnn_keras.py"), name, "lockstep", "-1", *length.words]
-        command = [sys.executable, "-m", "lockstep", "run", *options, "--run-dir", folder, *script]
-        programs.append(Program(name, [command], workers, replicas, environment(backend, 1)))
-    return programs
+def through_lockstep(
+    name: str, workers: int, replicas: int, backend: str, length: Length, folder: Path
+) -> Program:
+    options = ["--threads-per-worker", "1", "-n", str(workers), "--replicas", str(replicas)]
+    script = [str(HERE / "cnn_keras.py"), name, "lockstep", "-1", *length.words]
+    command = [sys.executable, "-m", "lockstep", "run", *options, "--run-dir", str(folder), *script]
+    return Program(name, [command], workers, replicas, environment(backend, 1))
 
 
 def directly(way: Way, length: Length) -> list[Program]:
@@ -242,7 +240,10 @@ def measure(backend: str, length: Length) -> None:
         # Not in the extra `bench`: it asks for `tensorflow`, whose files would replace tensorflow-cpu's.
         raise FailedError("needs Keras 2: pip install --no-deps tf_keras, of TensorFlow's minor version")
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
-        programs = through_lockstep(backend, length, Path(folder))
+        programs = [
+            through_lockstep(name, workers, replicas, backend, length, Path(folder) / name)
+            for name, workers, replicas in ((LOCKSTEP, 2, 2), (ONE_WORKER, 1, 2), (SEAM, 1, 1))
+        ]
         programs += [program for way in ways for program in directly(way, length)]
         take_turns(Path(folder), programs, length.turns)
     measured = Measured(programs, length)

@@ -3,7 +3,11 @@
 import os
 
 import allreduce
+import checkpoints
 import cnn
+import joining
+import overhead
+import recovery
 
 
 def main() -> None:
@@ -12,6 +16,9 @@ def main() -> None:
     for backend in cnn.PEERS if names == "all" else names.split():
         print()
         cnn.main(backend)
+    for other in (overhead, recovery, joining, checkpoints):
+        print()
+        other.main()
 
 
 if __name__ == "__main__":

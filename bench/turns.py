@@ -69,7 +69,11 @@ class Turns:
         digest = hashlib.sha256()
         for array in weights:
             digest.update(array.tobytes())
-        self._driver.send({"seconds": seconds, "loss": float(loss).hex(), "weights": digest.hexdigest()})
+        self.send({"seconds": seconds, "loss": float(loss).hex(), "weights": digest.hexdigest()})
+
+    def send(self, measured: dict[str, Any]) -> None:
+        """Tell what was measured in the turn."""
+        self._driver.send(measured)
 
 
 class Epochs:

@@ -1,0 +1,100 @@
+"""How long a checkpoint of 200 MB holds training up: Lockstep, Keras's `model.save`, PyTorch's `async_save`.
+
+    checkpoints.py [--turns N]
+
+Every program trains the same large model, and keeps one checkpoint in the middle of each of its turns; the
+turn ends when it is on disk. Lockstep and PyTorch train in two processes, plain Keras in one. All pinned, one
+thread a core.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from blocked import STEPS
+from cnn import environment
+from large_model import BYTES
+from rows import print_row
+from turns import FailedError, Program, take_turns
+
+HERE = Path(__file__).parent
+TURNS = 15
+LOCKSTEP = "lockstep"
+KERAS = "keras, model.save"
+TORCH = "torch, async_save"
+TORCH_KEPT = "torch, async_save, stager kept"
+
+
+def through_lockstep(folder: Path, turns: int) -> Program:
+    kept = folder / "kept"
+    options = ["-n", "2", "--replicas", "2", "--threads-per-worker", "1", "--run-dir", str(folder / "run")]
+    options += ["--checkpoint", str(kept), "--checkpoint-every", str(STEPS), "--keep", "1"]
+    script = [str(HERE / "checkpoints_keras.py"), LOCKSTEP, "lockstep", "-1", str(turns), str(kept)]
+    command = [sys.executable, "-m", "lockstep", "run", *options, *script]
+    return Program(LOCKSTEP, [command], 2, 2, environment("jax", 1))
+
+
+def plain(folder: Path, turns: int) -> Program:
+    script = [sys.executable, str(HERE / "checkpoints_keras.py"), KERAS, "plain", "0", str(turns)]
+    return Program(KERAS, [[*script, str(folder)]], 1, 1, environment("jax", 1))
+
+
+def torch(name: str, stager: str, folder: Path, turns: int) -> Program:
+    script = [sys.executable, str(HERE / "checkpoints_torch.py"), name, stager]
+    kept = str(folder / stager)
+    commands = [[*script, str(process), str(turns), kept] for process in (0, 1)]
+    return Program(name, commands, 2, 2, environment("torch", 1))
+
+
+def report(programs: list[Program]) -> None:
+    print(f"a checkpoint of a state of 203 MB, {len(programs[0].answers)} each: median (p10-p90)")
+    for program in programs:
+        print_row(f"{program.name}: a step", values(program, "step"), "ms")
+    for program in programs:
+        to_reach = "20" if program.name == LOCKSTEP else ""
+        print_row(f"{program.name}: has the training's thread", values(program, "call"), "ms", to_reach)
+    for program in programs:
+        print_row(f"{program.name}: the two steps there, longer by", values(program, "late"), "ms")
+    for program in programs:
+        print_row(f"{program.name}: all steps from there, longer by", values(program, "slowed"), "ms")
+    ours, *others = programs
+    for other in others:
+        pairs = zip(values(other, "call"), values(ours, "call"), strict=True)
+        print_row(f"{other.name} / lockstep", [their / our for their, our in pairs], "times")
+
+
+def values(program: Program, name: str) -> list[float]:
+    """Return a figure of each turn; of two processes it is that of the slower one."""
+    return [max(answer[name] for answer in turn) for turn in program.answers]
+
+
+def measure(turns: int) -> list[Program]:
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        folder = Path(name)
+        programs = [
+            through_lockstep(folder, turns),
+            plain(folder, turns),
+            torch(TORCH, "default", folder, turns),
+            torch(TORCH_KEPT, "kept", folder, turns),
+        ]
+        take_turns(folder, programs, turns)
+    for program in programs:
+        if min(values(program, "bytes")) < BYTES:
+            raise FailedError(f"{program.name}: a checkpoint has less than {BYTES / 1e6:.0f} MB")
+    return programs
+
+
+def main(turns: int = TURNS) -> None:
+    try:
+        report(measure(turns))
+    except FailedError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=TURNS, help="at least 2")
+    main(parser.parse_args().turns)

@@ -1,0 +1,161 @@
+"""How long a worker that joins holds the others up, and how soon one that was killed is replaced.
+
+    joining.py [--joins N]
+
+A model on JAX whose state is 203 MB. In turn, `lockstep scale` makes three workers of two, and one of three
+is killed, the chief or another, and replaced. The newcomer starts while the others train: without a core of
+its own it slows them down before it joins, so their steps of that time are shown as well. Nobody is pinned;
+one thread a process.
+"""
+
+import argparse
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cnn import environment
+from recovery import kill
+from rows import print_row
+from steps import Step, Watch, gaps, of, usual, watching
+from turns import FailedError
+
+HERE = Path(__file__).parent
+JOINS = 10
+STEPS = 1000
+"""Of an epoch: more than are taken, so that no epoch ends."""
+BEFORE = 30
+AFTER = 30
+CHANCE_SECONDS = 0.3
+SETTLED = 3
+COMMAND_SECONDS = 60.0
+LOCKSTEP = [sys.executable, "-m", "lockstep"]
+
+
+@dataclass(frozen=True)
+class Join:
+    """What one join has cost, in seconds.
+
+    Attributes:
+        before: a step before anything happened.
+        starting: a step while the newcomer starts.
+        after: a step with the newcomer.
+        change: from the end of the last step without it to the end of the first step with it.
+        longest: the longest step from when it was asked for to the first step with it.
+        wait: from the order, or from the kill, to the end of the newcomer's first step.
+    """
+
+    before: float
+    starting: float
+    after: float
+    change: float
+    longest: float
+    wait: float
+
+
+def join(workers: int, cause: Callable[[Watch, str], float], chance: random.Random) -> Join:
+    """Start a job of three replicas, do at a random instant what makes a worker join, and wait until it has.
+
+    Args:
+        workers: with which it starts.
+        cause: makes a worker join the job of this name; returns when that was.
+        chance: chooses the instant.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name,
+        watching(Path(name), environment("jax", 1)) as watch,
+    ):
+        job = Path(name).name
+        options = ["-n", str(workers), "--replicas", "3", "--threads-per-worker", "1"]
+        script = [str(HERE / "recovery_lockstep.py"), "large", str(STEPS)]
+        watch.start([*LOCKSTEP, "run", *options, "--run-dir", str(Path(name) / job), *script])
+        watch.until(lambda: watch.have_taken(workers, BEFORE), "starting")
+        watch.hear_for(chance.uniform(0, CHANCE_SECONDS))
+        pids = {step.pid for step in watch.steps}
+        caused = cause(watch, job)
+
+        def of_newcomer(step: Step) -> bool:
+            return step.pid not in pids and step.view > 1
+
+        watch.until(lambda: watch.have_taken(1, AFTER, of_newcomer), "joining")
+    return analysed(watch.steps, list(filter(of_newcomer, watch.steps)), caused)
+
+
+def scale(watch: Watch, job: str) -> float:
+    asked = time.monotonic()
+    command = [*LOCKSTEP, "scale", job, "3"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    if result.returncode:
+        raise FailedError(f"lockstep scale: {result.stderr}")
+    return asked
+
+
+def lose(place: int) -> Callable[[Watch, str], float]:
+    """Kill the worker at this place of the view."""
+
+    def cause(watch: Watch, job: str) -> float:
+        pids = {step.worker: step.pid for step in watch.steps}
+        killed, _ = kill(pids[sorted(pids)[place]])
+        return killed
+
+    return cause
+
+
+def analysed(steps: list[Step], newcomers: list[Step], caused: float) -> Join:
+    view = newcomers[0].view
+    chief = min((step for step in steps if step.view == view), key=lambda step: step.worker).pid
+    ours = of(chief, steps)
+    with_it = [step for step in ours if step.view == view]
+    without = [step for step in ours if step.view == view - 1 and step.time > caused]
+    last = without[-1]
+    change = with_it[0].time - last.time
+    return Join(
+        before=usual([step for step in ours if step.time < caused][SETTLED:]),
+        starting=usual(without),
+        after=usual(with_it[SETTLED:]),
+        change=change,
+        longest=max([*gaps(without), change]),
+        wait=next(step.time for step in newcomers if step.number > last.number) - caused,
+    )
+
+
+def report(kind: str, joins: list[Join], wait: str) -> None:
+    print_row(f"{kind}: a step before", [one.before for one in joins], "ms")
+    print_row(f"{kind}: a step while the newcomer starts", [one.starting for one in joins], "ms")
+    print_row(f"{kind}: a step after", [one.after for one in joins], "ms")
+    beyond = [one.change - one.before for one in joins]
+    print_row(f"{kind}: the step at which it joins, beyond one before", beyond, "ms", "100")
+    longest = [one.longest - one.before for one in joins]
+    print_row(f"{kind}: the longest until then, beyond one before", longest, "ms")
+    print_row(f"{kind}: {wait}", [one.wait for one in joins], "s")
+
+
+def measure(count: int) -> None:
+    chance = random.Random(0)
+    scaled: list[Join] = []
+    replaced: list[Join] = []
+    for number in range(count):
+        scaled.append(join(2, scale, chance))
+        replaced.append(join(3, lose(number % 2), chance))
+    print(f"a worker joins, state of 203 MB, {count} times each: median (p10-p90)")
+    report("2 workers to 3", scaled, "order to the newcomer's first step")
+    report("1 of 3 killed", replaced, "kill to full strength")
+
+
+def main(count: int = JOINS) -> None:
+    try:
+        measure(count)
+    except FailedError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--joins", type=int, default=JOINS, help="of each kind; at least 2")
+    main(parser.parse_args().joins)

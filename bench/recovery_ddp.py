@@ -1,0 +1,46 @@
+"""One process of the tutorial's CNN in DistributedDataParallel that tells of each step, until it is ended.
+
+    torchrun ... recovery_ddp.py STEPS FOLDER EVERY
+
+It keeps a checkpoint in FOLDER every so many steps, and goes on from the one that is there.
+"""
+
+import itertools
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from cnn_model import BATCH, LEARNING_RATE, examples, torch_cnn
+from steps import tell
+
+STEPS, EVERY = int(sys.argv[1]), int(sys.argv[3])
+CHECKPOINT = Path(sys.argv[2]) / "checkpoint"
+RANK = int(os.environ["RANK"])
+
+torch.set_num_threads(1)
+torch.distributed.init_process_group("gloo")
+model = torch_cnn()
+model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
+loss_of = torch.nn.CrossEntropyLoss()
+images, labels = examples(STEPS * BATCH * 2)
+x, y = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
+taken = 0
+if CHECKPOINT.exists():
+    saved = torch.load(CHECKPOINT)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    taken = saved["taken"]
+
+for step in itertools.count(taken):
+    start = (2 * (step % STEPS) + RANK) * BATCH
+    optimizer.zero_grad(set_to_none=False)
+    loss_of(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+    optimizer.step()
+    tell(RANK, step)
+    if RANK == 0 and (step + 1) % EVERY == 0:
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "taken": step + 1}
+        torch.save(state, CHECKPOINT.with_suffix(".new"))
+        CHECKPOINT.with_suffix(".new").replace(CHECKPOINT)

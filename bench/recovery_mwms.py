@@ -1,0 +1,37 @@
+"""One of two processes of the tutorial's CNN in Keras 2 that tells of each step, until it is ended.
+
+    recovery_mwms.py STEPS FOLDER EVERY PROCESS PORT PORT
+
+`tf.distribute.MultiWorkerMirroredStrategy`, with Keras's BackupAndRestore every so many steps.
+"""
+
+import json
+import os
+import sys
+
+STEPS, EVERY, PROCESS = int(sys.argv[1]), int(sys.argv[3]), int(sys.argv[4])
+workers = [f"127.0.0.1:{port}" for port in sys.argv[5:]]
+task = {"type": "worker", "index": PROCESS}
+os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": task})
+
+import tensorflow as tf  # noqa: E402
+import tf_keras  # noqa: E402
+
+from cnn_model import BATCH, examples, keras_cnn  # noqa: E402
+from steps import Steps  # noqa: E402
+
+
+class Tell(Steps, tf_keras.callbacks.Callback):
+    pass
+
+
+ring = tf.distribute.experimental.CommunicationOptions(
+    implementation=tf.distribute.experimental.CommunicationImplementation.RING
+)
+strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
+with strategy.scope():
+    model = keras_cnn(tf_keras)
+x, y = examples(STEPS * BATCH * 2)
+backup = tf_keras.callbacks.BackupAndRestore(f"{sys.argv[2]}/backup", save_freq=EVERY)
+callbacks = [backup, Tell(PROCESS, STEPS)]
+model.fit(x, y, batch_size=BATCH * 2, epochs=1000, shuffle=False, verbose=0, callbacks=callbacks)
