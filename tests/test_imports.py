@@ -29,13 +29,14 @@ ALLOWED: dict[str, set[str]] = {
     "job": BASE | {"collectives", "checkpoint"},
     "keras": BASE | {"data", "job", "collectives", "checkpoint"},
     "strategy": BASE | {"keras", "job"},
+    "callbacks": {"keras"},
     "seeding": set(),
     "membership": BASE | {"checkpoint", "collectives", "control", "job"},
     "persistence": BASE | {"checkpoint", "control", "job"},
     "worker": BASE | {"collectives", "control", "job", "membership", "persistence", "seeding"},
     "cli": BASE | {"checkpoint", "collectives", "control"},
     "__main__": {"cli"},
-    "__init__": {"job", "keras", "strategy"},
+    "__init__": {"callbacks", "job", "keras", "strategy"},
 }
 
 
@@ -97,6 +98,7 @@ def test_public_names() -> None:
     assert sorted(lockstep.__all__) == [
         "MultiWorkerMirroredStrategy",
         "__version__",
+        "callbacks",
         "digest",
         "is_chief",
         "load_checkpoint",

@@ -3,13 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep import callbacks
     from lockstep.job import is_chief
     from lockstep.keras.digest import digest
     from lockstep.keras.loading import load_checkpoint
     from lockstep.strategy.mirrored import MultiWorkerMirroredStrategy
 
 __version__ = "0.1.0.dev0"
-__all__ = ["MultiWorkerMirroredStrategy", "__version__", "digest", "is_chief", "load_checkpoint"]
+__all__ = [
+    "MultiWorkerMirroredStrategy",
+    "__version__",
+    "callbacks",
+    "digest",
+    "is_chief",
+    "load_checkpoint",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -18,6 +26,10 @@ def __getattr__(name: str) -> Any:
         from lockstep.strategy.mirrored import MultiWorkerMirroredStrategy
 
         return MultiWorkerMirroredStrategy
+    if name == "callbacks":
+        import lockstep.callbacks
+
+        return lockstep.callbacks
     if name == "digest":
         from lockstep.keras.digest import digest
 

@@ -208,8 +208,6 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         raise ConfigError(
             f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
         )
-    if checkpoints is not None and replicas == 1:
-        raise ConfigError("--checkpoint needs at least two replicas: give --replicas 2; one worker is enough")
     threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     name = options["script"] if options["module"] else Path(options["script"]).stem

@@ -119,13 +119,6 @@ def test_packages_may_have_other_names_than_modules_and_write_versions_otherwise
     assert "torch 2.13.0, and" in note_on_versions(Path("a"), {"libraries": {"torch": "2.13.0"}})
 
 
-def test_one_replica_is_refused_and_leaves_nothing_behind(tmp_path: Path, script: str) -> None:
-    run = command("run", "--replicas", "1", "--checkpoint", "kept", script, folder=tmp_path)
-    assert run.returncode == 2
-    assert "--checkpoint needs at least two replicas" in run.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [script]
-
-
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path, script: str) -> None:
     lock = claim_folder(tmp_path / "kept")
     run = command("run", "--backend", "jax", "--checkpoint", "kept", script, folder=tmp_path)

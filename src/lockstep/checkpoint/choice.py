@@ -17,8 +17,12 @@ Facts = Mapping[str, Any]
 """What a checkpoint says of the job that wrote it: replicas, seed, threads, and versions."""
 
 
-def parse_every(text: str) -> Every:
+def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
     """Read how often: a number of steps, or a time with its unit.
+
+    Args:
+        text: as a person has written it.
+        what: stands before it in a message.
 
     Raises:
         ConfigError: it is neither.
@@ -28,7 +32,7 @@ def parse_every(text: str) -> Every:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
     if match and float(match[1]) > 0:
         return Every(seconds=float(match[1]) * _UNITS[match[2]])
-    raise ConfigError(f"--checkpoint-every {text}: give a number of steps, or a time such as 30s, 10m or 1h")
+    raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
 
 
 def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts] | None:
@@ -69,6 +73,36 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
             f"with {backend}, give another --checkpoint folder; lockstep.load_checkpoint loads the weights "
             "there"
         )
+
+
+def refuse_unlike(path: Path, facts: Facts, own: Facts) -> None:
+    """Raise ConfigError if a job that runs, of which `own` tells, is unlike the one that made this."""
+    names = ("replicas", "seed", "threads", "backend")
+    differing = [name for name in names if facts.get(name, own[name]) != own[name]]
+    if not differing:
+        return
+    before = " and ".join(_shown(name, facts[name]) for name in differing)
+    now = " and ".join(_shown(name, own[name]) for name in differing)
+    known = {name: facts[name] for name in names if name in facts}
+    how = " ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in known.items())
+    by_hand = "run the script without `lockstep run`, with the same KERAS_BACKEND"
+    raise ConfigError(
+        f"checkpoint {path} was made with {before}, and this job has {now}, on which the result depends: to "
+        f"go on, {f'use `lockstep run {how}`' if facts['threads'] else by_hand}; to begin anew, give "
+        "lockstep.callbacks.Checkpoint another folder"
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "threads" and not value:
+        return "as many threads as the backend takes"
+    return (
+        f"the backend {value}"
+        if name == "backend"
+        else f"{value} {name}"
+        if name != "seed"
+        else f"seed {value}"
+    )
 
 
 def note_on_versions(path: Path, facts: Facts) -> str:

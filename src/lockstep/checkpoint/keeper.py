@@ -1,11 +1,14 @@
 """When a checkpoint is due."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
-from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.copies import Copies
+from lockstep.checkpoint.store import Contents, Store
 from lockstep.checkpoint.writer import Writer
-from lockstep.clock import Clock
+from lockstep.clock import Clock, SystemClock
 
 
 @dataclass(frozen=True)
@@ -28,19 +31,27 @@ class Keeper:
         self._every = every
         self._clock = clock
         self._last = clock.now()
+        self._taken: int | None = None
+        self._copies = Copies()
         self.leaving = False
 
     def after_step(self, taken: int, take: Callable[[], Contents]) -> None:
         """Keep what `take` returns if it is time.
 
         Args:
-            taken: how many steps of training have been taken.
-            take: copies the state; called on this thread, or not at all.
+            taken: how many steps of training have been taken; may be several more than the last time.
+            take: returns the state, which is copied before this returns; called on this thread if at all.
         """
-        if not self.leaving and (not self._due(taken) or self._writer.busy()):
+        if self._taken is None:
+            self._copies.make_ready(take())
+        due, self._taken = self._due(taken), taken
+        busy = self._writer.busy()
+        if not self.leaving and (not due or busy):
             return
         self._last = self._clock.now()
-        self._writer.write(take())
+        # The memory of the last copy is free when it has been written.
+        copies = Copies() if busy else self._copies
+        self._writer.write(copies.of(take()))
 
     def close(self, seconds: float) -> bool:
         """Wait until what was asked for is on disk; return whether it is in time."""
@@ -48,5 +59,26 @@ class Keeper:
 
     def _due(self, taken: int) -> bool:
         if self._every.steps is not None:
-            return taken % self._every.steps == 0
+            before = taken - 1 if self._taken is None else self._taken
+            return taken // self._every.steps > before // self._every.steps
         return self._every.seconds is not None and self._clock.now() - self._last >= self._every.seconds
+
+
+def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keeper:
+    """Return what keeps checkpoints in `store` while its process is the chief.
+
+    Args:
+        store: where.
+        every: how often.
+        report: is told, from another thread, of each checkpoint that was written and of each failure, as an
+            event with fields.
+    """
+
+    def done(path: Path, seconds: float) -> None:
+        report("checkpoint", path=str(path), seconds=seconds)
+
+    def failed(reason: str) -> None:
+        report("checkpoint failed", reason=reason)
+        print(f"lockstep: a checkpoint was not written: {reason}; training goes on", file=sys.stderr)
+
+    return Keeper(Writer(store, done, failed), every, SystemClock())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from lockstep.checkpoint.claim import Claim
 from lockstep.checkpoint.durable import locked, make_folder, reason, sync
 from lockstep.checkpoint.folder import Contents, check_names, load, read_outline, write_folder
 from lockstep.clock import SystemClock
@@ -45,11 +46,17 @@ class Store:
     A checkpoint appears under its name, `step-<step>`, when it is whole and on the disk. Everything before
     goes on in folders whose names begin with a dot, under a lock that lasts no longer than the process: what
     a killed writer leaves behind, the next one removes.
+
+    Args:
+        folder: may not exist yet.
+        keep: how many are kept.
+        claim: on the folder, which is taken before anything is written; None where somebody else has it.
     """
 
-    def __init__(self, folder: Path, keep: int = 3) -> None:
+    def __init__(self, folder: Path, keep: int = 3, claim: Claim | None = None) -> None:
         self._folder = folder
         self._keep = keep
+        self._claim = claim
 
     def write(self, contents: Contents) -> Path:
         """Write a checkpoint, in the place of one of the same step, if there is one.
@@ -65,6 +72,8 @@ class Store:
             TypeError, ValueError: the manifest holds what JSON cannot hold.
         """
         check_names(contents.arrays)
+        if self._claim is not None:
+            self._claim.take()
         path = self._path(contents.step)
         try:
             make_folder(self._folder)

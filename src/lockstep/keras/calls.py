@@ -17,6 +17,7 @@ class Call:
         skipped: how many of its steps were taken before this process began, and are not taken again.
         callbacks: that the call was given.
         at_end: whether its state can be taken at its end only.
+        looks: how often a batch of its data was looked at before it began.
     """
 
     name: str
@@ -25,6 +26,7 @@ class Call:
     skipped: int = 0
     callbacks: Any = ()
     at_end: bool = False
+    looks: int = 0
 
 
 @dataclass
@@ -36,12 +38,14 @@ class Calls:
         outermost: how many calls outside of any other have begun.
         taken: how many steps of training have been taken, in all calls.
         stack: the calls in progress.
+        unnumbered: methods whose calls do not count in the numbers of calls.
     """
 
     methods: dict[str, int] = field(default_factory=dict)
     outermost: int = 0
     taken: int = 0
     stack: list[Call] = field(default_factory=lambda: [Call("no call", 0)])
+    unnumbered: frozenset[str] = frozenset()
 
     @contextmanager
     def enter(self, method: str) -> Iterator[Call]:
@@ -52,7 +56,8 @@ class Calls:
             self.outermost += 1
         else:
             name = f"{name} within {self.current.name}"
-        self.stack.append(Call(name, sum(self.methods.values())))
+        numbered = (count for method, count in self.methods.items() if method not in self.unnumbered)
+        self.stack.append(Call(name, sum(numbered)))
         try:
             yield self.current
         finally:

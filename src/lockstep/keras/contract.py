@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy.typing as npt
@@ -16,7 +17,40 @@ Total = Mapping[str, npt.NDArray[Any]]
 """The sum of all replicas' parts, by the same names."""
 
 
-class Program(Protocol):
+@dataclass(frozen=True)
+class Execution:
+    """One call that Keras's loop makes of its own train function.
+
+    Attributes:
+        state: before it; None where it lives in variables.
+        run: makes the call; returns (logs, state).
+        pass_over: takes the batches that the call would take, and does nothing with them. Ends as the call
+            would where there is none.
+    """
+
+    state: Any
+    run: Callable[[], tuple[Any, Any]]
+    pass_over: Callable[[], object]
+
+
+class Held(Protocol):
+    """The state of the steps of one model: what they read and write."""
+
+    def published(self, state: Any) -> AbstractContextManager[None]:
+        """Within the block the model's variables have the values in `state`, as between steps."""
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return the arrays of `state` by names that a person recognises."""
+
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Return the state that has the values that `named_state` has returned, perhaps of another process.
+
+        Raises:
+            CheckpointError: they do not fit the model.
+        """
+
+
+class Program(Held, Protocol):
     """One step of one model, of one kind, in two halves with the sum over the replicas between them.
 
     A step takes one round of computing and summing, or one more for each further update that it makes; see
@@ -51,19 +85,6 @@ class Program(Protocol):
         Only programs that predict have outputs.
         """
 
-    def published(self, state: Any) -> AbstractContextManager[None]:
-        """Within the block the model's variables have the values in `state`, as between steps."""
-
-    def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the arrays of `state` by names that a person recognises."""
-
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Return the state that has the values that `named_state` has returned, perhaps of another process.
-
-        Raises:
-            CheckpointError: they do not fit the model.
-        """
-
 
 class Backend(Protocol):
     """One Keras backend."""
@@ -76,6 +97,14 @@ class Backend(Protocol):
 
         The result runs `model.steps_per_execution` steps a call.
         """
+
+    def held(self, model: Any) -> Held:
+        """Return the state of the training steps of `model`."""
+
+    def watched(
+        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    ) -> Callable[..., Any]:
+        """Wrap Keras's own train function of `model`: what the loop calls is `execute`."""
 
     def settle(self) -> None:
         """Return once no `apply` that was started still reads its total."""

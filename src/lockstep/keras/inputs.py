@@ -5,6 +5,7 @@ converts inputs, and replaces the order in which they are visited.
 """
 
 from collections.abc import Iterator
+from itertools import chain
 from types import GeneratorType
 from typing import Any
 
@@ -54,6 +55,10 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     def first(self) -> Any:
         """Return a batch, to build a model with; does not count as a pass."""
         raise NotImplementedError
+
+    def peek(self) -> Any:
+        """Return what `first` returns; nothing is read that the next pass does not give again."""
+        return self.first()
 
     def get_jax_iterator(self) -> Iterator[Any]:
         """Yield what the train function of the JAX backend takes."""
@@ -225,10 +230,12 @@ class StreamInput(GlobalInput):
     def __init__(self, inner: DataAdapter, kind: str, *, joint: bool) -> None:
         super().__init__(inner, joint=joint)
         self._kind = kind
+        self._begun: Iterator[Any] | None = None
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches of the next pass."""
-        for step, data in enumerate(self._inner.get_numpy_iterator()):
+        begun, self._begun = self._begun, None
+        for step, data in enumerate(begun or self._inner.get_numpy_iterator()):
             yield whole_batch(data, step)
 
     def get_tf_dataset(self) -> Any:
@@ -240,8 +247,22 @@ class StreamInput(GlobalInput):
         return {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
-        """Return the first batch, as Keras does when a model is not built: by beginning a pass."""
+        """Return the first batch, as Keras does when a model is not built: by beginning a pass.
+
+        On TensorFlow Keras trains without having looked at the data; there it is zeros of the same kind.
+        """
+        if self._joint and keras.backend.backend() == "tensorflow":
+            return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
         return next(iter(self._inner.get_numpy_iterator()))
+
+    def peek(self) -> Any:
+        """Return the first batch of the next pass, which begins with this."""
+        if self._joint and keras.backend.backend() == "tensorflow":
+            return self.first()
+        rest = self._begun or iter(self._inner.get_numpy_iterator())
+        first = next(rest)
+        self._begun = chain([first], rest)
+        return first
 
 
 class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
@@ -337,6 +358,12 @@ def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
 
 def _tensor(leaf: Any) -> Any:
     return None if leaf is None else keras.ops.convert_to_tensor(leaf)
+
+
+def _zeros(spec: Any) -> Any:
+    if not hasattr(spec, "dtype"):
+        return None  # tf.data's way to say that there is nothing.
+    return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)
 
 
 def _leaves(data: Any) -> list[Any]:

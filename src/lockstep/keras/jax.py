@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
-from lockstep.keras.contract import Kind, Partial, Total
+from lockstep.keras.contract import Execution, Kind, Partial, Total
 from lockstep.keras.losses import by_density, divided, replica_losses
 from lockstep.keras.rounds import Left, Rounds, Unknown
 from lockstep.keras.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
@@ -64,6 +64,24 @@ class JaxBackend:
 
         return function
 
+    def held(self, model: Any) -> "JaxState":
+        """Return the state of the training steps of `model`."""
+        return JaxState(model, "train")
+
+    def watched(
+        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    ) -> Callable[..., Any]:
+        """Return `f(state, iterator) -> (logs, state)`, as `JAXTrainer` calls it."""
+
+        def pass_over(iterator: Iterator[Any]) -> None:
+            if not list(islice(iterator, model.steps_per_execution)):
+                raise StopIteration
+
+        def watched(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            return execute(Execution(state, lambda: function(state, iterator), lambda: pass_over(iterator)))
+
+        return watched
+
     def settle(self) -> None:
         """Wait for the updates that were started: they read their total in place."""
         jax.block_until_ready(self._pending)
@@ -74,17 +92,59 @@ class JaxBackend:
         return np.asarray(array)
 
 
-class JaxProgram:
-    """One kind of step of one model; see `lockstep.keras.contract.Program`.
+class JaxState:
+    """What steps of one kind of one model thread through; see `lockstep.keras.contract.Held`.
 
     `state` is Keras's own tuple for the kind: (trainable, non-trainable, optimizer, metrics variables)
     for train, without the optimizer's for test, and without the metrics' for predict.
     """
 
-    def __init__(self, model: Any, kind: Kind, pending: list[jax.Array]) -> None:
-        compiled = model.jit_compile and not model.run_eagerly
+    def __init__(self, model: Any, kind: Kind) -> None:
         self._model = model
         self._kind = kind
+
+    @contextmanager
+    def published(self, state: Any) -> Iterator[None]:
+        """Give the variables the values of `state`, whose memory the next update takes."""
+        for variable, value in zip(self._variables(), (v for group in state for v in group), strict=True):
+            variable.assign(value)
+        # So that Keras neither overwrites them now, nor takes the state from them for the next step.
+        self._model._jax_state_synced = True
+        yield
+        self._model._jax_state_synced = False
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return the arrays that Keras threads through its steps by the paths of their variables."""
+        return named_arrays(self._variables(), [value for group in state for value in group])
+
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Return a state with the values of `arrays`."""
+        variables = self._variables()
+        refuse_misfits(named_arrays(variables, variables), arrays)
+        values = iter([jnp.array(arrays[name]) for name in named_arrays(variables, variables)])
+        loaded = tuple([next(values) for _ in group] for group in state)
+        if keras.distribution.distribution() is None:
+            return loaded
+        return jax.tree_util.tree_map(
+            lambda new, old: jax.device_put(new, old.sharding), loaded, tuple(state)
+        )
+
+    def _variables(self) -> list[Any]:
+        model = self._model
+        groups = [model.trainable_variables, model.non_trainable_variables]
+        if self._kind == "train":
+            groups.append(model.optimizer.variables)
+        if self._kind != "predict":
+            groups.append(model.metrics_variables)
+        return [variable for group in groups for variable in group]
+
+
+class JaxProgram(JaxState):
+    """One kind of step of one model; see `lockstep.keras.contract.Program`."""
+
+    def __init__(self, model: Any, kind: Kind, pending: list[jax.Array]) -> None:
+        super().__init__(model, kind)
+        compiled = model.jit_compile and not model.run_eagerly
         self._compiled = compiled
         self._seeds = seed_positions(model)
         self._compute = jax.jit(self._traced_compute) if compiled else self._traced_compute
@@ -120,36 +180,6 @@ class JaxProgram:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    @contextmanager
-    def published(self, state: Any) -> Iterator[None]:
-        """Give the variables the values of `state`, whose memory the next update takes."""
-        for variable, value in zip(self._variables(), (v for group in state for v in group), strict=True):
-            variable.assign(value)
-        # So that Keras neither overwrites them now, nor takes the state from them for the next step.
-        self._model._jax_state_synced = True
-        yield
-        self._model._jax_state_synced = False
-
-    def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the arrays that Keras threads through its steps by the paths of their variables."""
-        return named_arrays(self._variables(), [value for group in state for value in group])
-
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Return a state with the values of `arrays`."""
-        variables = self._variables()
-        refuse_misfits(named_arrays(variables, variables), arrays)
-        values = iter([jnp.array(arrays[name]) for name in named_arrays(variables, variables)])
-        return tuple([next(values) for _ in group] for group in state)
-
-    def _variables(self) -> list[Any]:
-        model = self._model
-        groups = [model.trainable_variables, model.non_trainable_variables]
-        if self._kind == "train":
-            groups.append(model.optimizer.variables)
-        if self._kind != "predict":
-            groups.append(model.metrics_variables)
-        return [variable for group in groups for variable in group]
 
     def _traced_compute(
         self, state: Any, data: Any, replica: Any, weight: Any, earlier: Sequence[Any]

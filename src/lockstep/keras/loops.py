@@ -22,12 +22,15 @@ from lockstep.keras.contract import Backend, Kind
 from lockstep.keras.exchange import Exchange, state_facts
 from lockstep.keras.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.journal import Finished
+from lockstep.keras.keeping import Keeping, apart
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
+from lockstep.keras.single import Watched
 from lockstep.keras.snapshots import Snapshots, Superseded
 from lockstep.keras.steps import refuse_synchronized_normalization
 from lockstep.keras.variables import model_state
 
 Original = Callable[..., Any]
+_NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
 class Loops:
@@ -42,8 +45,10 @@ class Loops:
         self._backend = backend
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._calls = Calls()
+        # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
+        self._calls = Calls(unnumbered=_NOT_TRAINING if self._alone else frozenset())
         self._snapshots = Snapshots(job, backend, self._calls)
+        self._keeping = Keeping(job, self._calls, self._snapshots)
         self.depth = 0
         if job.resumed is not None:
             self._snapshots.begin(job.resumed)
@@ -74,8 +79,10 @@ class Loops:
             return original(model, *args, **kwargs)
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
-        callbacks = given["callbacks"]
+        asked, callbacks = apart(given["callbacks"])
         with self._calls.enter("fit") as call:
+            if asked is not None:
+                self._keeping.begin(asked)
             if finished := self._snapshots.finished():
                 return past_fit(model, callbacks, finished.result)
             training, validation = self._fit_inputs(given)
@@ -96,7 +103,7 @@ class Loops:
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on global batches; every worker returns the global figures."""
-        if model not in self._adopted or self._alone:
+        if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
@@ -109,6 +116,8 @@ class Loops:
         with self._calls.enter("evaluate") as call:
             if finished := self._snapshots.finished():
                 return finished.result
+            if self._alone and not self._snapshots.awaits(model):
+                return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
             self._begin(call, model, data, data.facts)
@@ -117,17 +126,20 @@ class Loops:
 
     def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Predict on global batches; every worker returns all rows, in their order."""
-        if model not in self._adopted or self._alone:
+        if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         with self._calls.enter("predict") as call:
             if finished := self._snapshots.finished():
                 return finished.result
+            if self._alone and not self._snapshots.awaits(model):
+                return self._finish(original(model, *args, **kwargs))
             data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
             if not model.built:
                 with keras.StatelessScope():
-                    model(keras.utils.unpack_x_y_sample_weight(data.first())[0])
+                    model(keras.utils.unpack_x_y_sample_weight(self._look(data, model))[0])
+            self._snapshots.load_pending(model)
             if keras.backend.backend() != "tensorflow":
                 # Keras calls the model once more on a batch of its own while some layer is not built.
                 data.plain_first = not all(layer.built for layer in model._flatten_layers())
@@ -153,7 +165,7 @@ class Loops:
                 self._compare(call, model, dict)
                 self._compared.add(model)
             result = self._finish(original(model, *args, **kwargs))
-            if method == "train_on_batch" and not self._alone:
+            if method == "train_on_batch" and not self._plain:
                 self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
             return result
 
@@ -175,8 +187,15 @@ class Loops:
     def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
         """Give an adopted model the function that its loop calls for each step."""
         attribute = f"{kind}_function"
-        if model not in self._adopted or self._alone:
+        if model not in self._adopted or self._plain:
             return original(model, force)
+        if self._alone:
+            original(model, force)
+            if kind == "train" and not isinstance(model.train_function, Watched):
+                model.train_function = Watched(
+                    model.train_function, self._backend, model, self._calls, self._snapshots
+                )
+            return getattr(model, attribute)
         if getattr(model, attribute) is None or force:
             exchange = Exchange(self._job, self._backend, model, kind, self._calls, self._snapshots)
             take = exchange.predict if kind == "predict" else exchange.advance
@@ -193,13 +212,18 @@ class Loops:
         """Show Keras plain data where it wants to see a batch, without beginning a pass."""
         source = getattr(iterator, "data_adapter", None)
         if isinstance(source, GlobalInput):
-            iterator = _first_of(source)
+            iterator = self._first_of(source, model)
         original(model, iterator=iterator, data_batch=data_batch)
 
     @property
     def _alone(self) -> bool:
         """Whether there is one replica: Keras's own step is then the whole step."""
         return self._job.view.replicas == 1
+
+    @property
+    def _plain(self) -> bool:
+        """Whether Keras's own methods do all: there is one replica, and nothing is kept or gone on from."""
+        return self._alone and self._job.keeper is None and not self._snapshots.behind
 
     def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
         x, y, weight = given["x"], given["y"], given["sample_weight"]
@@ -229,13 +253,22 @@ class Loops:
 
     def _begin(self, call: Call, model: Any, data: GlobalInput, facts: Callable[[], Facts]) -> None:
         """Build what was left for the first batch, and refuse what replicas cannot compute."""
+        if self._alone and not (self._snapshots.behind or self._snapshots.awaits(model)):
+            return
+        model._symbolic_build(iterator=self._first_of(data, model))
+        self._snapshots.load_pending(model)
         if self._alone:
             return
-        model._symbolic_build(iterator=_first_of(data))
-        self._snapshots.load_pending(model)
         refuse_synchronized_normalization(model)
-        refuse_metrics_that_do_not_add(model, data.first)
+        refuse_metrics_that_do_not_add(model, lambda: self._look(data, model))
         self._compare(call, model, facts)
+
+    def _look(self, data: GlobalInput, model: Any) -> Any:
+        return data.first() if self._snapshots.looks(model) else data.peek()
+
+    def _first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
+        """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""
+        yield 0, 0, [self._look(data, model)]
 
     def _compare(self, call: Call, model: Any, facts: Callable[[], Facts]) -> None:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
@@ -282,11 +315,6 @@ def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.Boun
 def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:
     checked = validation.facts() if validation is not None else {}
     return dict(training.facts()) | {f"validation {name}": fact for name, fact in checked.items()}
-
-
-def _first_of(data: GlobalInput) -> Iterator[tuple[int, int, list[Any]]]:
-    """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""
-    yield 0, 0, [data.first()]
 
 
 def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:

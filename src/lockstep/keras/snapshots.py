@@ -4,7 +4,7 @@ import signal
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -12,12 +12,12 @@ import numpy as np
 
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.errors import DisagreementError
+from lockstep.errors import CheckpointError, DisagreementError
 from lockstep.job import Job
 from lockstep.keras.agreement import ADVICE_ON_CALLS
 from lockstep.keras.callback_states import callback_states, listeners, set_callback_states
 from lockstep.keras.calls import Calls
-from lockstep.keras.contract import Backend, Program
+from lockstep.keras.contract import Backend, Held
 from lockstep.keras.journal import Finished, Journal
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.variables import all_variables, assign, named_arrays, step_state
@@ -37,12 +37,14 @@ class Resumption:
         contents: of the checkpoint.
         journal: the calls that were finished.
         steps: how many steps of the call in progress had been taken; 0 where none was in progress.
+        looks: how often a batch of its data had been looked at before it began.
         joined: whether the other workers are there already.
     """
 
     contents: Contents
     journal: Journal
     steps: int
+    looks: int
     joined: bool = False
 
 
@@ -52,6 +54,7 @@ class Snapshots:
     Attributes:
         journal: the calls that have finished.
         resumption: where this process goes on, until it is there.
+        since: how many calls the script had made when it asked for checkpoints itself; None if it has not.
     """
 
     def __init__(self, job: Job, backend: Backend, calls: Calls) -> None:
@@ -62,6 +65,7 @@ class Snapshots:
         self._pending: dict[int, Mapping[str, Any]] = {}
         self.journal = Journal()
         self.resumption: Resumption | None = None
+        self.since: int | None = None
 
     def adopt(self, model: Any) -> None:
         """Count `model` among those whose state is taken."""
@@ -87,7 +91,7 @@ class Snapshots:
         self._job.between_steps(take)
         keeper = self._job.keeper
         if keeper is not None and self._job.is_chief:
-            keeper.after_step(self._calls.taken, lambda: _copied(take(True)))
+            keeper.after_step(self._calls.taken, lambda: take(True))
             if keeper.leaving:
                 keeper.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
@@ -153,13 +157,23 @@ class Snapshots:
         )
 
     def begin(self, contents: Contents) -> None:
-        """Go on from `contents` when the script comes to its calls."""
+        """Go on from `contents` when the script comes to its calls.
+
+        Raises:
+            CheckpointError: the script asks for checkpoints at another place than the one that kept it.
+        """
         facts = unpack(contents.manifest["training"], contents.arrays)
+        if facts.get("since", self.since) != self.since:
+            raise CheckpointError(
+                f"the checkpoint of step {contents.step} was kept by {_origin(facts['since'])}, and the job "
+                f"goes on with {_origin(self.since)}, where other calls have finished: ask for checkpoints "
+                "as before, or begin in another folder"
+            )
         journal = Journal.unpacked(facts["journal"])
-        self.resumption = Resumption(contents, journal, facts["steps"])
+        self.resumption = Resumption(contents, journal, facts["steps"], facts.get("looks", 0))
 
     def take(
-        self, whole: bool, model: Any, logs: Any, program: Program | None = None, state: Any = None
+        self, whole: bool, model: Any, logs: Any, program: Held | None = None, state: Any = None
     ) -> Contents:
         """Return everything, at the end of a step of `model`, or of a call without `program`.
 
@@ -169,6 +183,7 @@ class Snapshots:
         position = {
             "journal": self.journal.packed(),
             "steps": call.steps if program is not None else 0,
+            "looks": call.looks,
         }
         if not whole:
             packed, values = pack(position, "training")
@@ -180,6 +195,7 @@ class Snapshots:
         facts = position | {
             "methods": dict(self._calls.methods),
             "taken": self._calls.taken,
+            "since": self.since,
             "call": call.name,
             "logs": {name: np.asarray(self._backend.concrete(value)) for name, value in (logs or {}).items()},
             "callbacks": callback_states(listeners(call.callbacks, model)) if program is not None else [],
@@ -187,10 +203,10 @@ class Snapshots:
         }
         packed, values = pack(facts, "training")
         concrete = {name: self._backend.concrete(value) for name, value in arrays.items()}
-        manifest = {"job": self._facts(), "training": packed}
+        manifest = {"job": self.facts(), "training": packed}
         return Contents(self._calls.taken, manifest, {**concrete, **values})
 
-    def _facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         """Return what the bits of the training depend on, besides the script."""
         job, backend = self._job, keras.backend.backend()
         names = ("keras", backend, "jaxlib", "numpy", "lockstep")
@@ -205,7 +221,7 @@ class Snapshots:
             "libraries": libraries,
         }
 
-    def restore(self, model: Any, program: Program | None = None, state: Any = None) -> tuple[Any, Any]:
+    def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
         """Set everything to what the resumption says; return (logs, the state for steps of `program`)."""
         resumption = self.resumption
         assert resumption is not None
@@ -233,6 +249,22 @@ class Snapshots:
         self._job.report("resumed", where=where, step=self._calls.taken)
         return facts["logs"], state
 
+    def awaits(self, model: Any) -> bool:
+        """Whether a model that is not built yet should have values already."""
+        return any(index in self._pending and known() is model for index, known in enumerate(self._models))
+
+    def looks(self, model: Any) -> bool:
+        """Whether a look at the data of the call that begins with `model` is one that every process takes.
+
+        A model that was built by earlier calls is not built yet in a process in which those were passed over.
+        That process looks at the data once more, and a stream must not notice.
+        """
+        call = self._calls.current
+        if self.awaits(model) or (self.resumption is not None and call.looks >= self.resumption.looks):
+            return False
+        call.looks += 1
+        return True
+
     def load_pending(self, model: Any) -> None:
         """Give a model that is built now the values that it should have had already."""
         for index, known in enumerate(self._models):
@@ -251,8 +283,10 @@ class Snapshots:
         return found
 
 
-def _copied(contents: Contents) -> Contents:
-    return replace(contents, arrays={name: np.array(array) for name, array in contents.arrays.items()})
+def _origin(since: int | None) -> str:
+    if since is None:
+        return "--checkpoint"
+    return f"a lockstep.callbacks.Checkpoint in call {since + 1} of the script"
 
 
 def _values(variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ graph tells which variables the step assigns. A second function around it gives 
 so that replicas can be computed one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -19,7 +19,7 @@ from tensorflow.python.eager import context
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
-from lockstep.keras.contract import Kind, Partial, Total
+from lockstep.keras.contract import Execution, Kind, Partial, Total
 from lockstep.keras.graphs import (
     Places,
     assigned,
@@ -36,7 +36,7 @@ from lockstep.keras.rounds import Left, Recording, Rounds, Update, hidden, refus
 from lockstep.keras.steps import refuse_overwriting_gradients, replaced
 from lockstep.keras.touched import Touched, mixed, seeds_of
 from lockstep.keras.updates import GlobalUpdate, gradients_in
-from lockstep.keras.variables import assign, optimizers_of, step_state
+from lockstep.keras.variables import VariableState, optimizers_of
 
 
 class TensorFlowBackend:
@@ -59,6 +59,29 @@ class TensorFlowBackend:
             return keras.tree.map_structure(lambda *parts: tf.constant(np.concatenate(parts)), *results)
 
         return function
+
+    def held(self, model: Any) -> VariableState:
+        """Return the state of the training steps of `model`."""
+        return VariableState(model)
+
+    def watched(
+        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    ) -> Callable[..., Any]:
+        """Return `f(iterator) -> logs`, as `TensorFlowTrainer` calls it."""
+
+        def pass_over(iterator: Any) -> None:
+            if model.steps_per_execution == 1:
+                iterator.get_next()
+            elif not iterator.get_next_as_optional().has_value():
+                raise StopIteration
+            for _ in range(model.steps_per_execution - 1):
+                iterator.get_next_as_optional()
+
+        def watched(iterator: Any) -> Any:
+            execution = Execution(None, lambda: (function(iterator), None), lambda: pass_over(iterator))
+            return execute(execution)[0]
+
+        return watched
 
     def settle(self) -> None:
         """Wait for the updates that were started: they read their total in place."""
@@ -90,14 +113,14 @@ class Trace:
         return not self.ended or uses(graph, [v.value for v in self.update.changed], self.places.noted)
 
 
-class TensorFlowProgram:
+class TensorFlowProgram(VariableState):
     """One kind of step of one model; see `lockstep.keras.contract.Program`.
 
     The state lives in the model's variables: `state` is None.
     """
 
     def __init__(self, model: Any, kind: Kind) -> None:
-        self._model = model
+        super().__init__(model)
         self._kind = kind
         self._eager = model.run_eagerly
         self._jit = bool(model.jit_compile)
@@ -145,18 +168,6 @@ class TensorFlowProgram:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    def published(self, state: Any) -> AbstractContextManager[None]:
-        """Do nothing: the variables are the state."""
-        return nullcontext()
-
-    def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return what steps read and write by the paths of the variables."""
-        return {name: variable.value for name, variable in step_state(self._model).items()}
-
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Give the variables the values of `arrays`."""
-        assign(self._model, arrays, whole=True)
 
     def _scale(self, one: Any, total: dict[str, Any]) -> Any:
         """Return what to multiply with what follows the loss: `one`, or by its denominator."""

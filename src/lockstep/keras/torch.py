@@ -6,7 +6,7 @@ recorder; afterwards the variables have their old values again. The total is app
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from lockstep import job
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
-from lockstep.keras.contract import Kind, Partial, Total
+from lockstep.keras.buffers import TorchState, module_buffers
+from lockstep.keras.contract import Execution, Kind, Partial, Total
 from lockstep.keras.losses import by_density, divided, replica_losses
 from lockstep.keras.randomness import global_generator, set_global_generator
 from lockstep.keras.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
@@ -34,7 +35,7 @@ from lockstep.keras.tensors import (
     versions,
     weighted,
 )
-from lockstep.keras.variables import assign, seed_positions, step_state
+from lockstep.keras.variables import seed_positions
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
@@ -62,6 +63,16 @@ class TorchBackend:
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
         """Return `f(batches) -> logs or outputs`, as `TorchTrainer` calls it with a list of one batch."""
         return lambda batches: step(None, batches[0])[0]
+
+    def held(self, model: Any) -> TorchState:
+        """Return the state of the training steps of `model`."""
+        return TorchState(model)
+
+    def watched(
+        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    ) -> Callable[..., Any]:
+        """Return `f(batches) -> logs`, as `TorchTrainer` calls it with a list of one batch."""
+        return lambda batches: execute(Execution(None, lambda: (function(batches), None), lambda: None))[0]
 
     def settle(self) -> None:
         """Do nothing: `apply` has read its total when it returns."""
@@ -120,11 +131,11 @@ class Before:
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
-class TorchProgram:
+class TorchProgram(TorchState):
     """One kind of step of one model; see `lockstep.keras.contract.Program`. `state` is None."""
 
     def __init__(self, model: Any, kind: Kind) -> None:
-        self._model = model
+        super().__init__(model)
         self._kind = kind
         self._state = _state_of(model)
         self._tensors = [slot.tensor for slot in self._state]
@@ -175,24 +186,6 @@ class TorchProgram:
         """Return and forget the outputs computed since the last call."""
         outputs, self._outputs = self._outputs, []
         return outputs
-
-    def published(self, state: Any) -> AbstractContextManager[None]:
-        """Do nothing: the variables are the state."""
-        return nullcontext()
-
-    def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return what steps read and write by the paths of the variables."""
-        variables = {name: variable.value for name, variable in step_state(self._model).items()}
-        return {**variables, **module_buffers(self._model)}
-
-    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Give the variables, and the buffers of PyTorch's own modules, the values of `arrays`."""
-        buffers = module_buffers(self._model)
-        kept = {name: array for name, array in arrays.items() if name not in buffers}
-        assign(self._model, kept, whole=True)
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(borrowed(arrays[name]))
 
     def _run(
         self, data: Any, share: Share, earlier: Sequence[Total], before: Before
@@ -380,17 +373,6 @@ def _state_of(model: Any) -> list[Slot]:
         if id(variable) not in metrics
     ]
     return slots + [Slot(path, tensor) for path, tensor in module_buffers(model).items()]
-
-
-def module_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Return the state of PyTorch's own modules, which Keras wraps but does not know, by path."""
-    # A layer lists those of the layers within it as well.
-    found = {
-        id(tensor): (f"{layer.path}/{name}", tensor)
-        for layer in model._flatten_layers()
-        for name, tensor in layer.named_buffers()
-    }
-    return dict(found.values())
 
 
 def _only_reads_gradients(optimizer: Any) -> bool:

@@ -1,6 +1,7 @@
 """What the state of a model consists of: its variables and those of its optimizers."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import keras
@@ -9,6 +10,25 @@ from lockstep.errors import CheckpointError
 
 _SHOWN = 4
 """How many names a message lists of each kind."""
+
+
+class VariableState:
+    """The state of a model's steps where it lives in variables; a `lockstep.keras.contract.Held`."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def published(self, state: Any) -> AbstractContextManager[None]:
+        """Do nothing: the variables are the state."""
+        return nullcontext()
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return what steps read and write by the paths of the variables."""
+        return {name: variable.value for name, variable in step_state(self._model).items()}
+
+    def load(self, state: Any, arrays: Mapping[str, Any]) -> Any:
+        """Give the variables the values of `arrays`."""
+        assign(self._model, arrays, whole=True)
 
 
 def all_variables(model: Any) -> list[Any]:

@@ -1,0 +1,5 @@
+"""Callbacks for a program's own `fit`."""
+
+from lockstep.keras.keeping import Checkpoint
+
+__all__ = ["Checkpoint"]

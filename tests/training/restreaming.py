@@ -1,0 +1,48 @@
+"""A model that arrays have built goes on with a stream that is shuffled anew in each pass.
+
+    restreaming.py [killed]
+
+With "killed", the first run dies in the second pass over the stream.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import lockstep
+from lockstep import job
+
+
+class Dying(keras.callbacks.Callback):  # type: ignore[misc]
+    """Dies after the eighth step, the first time."""
+
+    steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        keeper = job.current().keeper
+        if self.steps == 8 and keeper is not None and job.current().resumed is None:
+            assert keeper.close(30)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    keras.utils.set_random_seed(1)
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential([keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    x = np.random.default_rng(0).normal(size=(60, 4)).astype("float32")
+    y = x[:, :1] * 2
+    model.fit(x, y, batch_size=20, verbose=0)
+    stream = tf.data.Dataset.from_tensor_slices((x, y)).shuffle(60, seed=3).batch(10)
+    history = model.fit(stream, epochs=3, verbose=0, callbacks=[Dying()] if "killed" in sys.argv else [])
+    print("end", lockstep.digest(model), history.history["loss"])
+
+
+if __name__ == "__main__":
+    main()

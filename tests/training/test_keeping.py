@@ -1,0 +1,290 @@
+"""Checkpoints with one replica, and those that a program asks for itself: going on has the same bits."""
+
+import functools
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import job
+from lockstep.checkpoint.claim import Claim
+from lockstep.checkpoint.store import Contents, Store
+from lockstep.errors import CheckpointError, ConfigError, ScopeError
+from lockstep.job import Job
+from lockstep.topology import place
+
+HERE = Path(__file__).parent
+MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
+STATUS = {"killed": 137, "stopped": 143}
+Launch = Callable[..., Any]
+Undisturbed = Callable[..., list[str]]
+
+
+def results(run: Any, worker: int = 0) -> list[str]:
+    assert run.status == 0, run.stderr
+    return [line for mark in MARKS for line in run.marked(worker, mark)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """What a run comes to that keeps nothing; with one replica, that is plain Keras."""
+
+    @functools.cache
+    def run(backend: str, replicas: int = 1, execution: int = 1) -> list[str]:
+        arguments = (str(tmp_path_factory.mktemp("undisturbed")), "0", str(execution))
+        return results(launch(f"-n 1 --replicas {replicas}", "keeping.py", *arguments, backend=backend))
+
+    return run
+
+
+@pytest.fixture
+def dies(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
+    """Run the program twice: all workers die, and the second run goes on; return it.
+
+    `fit` is the call that is given the callback; with 0, it is the command that keeps checkpoints.
+    """
+
+    def run(backend: str, fit: int, how: str, place: str, *options: str, execution: int = 1) -> Any:
+        first, last = options if options else ("--replicas 1", "--replicas 1")
+        keeping = "" if fit else f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 2"
+        arguments = (str(tmp_path), str(fit), str(execution), how, *place.split())
+        died = launch(f"{first} {keeping}", "keeping.py", *arguments, backend=backend)
+        assert died.status == STATUS[how], died.stderr
+        done = launch(f"{last} {keeping}", "keeping.py", *arguments, backend=backend)
+        assert done.status == 0, done.stderr
+        assert f"goes on from {tmp_path / 'kept'}" in done.stderr
+        return done
+
+    return run
+
+
+def test_a_job_of_one_replica_goes_on(
+    dies: Callable[..., Any], thorough_backend: str, undisturbed: Undisturbed
+) -> None:
+    assert results(dies(thorough_backend, 0, "killed", "fit 1 step 7")) == undisturbed(thorough_backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "place"),
+    [("killed", "fit 1 epoch 1"), ("stopped", "fit 2 step 4"), ("killed", "batch 3"), ("stopped", "batch 3")],
+)
+def test_a_job_of_one_replica_goes_on_from_wherever_it_was(
+    dies: Callable[..., Any], backend: str, undisturbed: Undisturbed, how: str, place: str
+) -> None:
+    assert results(dies(backend, 0, how, place)) == undisturbed(backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["fit 1 step 5", "fit 2 step 2", "batch 3"])
+def test_several_steps_an_execution(
+    dies: Callable[..., Any], backend: str, undisturbed: Undisturbed, place: str
+) -> None:
+    if backend == "torch":
+        pytest.skip("Keras takes one step at a time there")
+    assert results(dies(backend, 0, "killed", place, execution=2)) == undisturbed(backend, execution=2)
+
+
+def test_the_callback_with_one_replica(
+    dies: Callable[..., Any], thorough_backend: str, undisturbed: Undisturbed
+) -> None:
+    done = dies(thorough_backend, 2, "killed", "fit 2 step 4")
+    assert results(done) == undisturbed(thorough_backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fit", "how", "place"),
+    [(1, "killed", "fit 1 step 7"), (2, "stopped", "fit 2 step 4"), (1, "killed", "batch 3")],
+)
+def test_the_callback_with_several_workers(
+    dies: Callable[..., Any], backend: str, undisturbed: Undisturbed, fit: int, how: str, place: str
+) -> None:
+    done = dies(backend, fit, how, place, "-n 2 --replicas 4", "-n 3 --replicas 4 --threads-per-worker 1")
+    for worker in (0, 2):
+        assert results(done, worker) == undisturbed(backend, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "place"), [("killed", "fit 1 epoch 1"), ("stopped", "fit 2 step 4")])
+def test_the_callback_in_a_program_by_itself(
+    environment: dict[str, str], backend: str, how: str, place: str, tmp_path: Path
+) -> None:
+    def run(folder: Path, fit: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+        folder.mkdir(exist_ok=True)
+        line = [sys.executable, str(HERE / "keeping.py"), str(folder), str(fit), "1", *arguments]
+        variables = environment | {"KERAS_BACKEND": backend}
+        return subprocess.run(line, env=variables, capture_output=True, text=True, timeout=300)
+
+    def shown(run: subprocess.CompletedProcess[str]) -> list[str]:
+        assert run.returncode == 0, run.stderr
+        return [line for line in run.stdout.splitlines() if line.startswith(MARKS)]
+
+    arguments = (how, *place.split())
+    died = run(tmp_path / "a", 1, *arguments)
+    assert died.returncode == {"killed": -9, "stopped": 143}[how], died.stderr
+    done = run(tmp_path / "a", 1, *arguments)
+    assert "lockstep: training goes on from" in done.stderr
+    assert shown(done) == shown(run(tmp_path / "b", 0))
+
+
+@pytest.mark.slow
+def test_the_next_chief_keeps_the_checkpoints_and_so_does_a_worker_that_has_joined(
+    launch: Launch, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    arguments = (str(tmp_path), "1", "1", "chiefs", "fit", "1", "step", "7")
+    run = launch("-n 2 --replicas 4 --min-workers 2", "keeping.py", *arguments)
+    assert results(run, 2) == undisturbed("jax", 4)
+    assert "was not written" not in run.stderr
+    assert Store(tmp_path / "kept").entries()[-1].step > 40
+
+
+@pytest.mark.slow
+def test_every_worker_says_that_the_folder_is_another_jobs(launch: Launch, tmp_path: Path) -> None:
+    claim = Claim(tmp_path / "kept")
+    claim.take()
+    run = launch("-n 2", "keeping.py", str(tmp_path), "1", "1")
+    claim.leave()
+    assert run.status == 1
+    message = (
+        f"ConfigError: another job keeps checkpoints in {tmp_path / 'kept'}; wait for it, or give another"
+    )
+    for worker in (0, 1):
+        assert any(message in line for line in run.log(worker))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_stream_is_read_again_as_before(
+    launch: Launch, backend: str, replicas: int, tmp_path: Path
+) -> None:
+    if backend == "torch":
+        pytest.skip("tf.data is a stream of the other backends")
+    options = f"-n 1 --replicas {replicas}"
+    expected = launch(options, "restreaming.py", backend=backend)
+    keeping = f"{options} --checkpoint {tmp_path} --checkpoint-every 1"
+    assert launch(keeping, "restreaming.py", "killed", backend=backend).status == 137
+    done = launch(keeping, "restreaming.py", "killed", backend=backend)
+    assert done.status == 0, done.stderr
+    assert done.marked(0, "end ") == expected.marked(0, "end ")
+
+
+class TestRefusals:
+    """What `begin` says when it cannot keep checkpoints; a job of one worker and three replicas."""
+
+    @pytest.fixture
+    def asking(self) -> Any:
+        """A job of its own, whose first `fit` is given a callback; none of it is entered."""
+        pytest.importorskip("keras")
+        from lockstep.keras.calls import Calls
+        from lockstep.keras.keeping import Keeping
+        from lockstep.keras.snapshots import Snapshots
+
+        view = place(3, (0,))
+        own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+        calls = Calls()
+        keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
+
+        def ask(folder: Path, **options: Any) -> None:
+            from lockstep.callbacks import Checkpoint
+
+            with calls.enter("fit"):
+                keeping.begin(Checkpoint(folder, **options))
+
+        ask.job = own  # type: ignore[attr-defined]
+        return ask
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"every": 0}, "Checkpoint, every=0: give a number of steps, or a time such as 30s, 10m or 1h"),
+            ({"every": "often"}, "Checkpoint, every=often: give"),
+            ({"keep": 0}, "Checkpoint, keep=0: give a whole number, 1 or more"),
+        ],
+    )
+    def test_options(self, asking: Any, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigError, match=message):
+            asking(tmp_path, **options)
+
+    def test_the_folder_of_another_job(self, asking: Any, tmp_path: Path) -> None:
+        run = "import sys; from pathlib import Path; from lockstep.checkpoint.claim import Claim\n"
+        run += f"Claim(Path({str(tmp_path)!r})).take(); print('taken', flush=True); sys.stdin.read()"
+        other = subprocess.Popen(
+            [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert other.stdout is not None
+        assert other.stdout.readline() == "taken\n"
+        with pytest.raises(ConfigError, match=f"another job keeps checkpoints in {tmp_path}; wait for it"):
+            asking(tmp_path)
+        other.communicate()
+        claim = Claim(tmp_path)
+        claim.take()
+        claim.leave()
+
+    @pytest.mark.parametrize(
+        ("facts", "message"),
+        [
+            ({"replicas": 4}, "was made with 4 replicas, and this job has 3 replicas, on which the result"),
+            ({"seed": 0, "threads": 2}, "with seed 0 and 2 threads, and this job has seed 7 and 1 threads"),
+            ({"replicas": 4}, "to go on, use `lockstep run --replicas 4 --seed 7 --threads-per-worker 1`"),
+            ({"backend": "none"}, "was made with the backend none, and this job has the backend"),
+            ({"threads": 0}, "with as many threads as the backend takes, and .* without `lockstep run`"),
+        ],
+    )
+    def test_another_job(self, asking: Any, tmp_path: Path, facts: dict[str, Any], message: str) -> None:
+        own = {"replicas": 3, "seed": 7, "threads": 1}
+        Store(tmp_path).write(Contents(5, {"job": own | facts}, {}))
+        with pytest.raises(ConfigError, match=message):
+            asking(tmp_path)
+
+    def test_another_place_in_the_program(self, asking: Any, tmp_path: Path) -> None:
+        training = {"journal": {}, "steps": 1, "since": 2}
+        job_facts = {"replicas": 3, "seed": 7, "threads": 1}
+        Store(tmp_path).write(Contents(5, {"job": job_facts, "training": training}, {}))
+        message = "step 5 was kept by a lockstep.callbacks.Checkpoint in call 3 of .* in call 1 of the script"
+        for _ in range(2):
+            with pytest.raises(CheckpointError, match=message):
+                asking(tmp_path)
+            message = message.replace("in call 1 of", "in call 2 of")
+
+    def test_checkpoints_of_the_command(self, asking: Any, tmp_path: Path) -> None:
+        asking.job.keeper = object()
+        with pytest.raises(
+            ConfigError, match="they are kept where --checkpoint says already: ask for them once"
+        ):
+            asking(tmp_path)
+
+    def test_a_model_of_no_scope(self, asking: Any, tmp_path: Path) -> None:
+        import keras
+
+        from lockstep.callbacks import Checkpoint
+
+        callback = Checkpoint(tmp_path)
+        callback.set_model(keras.Sequential(name="outsider"))
+        with pytest.raises(ScopeError, match="model 'outsider' was not compiled in the scope"):
+            callback.on_train_begin()
+
+    def test_several(self, asking: Any, tmp_path: Path) -> None:
+        from lockstep.callbacks import Checkpoint
+        from lockstep.keras.keeping import apart
+
+        with pytest.raises(ConfigError, match="give it one"):
+            apart([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
+
+
+def test_the_callback_is_taken_from_among_the_others(tmp_path: Path) -> None:
+    import keras
+
+    from lockstep.callbacks import Checkpoint
+    from lockstep.keras.keeping import apart
+
+    one, other = Checkpoint(tmp_path), keras.callbacks.EarlyStopping()
+    listed = keras.callbacks.CallbackList([one, other], add_history=True)
+    assert apart(None) == (None, None)
+    assert apart(one) == (one, [])
+    assert apart([other, [one]]) == (one, [other])
+    assert apart(listed) == (one, listed)
+    assert one not in listed.callbacks
