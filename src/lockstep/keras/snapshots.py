@@ -111,7 +111,7 @@ class Snapshots:
         if len(self._calls.stack) > 2:
             return None
         if self.resumption is None and self._job.joins:
-            self.begin(self._job.membership.position())
+            self._follow(self._job.membership.position())
         if self.resumption is None:
             return None
         if self._calls.outermost <= len(self.resumption.journal):
@@ -138,7 +138,7 @@ class Snapshots:
 
         If it has not, its steps up to the one at whose end the state was given are passed over.
         """
-        self.begin(self._job.join())
+        self._follow(self._job.join())
         assert self.resumption is not None
         self.resumption.joined = True
         if self._calls.outermost <= len(self.resumption.journal):
@@ -169,6 +169,13 @@ class Snapshots:
                 f"goes on with {_origin(self.since)}, where other calls have finished: ask for checkpoints "
                 "as before, or begin in another folder"
             )
+        self._go_on(contents, facts)
+
+    def _follow(self, contents: Contents) -> None:
+        """Go on from what the members of the job have given, wherever checkpoints are asked for."""
+        self._go_on(contents, unpack(contents.manifest["training"], contents.arrays))
+
+    def _go_on(self, contents: Contents, facts: Mapping[str, Any]) -> None:
         journal = Journal.unpacked(facts["journal"])
         self.resumption = Resumption(contents, journal, facts["steps"], facts.get("looks", 0))
 
