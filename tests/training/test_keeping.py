@@ -132,10 +132,11 @@ def test_the_callback_in_a_program_by_itself(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fit", ["1", "2"])
 def test_the_next_chief_keeps_the_checkpoints_and_so_does_a_worker_that_has_joined(
-    launch: Launch, undisturbed: Undisturbed, tmp_path: Path
+    launch: Launch, undisturbed: Undisturbed, fit: str, tmp_path: Path
 ) -> None:
-    arguments = (str(tmp_path), "1", "1", "chiefs", "fit", "1", "step", "7")
+    arguments = (str(tmp_path), fit, "1", "chiefs", "fit", "1", "step", "7")
     run = launch("-n 2 --replicas 4 --min-workers 2", "keeping.py", *arguments)
     assert results(run, 2) == undisturbed("jax", 4)
     assert "was not written" not in run.stderr
