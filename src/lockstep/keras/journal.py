@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.keras.randomness import fingerprint, random_states, set_random_states
+from lockstep.keras.randomness import random_states, same_states, set_random_states
 
 _Kind = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
 """Of a finished call: whether its figures are a list or a dict ("" for another result), their names, how many
@@ -47,7 +47,7 @@ class Journal:
         self._figures = array("d")
         self._others: dict[int, Any] = {}
         self._states: dict[int, Mapping[str, Any]] = {}
-        self._last_states = b""
+        self._last_states: Mapping[str, Any] = {}
         self._end = _Place()
         self._read = _Place()
 
@@ -67,10 +67,8 @@ class Journal:
             self._others[number] = result
         self._end.advance(kind)
         states = random_states()
-        known = fingerprint(states)
-        if known != self._last_states:
-            self._last_states = known
-            self._states[number] = states
+        if not same_states(states, self._last_states):
+            self._last_states = self._states[number] = states
 
     def __len__(self) -> int:
         return len(self._codes)
