@@ -26,6 +26,7 @@ from lockstep.control.decisions import (
     Failed,
     Finish,
     Given,
+    Keeps,
     Kill,
     Notice,
     Ready,
@@ -69,6 +70,7 @@ PATTERNS: list[tuple[str, type[Event]]] = [
     (r"the chief of view (?P<view>\d+) gives the (?P<whole>state|position)(, but (?P<failure>.*))?", Given),
     (r"scale to (?P<workers>\d+)", ScaleAsked),
     (r"stop by (?P<signal>\d+)", StopAsked),
+    (r"the script keeps checkpoints", Keeps),
     (r"time passes", TimePassed),
 ]
 CONVERT: dict[str, Callable[[str], Any]] = {

@@ -9,7 +9,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -250,7 +250,7 @@ class Agent:
             case "call" if self._desk is not None:
                 self._desk.doing = str(fields.get("name", ""))
             case "keeps":
-                self.state = replace(self.state, keeps=True)
+                self._decide(decisions.Keeps())
             case "checkpoint":
                 self.console.say(f"checkpoint {fields.get('path')}")
             case "resumed" if worker == self.console.chief:

@@ -40,6 +40,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Keeps:
+    """The script keeps checkpoints from now on."""
+
+
+@dataclass(frozen=True)
 class Asks:
     """A worker that joins wants to know where the training is, or, if `whole`, to be let in."""
 
@@ -98,7 +103,7 @@ class TimePassed:
     """The deadline of the state has come."""
 
 
-Event = Exited | Failed | Ready | Asks | Given | ScaleAsked | Waits | Unfit | StopAsked | TimePassed
+Event = Exited | Failed | Ready | Keeps | Asks | Given | ScaleAsked | Waits | Unfit | StopAsked | TimePassed
 
 
 @dataclass(frozen=True)

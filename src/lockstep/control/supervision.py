@@ -18,6 +18,7 @@ from lockstep.control.decisions import (
     Exited,
     Failed,
     Given,
+    Keeps,
     Kill,
     Notice,
     Ready,
@@ -49,6 +50,8 @@ def _decide(state: State, event: Event, now: float) -> Decision:
         case Ready():
             ready = replace(state, elastic=state.view is not None)
             return Decision(ready, reason=f"worker {event.worker} has a strategy")
+        case Keeps():
+            return Decision(replace(state, keeps=True), reason="the script keeps checkpoints")
         case Asks():
             return strength.asked(state, event, now)
         case Given():
