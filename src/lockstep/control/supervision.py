@@ -127,10 +127,20 @@ def _lost(state: State, event: Exited, how: str, now: float) -> Decision:
     if event.worker not in state.members:
         return strength.note(state, f"{how}; the others went on before", told=True)
     if event.worker not in dict(state.failed):
-        return strength.renew(state, how, now)
+        if event.status < 0:
+            return strength.renew(state, how, now)
+        # A script that leaves with a status of its own may do so on all workers, as one that raises.
+        verdict = Verdict(event.status, how, (event.worker,), Evidence.LOG)
+        state = _with_failure(state, event.worker, verdict, now)
     if state.deadline is not None:
         return Decision(state, reason=f"{how}; perhaps the others fail too")
     return strength.renew(state, "", now)
+
+
+def _with_failure(state: State, worker: int, verdict: Verdict, now: float) -> State:
+    """Note a failure, and give the others a moment to fail too."""
+    deadline = now + state.limits.blame if state.deadline is None else state.deadline
+    return replace(state, failed=(*state.failed, (worker, verdict)), deadline=deadline)
 
 
 def _failed(state: State, event: Failed, now: float) -> Decision:
@@ -143,8 +153,7 @@ def _failed(state: State, event: Failed, now: float) -> Decision:
     if not event.blames and not state.elastic:
         return ending.end(state, verdict, now)
     if not event.blames:
-        deadline = now + state.limits.blame if state.deadline is None else state.deadline
-        state = replace(state, failed=(*state.failed, (event.worker, verdict)), deadline=deadline)
+        state = _with_failure(state, event.worker, verdict, now)
         return Decision(state, reason=f"{message}; perhaps the others fail too")
     state = replace(state, blaming=state.blaming | {event.worker})
     if state.suspect is None:
