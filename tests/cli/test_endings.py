@@ -38,7 +38,7 @@ def test_a_signal_ends_all(lockstep: Any, is_gone: Gone, number: int, status: in
 
 
 def test_the_workers_get_the_same_signal(lockstep: Any) -> None:
-    running = lockstep.start("-n", "2", lockstep.script("announce('w')\ntry: stay()\nfinally: print('bye')"))
+    running = lockstep.start("-n", "2", lockstep.script("try: announce('w'); stay()\nfinally: print('bye')"))
     running.born(2)
     running.process.send_signal(signal.SIGINT)
     done = running.end()
