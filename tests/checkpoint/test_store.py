@@ -22,8 +22,10 @@ def silent(text: str) -> None:
 
 
 def newest(folder: Path) -> Contents:
-    contents = Store(folder).newest(silent)
-    assert contents is not None
+    found = Store(folder).newest(silent)
+    assert found is not None
+    path, contents = found
+    assert path == folder / f"step-{contents.step:012}"
     return contents
 
 
@@ -214,8 +216,9 @@ def test_the_newest_whole_one_is_found_and_damaged_ones_are_reported(tmp_path: P
     (paths[2] / "state.safetensors").write_bytes(b"")
     (paths[3] / "manifest.json").write_bytes(b"{}")
     reports: list[str] = []
-    contents = store.newest(reports.append)
-    assert contents is not None
+    found = store.newest(reports.append)
+    assert found is not None
+    _, contents = found
     assert is_sample(contents)
     assert contents.step == 1
     expected = [

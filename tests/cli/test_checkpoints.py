@@ -39,7 +39,8 @@ def test_the_newest_whole_one_is_taken_and_says_what_the_job_is(tmp_path: Path, 
     state.write_bytes(state.read_bytes()[:-1] + b"x")
     run = command("run", "-n", "1", "--backend", "jax", "--checkpoint", "kept", script, folder=tmp_path)
     assert run.returncode == 0
-    assert f"checkpoint {damaged} is passed over: state.safetensors is damaged" in run.stderr
+    assert f"lockstep: {damaged}/state.safetensors is damaged" in run.stderr
+    assert "; this checkpoint is passed over\n" in run.stderr
     assert "1 worker, 4 replicas, 1 thread each, seed 7" in run.stderr
     assert f"goes on from {tmp_path / 'kept' / 'step-000000000003'}" in run.stderr
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.keeper import Every
-from lockstep.checkpoint.store import Store, load
+from lockstep.checkpoint.store import Store
 from lockstep.errors import ConfigError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -42,14 +42,8 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts] | 
         folder: may not exist yet.
         report: is told of each damaged one that is newer.
     """
-    if not folder.exists():
-        return None
-    for entry in reversed(Store(folder).entries()):
-        if entry.fault is None:
-            facts: Facts = load(entry.path).manifest["job"]
-            return entry.path, facts
-        report(f"checkpoint {entry.path} is passed over: {entry.fault}")
-    return None
+    found = Store(folder).newest(report)
+    return (found[0], found[1].manifest["job"]) if found else None
 
 
 def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:

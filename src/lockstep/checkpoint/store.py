@@ -88,12 +88,7 @@ class Store:
             ) from None
         return path
 
-    def newest(self, report: Callable[[str], None]) -> Contents | None:
-        """Read the newest whole checkpoint; None if there is none. See `find`."""
-        found = self.find(report)
-        return found[1] if found else None
-
-    def find(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
+    def newest(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
         """Return the folder of the newest whole checkpoint and what it holds; None if there is none.
 
         Each damaged or incomplete one that is newer is told to `report`.
@@ -105,7 +100,7 @@ class Store:
             try:
                 return path, load(path)
             except CheckpointError as error:
-                report(f"{error}; this checkpoint is skipped")
+                report(f"{error}; this checkpoint is passed over")
         return None
 
     def entries(self) -> list[Entry]:

@@ -151,7 +151,7 @@ class Keeping:
         choice = _Choice()
         try:
             claim.take()
-            if found := Store(folder).find(notes.append):
+            if found := Store(folder).newest(notes.append):
                 path, self._found = found
                 facts = self._found.manifest["job"]
                 refuse_unlike(path, facts, self._snapshots.facts())

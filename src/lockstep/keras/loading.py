@@ -85,7 +85,7 @@ def _read(path: Path) -> tuple[Path, Contents]:
     if _CHECKPOINT.fullmatch(path.name) or any((path / file).exists() for file in _FILES):
         return path, load(path)
     damaged: list[str] = []
-    found = Store(path).find(damaged.append)
+    found = Store(path).newest(damaged.append)
     for text in damaged:
         print(f"lockstep: {text}", file=sys.stderr)
     if found is None:
