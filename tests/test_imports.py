@@ -12,7 +12,7 @@ import lockstep
 ROOT = Path(lockstep.__file__).parent
 FRAMEWORKS = {"keras", "jax", "tensorflow", "torch"}
 
-BASE = {"errors", "topology", "config", "clock", "paths", "files", "events", "memory"}
+BASE = {"errors", "topology", "config", "clock", "paths", "files", "events", "memory", "locks", "prose"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "clock": set(),
@@ -21,6 +21,8 @@ ALLOWED: dict[str, set[str]] = {
     "paths": {"errors"},
     "files": set(),
     "memory": set(),
+    "locks": set(),
+    "prose": set(),
     "events": {"clock", "files"},
     "collectives": BASE,
     "control": BASE,

@@ -43,7 +43,8 @@ from lockstep.control.decisions import (
 from lockstep.control.state import Limits, Recruit, Size, Stage, State
 from lockstep.control.strength import refusal
 from lockstep.control.supervision import decide
-from lockstep.control.wording import describe_exit, name_workers, shell_status, signal_name
+from lockstep.control.wording import describe_exit, shell_status, signal_name
+from lockstep.prose import name_workers
 from lockstep.topology import Request, place
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))

@@ -1,11 +1,11 @@
 """One job a folder."""
 
-import fcntl
 import os
 from pathlib import Path
 
 from lockstep.checkpoint.durable import make_folder, reason
 from lockstep.errors import CheckpointError
+from lockstep.locks import try_lock
 from lockstep.paths import RunPaths
 
 
@@ -29,19 +29,15 @@ class Claim:
             return
         try:
             make_folder(self._folder)
-            path = RunPaths(self._folder).lock
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = try_lock(RunPaths(self._folder).lock)
         except OSError as error:
             raise CheckpointError(
                 f"the folder of checkpoints {self._folder} cannot be used: {reason(error)}; give another one"
             ) from None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
+        if descriptor is None:
             raise CheckpointError(
                 f"another job keeps checkpoints in {self._folder}; wait for it, or give another folder"
-            ) from None
+            )
         self._descriptor = descriptor
         os.register_at_fork(after_in_child=self.leave)
 

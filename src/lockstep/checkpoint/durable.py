@@ -4,16 +4,15 @@ import contextlib
 import fcntl
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from lockstep.errors import CheckpointError
+from lockstep.locks import wait_for_lock
 
 _PATIENCE_SECONDS = 60.0
-_POLL_SECONDS = 0.02
 
 
 def sync(path: Path) -> None:
@@ -69,31 +68,18 @@ def locked(path: Path) -> Iterator[None]:
         CheckpointError: someone else has held it for a minute.
         OSError: the file cannot be opened.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    descriptor = wait_for_lock(path, _PATIENCE_SECONDS)
+    if descriptor is None:
+        raise CheckpointError(
+            f"another process has been writing checkpoints into {path.parent} for {_PATIENCE_SECONDS:.0f} s; "
+            "let it end, or give another folder"
+        )
     try:
-        _lock(descriptor, path)
-        try:
-            yield
-        finally:
-            # A process that was forked meanwhile has the descriptor too: closing ours would not be enough.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        yield
     finally:
+        # A process that was forked meanwhile has the descriptor too: closing ours would not be enough.
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
-
-
-def _lock(descriptor: int, path: Path) -> None:
-    last = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() >= last:
-                raise CheckpointError(
-                    f"another process has been writing checkpoints into {path.parent} for "
-                    f"{_PATIENCE_SECONDS:.0f} s; let it end, or give another folder"
-                ) from None
-        time.sleep(_POLL_SECONDS)
 
 
 def reason(error: OSError | SafetensorError) -> str:

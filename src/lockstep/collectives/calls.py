@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lockstep.errors import DisagreementError, LockstepError
+from lockstep.prose import name_workers
 
 Key = TypeVar("Key")
 
@@ -99,10 +100,3 @@ def farewell(worker: int, call: Call, error: BaseException) -> str:
     if isinstance(error, LockstepError):
         return f"worker {worker} gave up: {error}"
     return f"worker {worker} left {call} with {type(error).__name__}: {error}"
-
-
-def name_workers(workers: Sequence[int]) -> str:
-    """Name workers by their ids, in prose."""
-    if len(workers) == 1:
-        return f"worker {workers[0]}"
-    return f"workers {', '.join(map(str, workers[:-1]))} and {workers[-1]}"

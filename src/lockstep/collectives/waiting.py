@@ -3,9 +3,9 @@
 from collections.abc import Callable
 
 from lockstep.clock import Clock
-from lockstep.collectives.calls import name_workers
 from lockstep.collectives.contract import Waiting, WaitObserver, WaitPolicy
 from lockstep.errors import PeerStuckError
+from lockstep.prose import name_workers
 
 SLICE = 0.2
 """Seconds that a member blocks at most before it looks again whether its view has been aborted."""

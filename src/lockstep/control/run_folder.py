@@ -1,13 +1,12 @@
 """The folder of one run: finding a name for it, and keeping others out."""
 
 import contextlib
-import fcntl
 import itertools
-import os
 import time
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.locks import try_lock
 from lockstep.paths import RunPaths
 
 
@@ -46,14 +45,11 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(RunPaths(folder).lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = try_lock(RunPaths(folder).lock)
     except OSError as error:
         raise _unusable(what, folder, option, error) from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise ConfigError(f"another run works in {folder}; wait for it, or give another {option}") from None
+    if descriptor is None:
+        raise ConfigError(f"another run works in {folder}; wait for it, or give another {option}")
     return descriptor
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.config import Checkpoints
+from lockstep.prose import count
 from lockstep.topology import View, place
 
 Tee = Literal["chief", "all"]
@@ -79,8 +80,8 @@ class JobSpec:
     def describe(self) -> str:
         """Say in one line what is about to run."""
         parts = [
-            f"{_number(self.workers, 'worker')}, {_number(self.replicas, 'replica')}, "
-            f"{_number(self.threads, 'thread')} each, seed {self.seed}"
+            f"{count(self.workers, 'worker')}, {count(self.replicas, 'replica')}, "
+            f"{count(self.threads, 'thread')} each, seed {self.seed}"
         ]
         if self.replicas > 1:
             parts.append(f"the same bits with any 1 to {self.replicas} workers")
@@ -88,7 +89,3 @@ class JobSpec:
             parts.append(f"goes on from {self.checkpoints.resume}")
         parts.append(f"logs in {self.run_dir}")
         return "; ".join(parts)
-
-
-def _number(count: int, noun: str) -> str:
-    return f"{count} {noun}" + ("" if count == 1 else "s")

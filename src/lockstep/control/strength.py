@@ -23,7 +23,7 @@ from lockstep.control.decisions import (
     Verdict,
 )
 from lockstep.control.state import Decision, Recruit, Size, Stage, State
-from lockstep.control.wording import count, name_workers
+from lockstep.prose import count, name_workers
 from lockstep.topology import Request, place
 
 

@@ -31,7 +31,8 @@ from lockstep.control.decisions import (
     Waits,
 )
 from lockstep.control.state import Decision, Stage, State
-from lockstep.control.wording import describe_exit, name_workers, shell_status, signal_name
+from lockstep.control.wording import describe_exit, shell_status, signal_name
+from lockstep.prose import name_workers
 
 
 def decide(state: State, event: Event, now: float) -> Decision:

@@ -1,4 +1,4 @@
-"""How workers and their ends are named in messages."""
+"""How the ends of processes are named in messages."""
 
 import signal
 
@@ -19,16 +19,3 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def name_workers(workers: tuple[int, ...]) -> str:
-    """Return "worker 3", "workers 1 and 2", "workers 0, 1 and 2"."""
-    names = [str(worker) for worker in workers]
-    if len(names) == 1:
-        return f"worker {names[0]}"
-    return f"workers {', '.join(names[:-1])} and {names[-1]}"
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 worker", "2 workers"."""
-    return f"{number} {noun}" + ("" if number == 1 else "s")

@@ -1,10 +1,8 @@
 """Saving a model that several workers hold: whoever comes first writes, and nobody reads half a file."""
 
-import fcntl
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,10 +15,10 @@ from lockstep.errors import PeerStuckError
 from lockstep.job import Job
 from lockstep.keras.contract import Backend
 from lockstep.keras.variables import model_state
+from lockstep.locks import wait_for_lock
 
 Write = Callable[[str], object]
 
-_POLL_SECONDS = 0.01
 _SAY_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 600.0
 
@@ -91,28 +89,23 @@ class Saves:
 @contextmanager
 def _locked(note: Path, path: str) -> Iterator[int]:
     """Hold the note's lock for the block; a process that dies lets go of it."""
-    descriptor = os.open(note, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    said = 0.0
+
+    def waiting(waited: float) -> None:
+        nonlocal said
+        if waited - said > _SAY_EVERY_SECONDS:
+            said = waited
+            print(
+                f"lockstep: has waited {waited:.0f} s for another worker that writes {path}", file=sys.stderr
+            )
+
+    descriptor = wait_for_lock(note, _PATIENCE_SECONDS, waiting)
+    if descriptor is None:
+        raise PeerStuckError(
+            f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; look whether its disk "
+            "answers"
+        )
     try:
-        begun = time.monotonic()
-        said = begun
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                now = time.monotonic()
-                if now - begun > _PATIENCE_SECONDS:
-                    raise PeerStuckError(
-                        f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; look whether "
-                        "its disk answers"
-                    ) from None
-                if now - said > _SAY_EVERY_SECONDS:
-                    said = now
-                    print(
-                        f"lockstep: has waited {now - begun:.0f} s for another worker that writes {path}",
-                        file=sys.stderr,
-                    )
-                time.sleep(_POLL_SECONDS)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -1,0 +1,66 @@
+"""Locks on files, which the kernel frees when the process that holds one ends."""
+
+import fcntl
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+_POLL_SECONDS = 0.02
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock the file at `path`, which is made where it does not exist; return at once.
+
+    Returns:
+        A descriptor; the lock is held until every process that has it has closed it. None if somebody else
+        holds the lock.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    descriptor = _open(path)
+    if _locked(descriptor):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] | None = None) -> int | None:
+    """As `try_lock`, but wait for whoever holds the lock.
+
+    Args:
+        path: of the file.
+        patience: seconds after which to give up, and return None.
+        waiting: is told, many times a second, how long this has waited.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+    descriptor = _open(path)
+    begun = time.monotonic()
+    try:
+        while not _locked(descriptor):
+            waited = time.monotonic() - begun
+            if waited >= patience:
+                os.close(descriptor)
+                return None
+            if waiting is not None:
+                waiting(waited)
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

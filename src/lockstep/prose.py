@@ -1,0 +1,15 @@
+"""Names and numbers in messages."""
+
+from collections.abc import Sequence
+
+
+def name_workers(workers: Sequence[int]) -> str:
+    """Return "worker 3", "workers 1 and 2", "workers 0, 1 and 2"."""
+    if len(workers) == 1:
+        return f"worker {workers[0]}"
+    return f"workers {', '.join(map(str, workers[:-1]))} and {workers[-1]}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 worker", "2 workers"."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
