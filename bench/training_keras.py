@@ -1,0 +1,40 @@
+"""One process of a model in Keras: `fit`, an epoch a turn.
+
+    training_keras.py PROGRAM MODEL KIND PROCESS TURNS STEPS
+
+KIND is `lockstep` (PROCESS -1 takes the worker's number from TF_CONFIG), `plain`, or `both-cores`: plain
+Keras that computes the batches of two replicas on the cores of two workers.
+"""
+
+import contextlib
+import json
+import os
+import sys
+
+from turns import Epochs, pin
+
+NAME, MODEL, KIND = sys.argv[1:4]
+PROCESS, TURNS, STEPS = map(int, sys.argv[4:])
+if PROCESS < 0:
+    PROCESS = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+pin(*((0, 1) if KIND == "both-cores" else (PROCESS,)))
+
+import keras  # noqa: E402
+
+import lockstep  # noqa: E402
+from models import MODELS  # noqa: E402
+
+
+class Turn(Epochs, keras.callbacks.Callback):
+    pass
+
+
+strategy = lockstep.MultiWorkerMirroredStrategy() if KIND == "lockstep" else None
+replicas = strategy.num_replicas_in_sync if strategy else 2 if KIND == "both-cores" else 1
+keras.utils.set_random_seed(1)
+measured = MODELS[MODEL]
+with strategy.scope() if strategy else contextlib.nullcontext():
+    model = measured.compiled(keras)
+x, y = measured.examples(STEPS * measured.batch * replicas)
+options = {"shuffle": False, "verbose": 0, "callbacks": [Turn(NAME, PROCESS)]}
+model.fit(x, y, batch_size=measured.batch * replicas, epochs=TURNS + 1, **options)
