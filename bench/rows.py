@@ -4,8 +4,10 @@ from turns import Spread
 
 UNITS = {
     "ms": (1e3, ".1f"),
+    "us": (1e6, ".1f"),
     "s": (1.0, ".2f"),
     "images/s": (1.0, ",.0f"),
+    "examples/s": (1.0, ",.0f"),
     "times": (1.0, ".2f"),
     "": (1.0, ".3f"),
 }

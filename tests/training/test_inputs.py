@@ -2,13 +2,15 @@
 
 from typing import Any
 
+import keras
 import numpy as np
 import pytest
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from lockstep.keras.input.inputs import ArrayInput, GlobalInput, global_input
+from lockstep.keras.input.inputs import ArrayInput, GlobalInput, global_input, whole_batch
 
 SEED = (0, 0, 1)
+OPTIONS: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": SEED, "joint": False}
 
 
 class Noted(np.ndarray):
@@ -53,9 +55,7 @@ def test_a_calls_facts_read_a_bounded_sample() -> None:
 
 def inputs(**options: Any) -> GlobalInput:
     x = np.arange(12, dtype="float32").reshape(6, 2)
-    return global_input(
-        x, **{"batch_size": 4, "steps": None, "shuffle": True, "seed": SEED, "joint": False} | options
-    )
+    return global_input(x, **OPTIONS | {"batch_size": 4, "shuffle": True} | options)
 
 
 def test_each_pass_has_an_order_of_its_own_that_another_process_finds_again() -> None:
@@ -76,3 +76,57 @@ def test_keras_loops_see_the_size_of_the_input() -> None:
 def test_with_one_replica_keras_gets_what_it_would_get_without_lockstep() -> None:
     batches = list(inputs(shuffle=False, joint=True).get_jax_iterator())
     assert [batch.tolist() for batch in batches] == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8, 9], [10, 11]]]
+
+
+def test_what_steps_read_and_where_their_rows_come_from_is_in_their_check() -> None:
+    x = np.arange(12, dtype="float32").reshape(6, 2)
+    other = x.copy()
+    other[2:] += 1
+    for shuffle in (False, True):
+        options = OPTIONS | {"batch_size": 2, "shuffle": shuffle}
+        checks, others = ([b.check() for b in global_input(a, **options).batches()] for a in (x, other))
+        assert len(set(checks)) == 3
+        assert sum(a == b for a, b in zip(checks, others, strict=True)) == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        (np.ones((4, 2)), np.zeros(4)),
+        (np.ones((4, 2)), None, np.zeros(4)),
+        ({"a": np.ones((4, 2))}, np.zeros(4)),
+    ],
+    ids=["flat", "without targets", "nested"],
+)
+def test_a_whole_batch_is_read_and_hashed_where_it_is(data: Any) -> None:
+    batch = whole_batch(data, 3)
+    share = batch.share(1, 2).data()
+    keras.tree.assert_same_structure(share, data)
+    for part, whole in zip(keras.tree.flatten(share), keras.tree.flatten(data), strict=True):
+        assert part is whole or (np.shares_memory(part, whole) and part.shape[0] == 2)
+    before = batch.check()
+    assert before == whole_batch(data, 3).check() != whole_batch(data, 4).check()
+    keras.tree.flatten(data)[0][3] += 1
+    assert whole_batch(data, 3).check() != before == batch.check()
+
+
+def test_tensors_of_a_dataset_are_read_where_they_are() -> None:
+    tf = pytest.importorskip("tensorflow")
+    dataset = tf.data.Dataset.from_tensor_slices((np.arange(8).reshape(4, 2), np.zeros(4))).batch(4)
+    source = global_input(dataset, **OPTIONS)
+    looked = [source.first(), source.peek()]
+    batch = next(source.batches())
+    assert {type(leaf) for data in looked for leaf in data} == {np.ndarray}
+    parts = [batch.share(replica, 2).data()[0] for replica in range(2)]
+    assert np.concatenate(parts).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert parts[1].ctypes.data == parts[0].ctypes.data + parts[0].nbytes
+    assert not parts[0].flags.writeable
+
+
+def test_tensors_that_are_not_dense_are_made_so_as_keras_does() -> None:
+    tf = pytest.importorskip("tensorflow")
+    dataset = tf.data.Dataset.from_tensor_slices(np.arange(4.0).reshape(4, 1)).batch(2)
+    sparse = dataset.map(tf.sparse.from_dense)
+    batches = [list(global_input(data, **OPTIONS).batches()) for data in (dataset, sparse)]
+    given, made = ([batch.share(1, 2).data().tolist() for batch in found] for found in batches)
+    assert made == given == [[[1.0]], [[3.0]]]

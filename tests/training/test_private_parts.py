@@ -45,6 +45,7 @@ def model() -> keras.Model:
         ("keras/input/inputs.py", array_slicing, "convert_to_sliceable"),
         ("keras/input/inputs.py", array_slicing, "train_validation_split"),
         ("keras/input/inputs.py", PyDatasetAdapter, "_standardize_batch"),
+        ("keras/input/inputs.py", PyDatasetAdapter, "_get_iterator"),
         ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_save_model"),
         ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
         ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),

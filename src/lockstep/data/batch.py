@@ -2,15 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lockstep.errors import InternalError
-from lockstep.topology import split_evenly
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """The examples of one replica.
 
     Attributes:
@@ -29,9 +26,9 @@ class Share:
     data: Callable[[], Any]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class GlobalBatch:
-    """The examples of one step.
+    """The examples of one step. Nobody changes one: to be frozen would cost as much as sharing it out.
 
     Attributes:
         examples: how many, over all replicas.
@@ -45,14 +42,14 @@ class GlobalBatch:
 
     def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
         """Return the contiguous rows of `replica`; the shares of `replicas` differ by at most one row."""
-        counts = split_evenly(self.examples, replicas)
-        start = list(accumulate(counts, initial=0))[replica]
-        rows = slice(start, start + counts[replica])
-        weight = counts[replica] / self.examples
-        return Share(replica, counts[replica], weight, seed, lambda: self.read(rows))
+        quotient, remainder = divmod(self.examples, replicas)
+        count = quotient + (replica < remainder)
+        start = replica * quotient + min(replica, remainder)
+        rows = slice(start, start + count)
+        return Share(replica, count, count / self.examples, seed, lambda: self.read(rows))
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class JoinedBatch(GlobalBatch):
     """The examples of one step, of which each replica brings its own.
 

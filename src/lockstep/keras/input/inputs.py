@@ -4,7 +4,9 @@ The only file that touches the private parts of Keras's input handling: it borro
 converts inputs, and replaces the order in which they are visited.
 """
 
-from collections.abc import Iterator
+import struct
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import chain
 from types import GeneratorType
 from typing import Any
@@ -21,11 +23,16 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Order, Shuffle
+from lockstep.data.rows import reader_of
 from lockstep.errors import DataError
+from lockstep.keras.input.nests import on_host, parts_of
+from lockstep.keras.input.reordered import Reordered
+from lockstep.keras.input.streams import easily_freed, host_nest
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -131,7 +138,10 @@ class ArrayInput(GlobalInput):
         self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: tuple[int, ...], *, joint: bool
     ) -> None:
         super().__init__(inner, joint=joint)
-        self._rows = array_slicing.convert_to_sliceable(inner._inputs, target_backend="numpy")
+        leaves, self._pack = parts_of(inner._inputs)
+        rows = array_slicing.convert_to_sliceable(leaves, target_backend="numpy")
+        self._readers = [_reader(leaf) for leaf in rows]
+        self._known = [reader for reader in self._readers if reader is not _read_nothing]
         self._order = Order(inner._num_samples, inner._batch_size, shuffle, seed)
         self._passes = 0
 
@@ -145,12 +155,12 @@ class ArrayInput(GlobalInput):
     def facts(self) -> dict[str, str]:
         """Describe shapes and types, and a sample of the rows."""
         order = self._order
-        sample = self._take(sample_rows(order.count))
-        shapes = [f"{leaf.dtype}{[order.count, *leaf.shape[1:]]}" for leaf in _leaves(sample)]
+        sample = self._look(sample_rows(order.count))
+        shapes = [f"{leaf.dtype}{[order.count, *leaf.shape[1:]]}" for leaf in sample]
         return {
             "data": " ".join(shapes),
             "data order": f"batches of {order.batch_size}, shuffle {order.shuffle}, seed {order.seed}",
-            "data sample": digest_arrays(_leaves(sample)).hex()[:16],
+            "data sample": digest_arrays(sample).hex()[:16],
         }
 
     def first(self) -> Any:
@@ -159,33 +169,33 @@ class ArrayInput(GlobalInput):
 
     def _batch(self, indices: Indices, step: int) -> GlobalBatch:
         if isinstance(indices, slice):
-            start, count = indices.start, indices.stop - indices.start
+            start, stop = indices.start, indices.stop
             return GlobalBatch(
-                count,
+                stop - start,
                 lambda rows: self._take(slice(start + rows.start, start + rows.stop)),
-                lambda: self._check(np.arange(start, start + count), step),
+                lambda: self._check(start, struct.pack("<3q", step, start, stop)),
             )
         return GlobalBatch(
             len(indices),
             lambda rows: self._take(indices[rows]),
-            lambda: self._check(indices, step),
+            lambda: self._check(int(indices[0]), struct.pack("<q", step) + indices.tobytes()),
         )
 
-    def _check(self, indices: Any, step: int) -> bytes:
-        """Hash which rows this step reads, and the first of them: no worker reads the others' rows."""
-        return digest_arrays([np.array(step), indices, *_leaves(self._take(indices[:1]))])
+    def _check(self, first: int, place: bytes) -> bytes:
+        """Hash which rows a step reads, and the first of them: no worker reads the others' rows."""
+        return digest_arrays(self._look(slice(first, first + 1)), place)
 
-    def _take(self, indices: Any) -> Any:
-        def take(rows: Any) -> Any:
-            return None if rows is None else rows.convert_to_numpy(rows[indices])
+    def _look(self, indices: Indices) -> list[Any]:
+        return [read(indices) for read in self._known]
 
-        return keras.tree.map_structure(take, self._rows)
+    def _take(self, indices: Indices) -> Any:
+        return self._pack([read(indices) for read in self._readers])
 
 
 class DatasetInput(GlobalInput):
     """A `PyDataset`: every worker reads each batch, which is the global batch, and hashes it."""
 
-    def __init__(self, dataset: "Reordered", class_weight: Any, *, joint: bool) -> None:
+    def __init__(self, dataset: Reordered, class_weight: Any, *, joint: bool) -> None:
         super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), joint=joint)
         self._dataset = dataset
         self._class_weight = class_weight
@@ -199,7 +209,7 @@ class DatasetInput(GlobalInput):
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
         try:
-            for step, data in enumerate(readers.get_numpy_iterator()):
+            for step, data in enumerate(readers._get_iterator()):
                 yield whole_batch(data, step)
         finally:
             readers.on_epoch_end()
@@ -235,7 +245,7 @@ class StreamInput(GlobalInput):
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches of the next pass."""
         begun, self._begun = self._begun, None
-        for step, data in enumerate(begun or self._inner.get_numpy_iterator()):
+        for step, data in enumerate(begun or _begin(self._inner)):
             yield whole_batch(data, step)
 
     def get_tf_dataset(self) -> Any:
@@ -253,44 +263,16 @@ class StreamInput(GlobalInput):
         """
         if self._joint and keras.backend.backend() == "tensorflow":
             return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
-        return next(iter(self._inner.get_numpy_iterator()))
+        return next(_begin(self._inner))
 
     def peek(self) -> Any:
         """Return the first batch of the next pass, which begins with this."""
         if self._joint and keras.backend.backend() == "tensorflow":
             return self.first()
-        rest = self._begun or iter(self._inner.get_numpy_iterator())
+        rest = self._begun or _begin(self._inner)
         first = next(rest)
         self._begun = chain([first], rest)
         return first
-
-
-class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
-    """A `PyDataset` whose batches are visited in the job's order."""
-
-    def __init__(self, inner: keras.utils.PyDataset, shuffle: bool, seed: tuple[int, ...]) -> None:
-        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
-        self.inner = inner
-        self._shuffle = shuffle and inner.num_batches is not None
-        self._seed = seed
-        self._passes = 0
-        self._order: list[int] = []
-
-    def begin_pass(self) -> None:
-        """Draw the order of the next pass."""
-        if self._shuffle:
-            order = Order(self.inner.num_batches, 1, True, self._seed).visit(self._passes)
-            self._order = [int(index[0]) for index in order if not isinstance(index, slice)]
-        self._passes += 1
-
-    def __getitem__(self, index: int) -> Any:
-        return self.inner[self._order[index] if self._shuffle else index]
-
-    @property
-    def num_batches(self) -> int | None:
-        """Number of batches; None where the dataset never ends."""
-        batches: int | None = self.inner.num_batches
-        return batches
 
 
 def global_input(
@@ -344,22 +326,46 @@ def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
 
 
 def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
-    """Wrap a batch of which every worker holds all rows.
+    """Wrap a batch of which every worker holds all rows, in the memory in which they are.
 
     Raises:
         DataError: it has no rows.
     """
-    data = keras.tree.map_structure(
-        lambda leaf: None if leaf is None else keras.ops.convert_to_numpy(leaf), data
-    )
-    leaves = _leaves(data)
-    if not leaves or not leaves[0].shape or not leaves[0].shape[0]:
+    leaves, pack = parts_of(data)
+    leaves = [None if leaf is None else on_host(leaf) for leaf in leaves]
+    known = [leaf for leaf in leaves if leaf is not None]
+    if not known or not known[0].shape or not known[0].shape[0]:
         raise DataError(f"batch {step + 1} of the input has no rows")
 
     def read(rows: slice) -> Any:
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], data)
+        return pack([None if leaf is None else leaf[rows] for leaf in leaves])
 
-    return GlobalBatch(leaves[0].shape[0], read, lambda: digest_arrays([np.array(step), *leaves]))
+    return GlobalBatch(known[0].shape[0], read, cache(lambda: digest_arrays(known, struct.pack("<q", step))))
+
+
+def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:
+    """Return what reads rows of an array as Keras does, or faster."""
+    if leaf is None:
+        return _read_nothing
+    if type(leaf) is array_slicing.NumpySliceable:
+        return reader_of(leaf.array)
+    return lambda indices: leaf.convert_to_numpy(leaf[indices])
+
+
+def _read_nothing(indices: Indices) -> None:
+    """Stand for an array that was not given."""
+
+
+def _begin(stream: DataAdapter) -> Iterator[Any]:
+    """Begin a pass. Keras would copy the tensors of `tf.data`; here they stay where they are, if dense."""
+    if isinstance(stream, TFDatasetAdapter):
+        dataset = stream.get_tf_dataset()
+        kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}
+        if kinds <= {"TensorSpec", "NoneTensorSpec"}:
+            freed = easily_freed(dataset)
+            # TensorFlow's tuning would read one element ahead, too.
+            return map(host_nest, dataset if freed is dataset else freed.prefetch(1))
+    return iter(stream.get_numpy_iterator())
 
 
 def _tensor(leaf: Any) -> Any:
@@ -370,7 +376,3 @@ def _zeros(spec: Any) -> Any:
     if not hasattr(spec, "dtype"):
         return None  # tf.data's way to say that there is nothing.
     return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)
-
-
-def _leaves(data: Any) -> list[Any]:
-    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]

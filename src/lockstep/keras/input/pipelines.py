@@ -14,7 +14,8 @@ from lockstep.errors import DataError
 from lockstep.job import Job
 from lockstep.keras.functions.values import Spec
 from lockstep.keras.input.batches import Element, count_examples
-from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, packed, spec_of
+from lockstep.keras.input.nests import Nest
+from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, packed, spec_of
 from lockstep.topology import View
 
 _UNKNOWN = -1

@@ -8,14 +8,11 @@ from math import inf
 from typing import Any
 
 import keras
-import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
 from lockstep.keras.functions.values import Spec
-
-Nest = Any
-"""A nest of arrays, or of what stands for them; None where a dataset gives nothing."""
+from lockstep.keras.input.nests import Nest, on_host
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Stream:
 
     def __init__(self, dataset: Any) -> None:
         self.is_tensorflow = is_tensorflow(dataset)
-        self.dataset = _easily_freed(dataset) if self.is_tensorflow else dataset
+        self.dataset = easily_freed(dataset) if self.is_tensorflow else dataset
         self._begun: Reader | None = None
         self._form = _declared(dataset.element_spec) if self.is_tensorflow else None
 
@@ -143,7 +140,7 @@ def is_tensorflow(dataset: Any) -> bool:
     return tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset)
 
 
-def _easily_freed(dataset: Any) -> Any:
+def easily_freed(dataset: Any) -> Any:
     """Return a `tf.data.Dataset` that is not tuned while it runs, unless it was asked for.
 
     To free an iterator that is takes seconds, in proportion to how long it has lived.
@@ -189,12 +186,12 @@ def array_of(leaf: Any) -> npt.NDArray[Any]:
         DataError: it is none that has equal rows.
     """
     _refuse_rows_of_their_own(leaf)
-    if isinstance(leaf, np.ndarray):
-        return leaf
-    if type(leaf).__module__.startswith("tensorflow"):
-        return np.asarray(leaf.numpy())
-    array = np.asarray(keras.ops.convert_to_numpy(leaf))
-    if array.dtype.kind == "O" and not all(isinstance(item, str | bytes) for item in array.flat):
+    array = on_host(leaf)
+    if (
+        array is not leaf
+        and array.dtype.kind == "O"
+        and not all(isinstance(item, str | bytes) for item in array.flat)
+    ):
         raise DataError(
             f"an element of type {type(leaf).__name__} is no array: give numbers, strings or nests of arrays"
         )
