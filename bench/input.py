@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from cnn_model import BATCH
 from rows import print_row
 from turns import FailedError, pin
 
 TURNS = 15
+BATCH = 64
+"""Images a replica."""
 SEED = (0, 0, 1)
 REPLICAS = 2
 MINE = 1
