@@ -13,7 +13,13 @@ from typing import Any, get_args
 import click
 
 from lockstep import __version__
-from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
+from lockstep.config import (
+    Checkpoints,
+    keras_backend,
+    switched_off,
+    usable_cores,
+    visible_gpus,
+)
 from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder
@@ -337,12 +343,17 @@ def stop(job: str) -> None:
 
 
 def _be_agent(spec: JobSpec, command: socket.socket) -> int:
+    from lockstep.control.launcher import LocalLauncher
+    from lockstep.control.parent import Plan
+
+    launcher = LocalLauncher(Plan.of(spec))
+    # It imports while this process does.
+    launcher.prepare()
     from lockstep.clock import SystemClock
     from lockstep.collectives.shared import Pool
     from lockstep.control.agent import Agent
     from lockstep.control.console import Console
     from lockstep.control.descendants import LinuxDescendants
-    from lockstep.control.launcher import LocalLauncher
     from lockstep.control.output import Sink
     from lockstep.control.starter import LocalStarter
     from lockstep.control.state import Limits, Size, State
@@ -356,7 +367,7 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
         agent = Agent(
             spec=spec,
             paths=paths,
-            starter=LocalStarter(spec, paths, os.getpid(), LocalLauncher(), console, Pool.create().fd),
+            starter=LocalStarter(spec, paths, os.getpid(), launcher, console, Pool.create().fd),
             views=Views(open_exchange),
             command=command,
             console=console,

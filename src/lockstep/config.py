@@ -12,6 +12,7 @@ import msgspec
 from lockstep.errors import ConfigError
 
 _PREFIX = "LOCKSTEP_"
+_PARENT = f"{_PREFIX}PARENT"
 _FIRST_PORT = 20000
 _XLA_DETERMINISTIC = "xla_gpu_deterministic_ops"
 _CUBLAS = (":4096:8", ":16:8")
@@ -21,7 +22,7 @@ its tensors from there. JAX has an allocator of its own, which these slow down."
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
 
-_TF_CONFIG_AT_START = os.environ.get("TF_CONFIG")
+_at_start = {"TF_CONFIG": os.environ.get("TF_CONFIG")}
 
 Value = TypeVar("Value")
 
@@ -87,6 +88,39 @@ class WorkerConfig:
         return self.arena is None
 
 
+class ParentConfig(msgspec.Struct, frozen=True):
+    """What the parent of a job's workers is told by the agent that starts it.
+
+    Attributes:
+        agent: process id of the agent.
+        connection: inherited descriptor of the socket to the agent.
+        imports: modules to import, in this order.
+        folder: where the script will find modules first; None where nothing is imported for it.
+    """
+
+    agent: int
+    connection: int
+    imports: tuple[str, ...] = ()
+    folder: str | None = None
+
+
+def parent_variable(config: ParentConfig) -> dict[str, str]:
+    """Return the variable that `read_parent` reads."""
+    return {_PARENT: msgspec.json.encode(config).decode()}
+
+
+def read_parent(environ: Mapping[str, str] = os.environ) -> ParentConfig:
+    """Parse the variable of `parent_variable`.
+
+    Raises:
+        ConfigError: it is missing or wrong.
+    """
+    try:
+        return msgspec.json.decode(environ.get(_PARENT, ""), type=ParentConfig)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{_PARENT}: {error}; workers are started by `lockstep run`") from None
+
+
 def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
     """Parse the `LOCKSTEP_*` variables.
 
@@ -141,18 +175,50 @@ def worker_environment(
         devices: the worker's `CUDA_VISIBLE_DEVICES`, None to leave it.
         shared: whether other workers use the same devices.
     """
-    environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
-    environment |= _lockstep_variables(config) | _thread_variables(config.threads)
-    environment["PYTHONHASHSEED"] = str(config.seed % 2**32)
-    environment["PYTHONUNBUFFERED"] = "1"
+    environment = job_environment(config.seed, config.threads, inherited, backend=backend)
+    environment |= _lockstep_variables(config)
     environment["TF_CONFIG"] = tf_config(config.worker if seat is None else seat, config.replicas)
+    if devices is not None:
+        environment |= _device_variables(inherited, devices, shared)
+    return environment
+
+
+def job_environment(
+    seed: int, threads: int, inherited: Mapping[str, str] = os.environ, *, backend: str | None = None
+) -> dict[str, str]:
+    """Return what the environments of all workers of a job have in common.
+
+    Args:
+        seed: of the job.
+        threads: number of threads that compute one replica.
+        inherited: what workers have besides.
+        backend: the Keras backend, None to leave it.
+    """
+    environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
+    environment |= _thread_variables(threads)
+    environment["PYTHONHASHSEED"] = str(seed % 2**32)
+    environment["PYTHONUNBUFFERED"] = "1"
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
     if backend == "torch":
         environment = _MALLOC | environment
-    if devices is not None:
-        environment |= _device_variables(inherited, devices, shared)
     return environment
+
+
+def put_descriptors(control: int, pool: int, arena: int | None) -> None:
+    """Correct the numbers of a worker's descriptors, where it has got others than the agent has."""
+    numbers = {"CONTROL_FD": control, "POOL_FD": pool, "ARENA_FD": "none" if arena is None else arena}
+    os.environ.update({f"{_PREFIX}{name}": str(number) for name, number in numbers.items()})
+
+
+def take_environment(changes: Mapping[str, str | None]) -> None:
+    """Have the environment of a process that was started with these changes; None removes a variable."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _at_start["TF_CONFIG"] = os.environ.get("TF_CONFIG")
 
 
 def tf_config(seat: int, replicas: int) -> str:
@@ -169,7 +235,7 @@ def tf_config(seat: int, replicas: int) -> str:
 
 def tf_config_given() -> str | None:
     """Return the `TF_CONFIG` this process was started with, None if there was none."""
-    return _TF_CONFIG_AT_START
+    return _at_start["TF_CONFIG"]
 
 
 def tf_config_now() -> str | None:
@@ -235,6 +301,12 @@ def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
         "CUBLAS_WORKSPACE_CONFIG": environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8") not in _CUBLAS,
     }
     return tuple(name for name, is_off in off.items() if is_off)
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder in which Lockstep may keep, for this user, what can be made again."""
+    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache"
+    return Path(base) / "lockstep"
 
 
 def usable_cores() -> int:

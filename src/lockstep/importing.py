@@ -1,12 +1,15 @@
 """Doing something with a module as soon as it has been imported, without importing it."""
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 Action = Callable[[ModuleType], object]
+Before = Callable[[], Action]
+"""Is called before a module is executed, and returns what follows that."""
 
 
 def when_imported(actions: Mapping[str, Action]) -> None:
@@ -17,13 +20,22 @@ def when_imported(actions: Mapping[str, Action]) -> None:
     for name, action in actions.items():
         if name in sys.modules:
             action(sys.modules[name])
-    sys.meta_path.insert(0, _ActOnImport(actions))
+    later = {name: partial(_nothing_before, action) for name, action in actions.items()}
+    sys.meta_path.insert(0, _ActOnImport(later))
+
+
+def whenever_executed(names: Iterable[str], before: Before) -> None:
+    """Call `before` when a module of these names is about to be executed, and then what it returns.
+
+    Nothing happens for modules that are there already.
+    """
+    sys.meta_path.insert(0, _ActOnImport(dict.fromkeys(names, before)))
 
 
 class _ActOnImport(MetaPathFinder):
-    """Finds what the finders behind it find, and acts once it has been executed."""
+    """Finds what the finders behind it find, and acts before and after it is executed."""
 
-    def __init__(self, actions: Mapping[str, Action]) -> None:
+    def __init__(self, actions: Mapping[str, Before]) -> None:
         self._actions = actions
 
     def find_spec(
@@ -37,11 +49,16 @@ class _ActOnImport(MetaPathFinder):
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is None or spec.loader is None:
             return spec
-        execute, act = spec.loader.exec_module, self._actions[fullname]
+        execute, before = spec.loader.exec_module, self._actions[fullname]
 
         def execute_and_act(module: ModuleType) -> None:
+            act = before()
             execute(module)
             act(module)
 
         vars(spec.loader)["exec_module"] = execute_and_act
         return spec
+
+
+def _nothing_before(action: Action) -> Action:
+    return action

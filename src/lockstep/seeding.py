@@ -1,10 +1,14 @@
 """Seeds everything that a script may draw random numbers from, before the script makes anything."""
 
 import random
+import sys
 from functools import partial
 from types import ModuleType
 
-from lockstep.importing import when_imported
+from lockstep.importing import Action, when_imported, whenever_executed
+
+_DRAW = ("keras", "jax", "tensorflow", "torch")
+"""Modules that draw random numbers while they are imported, or import others that do."""
 
 
 def seed_everything(seed: int) -> None:
@@ -12,8 +16,12 @@ def seed_everything(seed: int) -> None:
 
     A framework cannot be seeded from outside, and importing one to seed it would cost a script that does
     not use it seconds. Nothing that is seeded later by the script itself is touched again.
+
+    What the modules of a framework draw while they are imported does not count: a script finds the same
+    numbers whether it is the first to import them or not.
     """
     random.seed(seed)
+    whenever_executed(_DRAW, partial(_remember, seed))
     when_imported(
         {
             "numpy": partial(_seed_numpy, seed),
@@ -33,3 +41,18 @@ def _seed_tensorflow(seed: int, tensorflow: ModuleType) -> None:
 
 def _seed_torch(seed: int, torch: ModuleType) -> None:
     torch.manual_seed(seed)
+
+
+def _remember(seed: int) -> Action:
+    """Return what brings the random states of this moment back."""
+    numpy = sys.modules.get("numpy")
+    plain, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
+
+    def bring_back(module: ModuleType) -> None:
+        random.setstate(plain)
+        if arrays is not None:
+            sys.modules["numpy"].random.set_state(arrays)
+        elif "numpy" in sys.modules:
+            _seed_numpy(seed, sys.modules["numpy"])
+
+    return bring_back

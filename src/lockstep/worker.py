@@ -12,7 +12,8 @@ import threading
 import traceback
 from collections.abc import Sequence
 
-from lockstep.config import WorkerConfig, forget_worker, read_worker
+from lockstep.compiled import keep_compiled
+from lockstep.config import WorkerConfig, cache_folder, forget_worker, read_worker
 from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
 from lockstep.control.script import Script, summarize, user_traceback
@@ -65,6 +66,7 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
     from lockstep.topology import place
 
     seed_everything(config.seed)
+    keep_compiled(cache_folder(), config.threads)
     if config.tf_distribute:
         tf_distribute.serve()
     policy = wait_policy(config.timeout)

@@ -94,6 +94,12 @@ class ForkLauncher:
     faults: list[Fault]
     handles: list[ForkedHandle] = field(default_factory=list)
 
+    def prepare(self) -> None:
+        """This process is ready."""
+
+    def close(self) -> None:
+        """Nothing is there only to start workers."""
+
     def start(self, launch: Launch) -> ForkedHandle:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         (stdout, out), (stderr, err) = os.pipe(), os.pipe()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,9 +103,12 @@ def test_a_killed_agent_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
 def test_workers_do_not_outlive_command_and_agent(lockstep: Any, is_gone: Gone) -> None:
     running = lockstep.start("-n", "2", lockstep.script("announce('worker'); stay()"))
     workers, agent = running.born(2)["worker"], running.agent()
+    below = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    assert len(below) == 3, "the workers, and the process that they were forked from"
     running.process.send_signal(signal.SIGSTOP)
+    processes = [*workers, *(os.pidfd_open(int(pid)) for pid in below)]
     os.kill(agent, signal.SIGKILL)
-    assert is_gone(workers, 5)
+    assert is_gone(processes, 5)
 
 
 def test_a_stopped_agent_does_not_save_anybody(lockstep: Any, is_gone: Gone) -> None:

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 from lockstep.collectives.shared import Arena, Pool
-from lockstep.config import WorkerConfig, worker_environment
+from lockstep.config import WorkerConfig, job_environment, worker_environment
 from lockstep.control.fake import FakeHandle, FakeLauncher
 from lockstep.control.launcher import Handle, Launch, Launcher, LocalLauncher
 from lockstep.control.messages import Finished, Started, decode
+from lockstep.control.parent import Plan
+from lockstep.control.prctl import adopt_orphans
 
 PATIENCE = 20_000
 Start = Callable[[str], Handle]
@@ -40,7 +42,7 @@ def play(script: str, worker: FakeHandle) -> None:
 @pytest.fixture(params=["local", "fake"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     arena, pool = Arena.create(1), Pool.create()
-    handles = []
+    handles, launchers = [], []
 
     def environment(control: int) -> dict[str, str]:
         config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control, pool.fd, arena.fd)
@@ -49,13 +51,19 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     def start(script: str) -> Handle:
         path = tmp_path / f"{script}.py"
         path.write_text(SCRIPTS[script])
-        local: Launcher = LocalLauncher()
+        local: Launcher = LocalLauncher(Plan((str(path),), job_environment(0, 1)))
         fake: Launcher = FakeLauncher(lambda worker: play(script, worker))
         launcher = local if request.param == "local" else fake
-        handles.append(launcher.start(Launch(0, [str(path)], environment, (arena.fd, pool.fd))))
+        launchers.append(launcher)
+        while (descriptor := launcher.prepare()) is not None:
+            wait_for(descriptor)
+        handles.append(launcher.start(Launch(0, environment, (pool.fd, arena.fd))))
         return handles[-1]
 
+    adopt_orphans()
     yield start
+    for launcher in launchers:
+        launcher.close()
     for handle in handles:
         handle.send_signal(signal.SIGKILL)
         wait_for(handle.exited)

@@ -49,22 +49,22 @@ class Run:
 
 @pytest.fixture(scope="session")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """JAX compiles what several tests need only once."""
-    cache = tmp_path_factory.mktemp("compiled")
-    return os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
+    """JAX compiles what several tests need only once, and the person's own folder is left alone."""
+    return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("compiled"))}
+
+
+@pytest.fixture(scope="session")
+def plain(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """Run a script of this folder without the command; return what it printed."""
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
-
-@pytest.fixture(scope="session")
-def plain(environment: dict[str, str]) -> Callable[..., str]:
-    """Run a script of this folder without the command; return what it printed."""
-
     def run(script: str, *arguments: str, backend: str = "jax") -> str:
         command = [sys.executable, str(HERE / script), *arguments]
-        variables = environment | {"KERAS_BACKEND": backend}
+        variables = environment | compiled | {"KERAS_BACKEND": backend}
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr
         return result.stdout

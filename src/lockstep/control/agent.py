@@ -16,6 +16,7 @@ import msgspec
 
 from lockstep.clock import Clock
 from lockstep.control import decisions
+from lockstep.control.births import Births
 from lockstep.control.console import Console
 from lockstep.control.descendants import Descendants
 from lockstep.control.desk import Desk
@@ -86,6 +87,7 @@ class Agent:
     _desk: Desk | None = None
     _happened: deque[decisions.Event] = field(default_factory=deque)
     _door: int | None = None
+    _births: Births | None = None
     _members: dict[int, Member] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
@@ -121,12 +123,9 @@ class Agent:
         except LockstepError as error:
             self._verdict = decisions.Verdict(1, str(error))
             return
+        self._births = Births(self.starter, self._start, self._cannot_start, self._watch_births)
         for worker in workers:
-            try:
-                self._start(worker, arena)
-            except OSError as error:
-                self._verdict = decisions.Verdict(1, f"worker {worker} cannot be started: {error}")
-                return
+            self._births.ask(worker, arena)
 
     def _open_desk(self) -> None:
         pid, root = self.starter.pid, self.paths.root
@@ -146,12 +145,17 @@ class Agent:
         if self._desk is not None:
             self._desk.close()
 
-    def _start_joining(self, worker: int) -> None:
-        try:
-            self._start(worker, None)
-        except OSError as error:
-            self.console.say(f"worker {worker} cannot be started: {error}")
-            self._decide(decisions.Exited(worker, 1))
+    def _cannot_start(self, worker: int, arena: int | None, error: OSError) -> None:
+        message = f"worker {worker} cannot be started: {error}"
+        if arena is not None:
+            self._verdict = decisions.Verdict(1, message)
+            return
+        self.console.say(message)
+        self._decide(decisions.Exited(worker, 1))
+
+    def _watch_births(self, descriptor: int, wanted: bool) -> None:
+        assert self._births is not None
+        self._watch(descriptor, wanted, selectors.EVENT_READ, self._births.serve)
 
     def _start(self, worker: int, arena: int | None) -> None:
         taken = frozenset(
@@ -310,24 +314,30 @@ class Agent:
                 self.views.end(Over(reason), self._members)
             case decisions.Renew(view, reason):
                 self._renew(view, reason)
-            case decisions.Start(worker):
-                self._start_joining(worker)
+            case decisions.Start(worker) if self._births is not None:
+                self._births.ask(worker, None)
             case decisions.Ask(request):
                 self.views.ask(request)
             case decisions.Deliver(worker):
                 self.views.deliver(self._members[worker])
             case decisions.Signal(worker, number):
-                self._members[worker].handle.send_signal(number)
+                self._signal(worker, number)
             case decisions.Kill(worker):
                 # A job may end in peace though somebody who was to join is not needed any more.
                 self._killed = self._killed or worker in self.state.members
-                self._members[worker].handle.send_signal(signal.SIGKILL)
+                self._signal(worker, signal.SIGKILL)
             case decisions.DumpStack(worker):
                 self._members[worker].ask_for_stack()
             case decisions.Notice(text):
                 self.console.say(text)
             case decisions.Finish(verdict):
                 self._verdict = verdict
+
+    def _signal(self, worker: int, number: int) -> None:
+        if self._births is not None and self._births.cancel(worker):
+            self._decide(decisions.Exited(worker, -number))
+        else:
+            self._members[worker].handle.send_signal(number)
 
     def _renew(self, view: View, reason: str) -> None:
         before = set(self.views.workers)
@@ -346,6 +356,7 @@ class Agent:
         self.console.chief = view.chief
 
     def _conclude(self, verdict: decisions.Verdict) -> int:
+        self.starter.close()
         in_peace = self.state.stage is Stage.FINISHED and not self._killed
         left = self.descendants.end(grace=_LEAVE_GRACE if in_peace else 0)
         # Nobody is left: whoever waits for the end need not wait for a reader that has paused.

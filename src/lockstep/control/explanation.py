@@ -24,14 +24,14 @@ def explain(
         name_log: the path of a worker's log as the person knows it.
     """
     lines = [verdict.message]
-    for worker in verdict.workers if verdict.evidence is not Evidence.NONE else ():
-        member = members[worker]
+    workers = verdict.workers if verdict.evidence is not Evidence.NONE else ()
+    for member in (members[worker] for worker in workers if worker in members):
         if verdict.evidence is Evidence.STACK:
             lines += _stack(member)
-        elif member.log is not None and not shown(worker):
+        elif member.log is not None and not shown(member.worker):
             lines += [f"  | {line}" for line in member.log.tail(_LOG_LINES)]
         if member.log is not None:
-            lines.append(f"  log: {name_log(worker)}")
+            lines.append(f"  log: {name_log(member.worker)}")
     return "\n".join(lines)
 
 

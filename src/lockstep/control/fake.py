@@ -96,6 +96,12 @@ class FakeLauncher:
         self._play = play
         self._react = react
 
+    def prepare(self) -> None:
+        """Nothing has to be made ready."""
+
+    def close(self) -> None:
+        """Nothing is there only to start workers."""
+
     def start(self, launch: Launch) -> FakeHandle:
         """Start one worker."""
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

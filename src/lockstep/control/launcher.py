@@ -4,11 +4,11 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
+
+from lockstep.control.parent import Parent, Plan
 
 
 @dataclass(frozen=True)
@@ -17,15 +17,14 @@ class Launch:
 
     Attributes:
         worker: its id.
-        arguments: of `python -m lockstep.worker`.
-        environment: its whole environment, once the number of its control descriptor is known.
-        inherited: descriptors that the worker finds at the same numbers.
+        environment: its whole environment, with the numbers that descriptors have in this process, once that
+            of its control descriptor is known.
+        memory: descriptors that it is given: the pool, and the arena if it does not join.
     """
 
     worker: int
-    arguments: Sequence[str]
     environment: Callable[[int], Mapping[str, str]]
-    inherited: tuple[int, ...]
+    memory: tuple[int, ...]
 
 
 class Handle(Protocol):
@@ -66,6 +65,16 @@ class PipedHandle(Handle, Protocol):
 class Launcher(Protocol):
     """Starts workers."""
 
+    def prepare(self) -> int | None:
+        """Make ready to start workers.
+
+        Returns:
+            A descriptor that becomes readable when it is time to ask again; None where `start` need not wait.
+
+        Raises:
+            OSError: the machine cannot.
+        """
+
     def start(self, launch: Launch) -> PipedHandle:
         """Start one worker.
 
@@ -73,23 +82,27 @@ class Launcher(Protocol):
             OSError: the machine cannot.
         """
 
+    def close(self) -> None:
+        """Start no more; what is only there to start workers is gone then."""
 
+
+@dataclass
 class LocalHandle:
     """A worker that is a child of this process."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", exited: int, control: socket.socket) -> None:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.pid = process.pid
-        self.exited = exited
-        self.stdout = process.stdout.fileno()
-        self.stderr = process.stderr.fileno()
-        self.control = control
-        self._process = process
+    pid: int
+    exited: int
+    stdout: int
+    stderr: int
+    control: socket.socket
+    _status: int | None = None
 
     def poll(self) -> int | None:
         """Return the exit status, and reap the process."""
-        return self._process.poll()
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._status = os.waitstatus_to_exitcode(status) if pid else None
+        return self._status
 
     def send_signal(self, number: int) -> None:
         """Send a signal through the pidfd, which never means another process."""
@@ -98,34 +111,63 @@ class LocalHandle:
 
     def close(self) -> None:
         """Close the descriptors."""
-        for pipe in (self._process.stdout, self._process.stderr):
-            if pipe is not None:
-                pipe.close()
+        for descriptor in (self.stdout, self.stderr, self.exited):
+            os.close(descriptor)
         self.control.close()
-        os.close(self.exited)
 
 
 class LocalLauncher:
-    """Starts workers as children of this process."""
+    """Starts workers as children of this process, which has to be one that adopts orphans.
+
+    They are forked from a parent that has imported what they need. One that does not get so far is followed
+    by one that imports nothing; one that is lost later by its like.
+
+    Args:
+        plan: what the workers have in common.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._parent: Parent | None = None
+
+    def prepare(self) -> int | None:
+        """Start the parent, or see whether it is ready.
+
+        Raises:
+            OSError: the machine cannot.
+        """
+        if self._parent is not None and self._parent.is_gone():
+            if not self._parent.ready:
+                self._plan = self._plan.without_imports()
+            self.close()
+        if self._parent is None:
+            self._parent = Parent.begin(self._plan)
+        return None if self._parent.ready else self._parent.fileno()
 
     def start(self, launch: Launch) -> LocalHandle:
         """Start one worker in a session of its own, without a terminal."""
+        assert self._parent is not None
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # -P: the folder we happen to be in must not hide modules that Lockstep needs.
-        command = [sys.executable, "-P", "-m", "lockstep.worker", *launch.arguments]
-        with theirs:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                env=launch.environment(theirs.fileno()),
-                pass_fds=(theirs.fileno(), *launch.inherited),
-                start_new_session=True,
-            )
-        handle = LocalHandle(process, os.pidfd_open(process.pid), mine)
-        for descriptor in (handle.stdout, handle.stderr):
-            os.set_blocking(descriptor, False)
+        stdout, out = os.pipe()
+        stderr, err = os.pipe()
+        with theirs, contextlib.ExitStack() as undo:
+            undo.callback(mine.close)
+            for descriptor in (stdout, stderr):
+                undo.callback(os.close, descriptor)
+                os.set_blocking(descriptor, False)
+            try:
+                descriptors = (out, err, theirs.fileno(), *launch.memory)
+                pid = self._parent.fork(launch.environment(theirs.fileno()), descriptors)
+                exited = os.pidfd_open(pid)
+            finally:
+                os.close(out)
+                os.close(err)
+            undo.pop_all()
         mine.setblocking(False)
-        return handle
+        return LocalHandle(pid, exited, stdout, stderr, mine)
+
+    def close(self) -> None:
+        """End the parent."""
+        if self._parent is not None:
+            self._parent.close()
+            self._parent = None

@@ -258,6 +258,12 @@ class AdoptingStarter:
     reception: Reception
     pool: int
 
+    def prepare(self) -> None:
+        """Whoever waits is ready."""
+
+    def close(self) -> None:
+        """Nothing is there only to start workers."""
+
     def start(self, worker: int, taken: frozenset[int], arena: int | None) -> Member:
         """Take a process that waits, whatever seats others have taken.
 

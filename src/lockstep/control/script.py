@@ -54,10 +54,21 @@ class Script:
         else:
             _check_file(Path(self.target))
 
+    @property
+    def folder(self) -> Path:
+        """Where it finds modules first."""
+        return Path.cwd() if self.module else Path(os.path.realpath(self.target)).parent
+
+    def source(self) -> Path | None:
+        """Return the file with its Python code, None if there is none."""
+        if not self.module:
+            return Path(self.target)
+        origin = find_module(self.target, [str(self.folder), *sys.path]).origin
+        return Path(origin) if origin is not None and origin.endswith(".py") else None
+
     def run(self) -> None:
         """Become the program: `__main__`, `sys.argv` and `sys.path` are as `python` would make them."""
-        first = str(Path.cwd()) if self.module else str(Path(os.path.realpath(self.target)).parent)
-        sys.path.insert(0, first)
+        sys.path.insert(0, str(self.folder))
         main = ModuleType("__main__")
         attributes = self._module_attributes() if self.module else self._file_attributes()
         sys.argv[:] = [self.target if not self.module else attributes["__file__"], *self.arguments]

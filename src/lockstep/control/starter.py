@@ -10,7 +10,6 @@ from lockstep.control.console import Console
 from lockstep.control.launcher import Launch, Launcher
 from lockstep.control.member import Member, Stream
 from lockstep.control.output import Log
-from lockstep.control.script import Script
 from lockstep.control.spec import JobSpec
 from lockstep.paths import RunPaths
 
@@ -23,6 +22,19 @@ class Starter(Protocol):
     """
 
     pid: int
+
+    def prepare(self) -> int | None:
+        """Make ready to start workers.
+
+        Returns:
+            A descriptor that becomes readable when it is time to ask again; None where `start` need not wait.
+
+        Raises:
+            OSError: the machine cannot.
+        """
+
+    def close(self) -> None:
+        """Start no more; what is only there to start workers is gone then."""
 
     def start(self, worker: int, taken: frozenset[int], arena: int | None) -> Member:
         """Start a worker, or take one that is there.
@@ -57,19 +69,29 @@ class LocalStarter:
     console: Console
     pool: int
 
+    def prepare(self) -> int | None:
+        """Make ready to start workers; return where to wait until that is so, if it is not yet.
+
+        Raises:
+            OSError: the machine cannot.
+        """
+        return self.launcher.prepare()
+
+    def close(self) -> None:
+        """Start no more."""
+        self.launcher.close()
+
     def start(self, worker: int, taken: frozenset[int], arena: int | None) -> Member:
         """Start a worker at the first seat that is free.
 
         Raises:
             OSError: the machine cannot.
         """
-        spec = self.spec
         seat = next(seat for seat in itertools.count() if seat not in taken)
-        script = Script(spec.target, spec.module, spec.arguments)
         log = Log.open(self.paths.log(worker), self.console.say)
-        inherited = (self.pool, *spec.inherited) if arena is None else (self.pool, arena, *spec.inherited)
+        memory = (self.pool,) if arena is None else (self.pool, arena)
         environment = partial(self._environment, worker, seat, arena)
-        handle = self.launcher.start(Launch(worker, script.command_line, environment, inherited))
+        handle = self.launcher.start(Launch(worker, environment, memory))
         stdout, stderr = self.console.outlets(worker)
         streams = Stream(handle.stdout, log, stdout), Stream(handle.stderr, log, stderr)
         return Member(worker, seat, handle, log, streams, self.paths.stack(worker))

@@ -1,0 +1,174 @@
+"""What JAX has compiled, kept in files: other workers, replacements and later runs need not compile it again.
+
+JAX has such a cache, which this one stands in for. It writes whole entries or none, however a process ends;
+it never serves what was compiled for another processor or another number of threads, which JAX does not tell
+apart; and of several processes that need the same at once, one compiles, and the others wait for it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from lockstep.importing import when_imported
+
+_SEAM = "jax._src.compilation_cache", "get_file_cache"
+"""The function of JAX that makes its cache; private, see tests/training/test_private_parts.py."""
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_LONGEST_WAIT = 60.0
+_LOOK_EVERY = 0.005
+_MOST_BYTES = 2**30
+_DIGEST_BYTES = 8
+_OFFSETS = 2**62
+
+
+def keep_compiled(base: Path, threads: int) -> None:
+    """Have JAX keep what it compiles, once it is imported, unless the person has decided that otherwise.
+
+    Args:
+        base: the folder for it.
+        threads: number of threads that compute one replica; what is compiled depends on it.
+    """
+    when_imported({"jax": partial(_keep, base / f"jax-{processor()}-{threads}")})
+
+
+def processor(file: Path = Path("/proc/cpuinfo")) -> str:
+    """Return a name for the kind of processor that this is."""
+    first = file.read_text().partition("\n\n")[0].splitlines()
+    told = [
+        line for line in first if line.startswith(("vendor_id", "model name", "flags", "Features", "CPU "))
+    ]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+
+
+def _keep(folder: Path, jax: ModuleType) -> None:
+    module, name = sys.modules.get(_SEAM[0]), _SEAM[1]
+    theirs: Callable[[str], Any] | None = getattr(module, name, None)
+    config = jax.config
+    if theirs is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        return
+    try:
+        cache = CompiledFiles.open(folder)
+    except OSError:
+        # Without a cache everything is as before, but for the time.
+        return
+    config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+    def get_file_cache(path: str) -> Any:
+        # The script may name a folder of its own.
+        return (cache, path) if path == str(folder) else theirs(path)
+
+    def note(event: str, seconds: float, **details: Any) -> None:
+        if event == _COMPILED:
+            cache.leave()
+
+    setattr(module, name, get_file_cache)
+    jax.monitoring.register_event_duration_secs_listener(note)
+
+
+class CompiledFiles:
+    """A folder with a file for each entry; what JAX asks of a cache.
+
+    Who does not find an entry makes it. Others that look for it meanwhile wait, until it is there, or whoever
+    makes it has come to another end, or for at most a minute: then they make it as well.
+
+    Args:
+        folder: that exists.
+        turns: descriptor of a file in which locks of single bytes stand for entries in the making.
+    """
+
+    def __init__(self, folder: Path, turns: int) -> None:
+        self._path = folder
+        self._turns = turns
+        self._making = threading.local()
+        self._trimmed = False
+
+    @classmethod
+    def open(cls, folder: Path) -> "CompiledFiles":
+        """Make the folder, if it is not there.
+
+        Raises:
+            OSError: it cannot be used.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cls(folder, os.open(folder / "turns", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+
+    def get(self, key: str) -> bytes | None:
+        """Return an entry; None if this process is to make it."""
+        self.leave()
+        value = self._read(key)
+        if value is None and self._take_turn(key):
+            value = self._read(key)
+            if value is not None:
+                self.leave()
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep an entry, if there is room."""
+        new = self._path / f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
+        try:
+            self._trim()
+            new.write_bytes(_digest(value) + value)
+            new.replace(self._path / key)
+        except OSError:
+            new.unlink(missing_ok=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let others make what this thread was to make."""
+        offset, self._making.offset = getattr(self._making, "offset", None), None
+        if offset is not None:
+            fcntl.lockf(self._turns, fcntl.LOCK_UN, 1, offset)
+
+    def _read(self, key: str) -> bytes | None:
+        file = self._path / key
+        try:
+            data = file.read_bytes()
+            os.utime(file)
+        except OSError:
+            return None
+        value = data[_DIGEST_BYTES:]
+        return value if _digest(value) == data[:_DIGEST_BYTES] else None
+
+    def _take_turn(self, key: str) -> bool:
+        """Be the one that makes an entry; return whether that came to be in time."""
+        offset = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % _OFFSETS
+        give_up = time.monotonic() + _LONGEST_WAIT
+        while time.monotonic() < give_up:
+            with contextlib.suppress(BlockingIOError, PermissionError):
+                fcntl.lockf(self._turns, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+                self._making.offset = offset
+                return True
+            time.sleep(_LOOK_EVERY)
+        return False
+
+    def _trim(self) -> None:
+        """Remove what was not used for the longest time, where there is too much; once a process."""
+        if self._trimmed:
+            return
+        self._trimmed = True
+        entries = [(file.stat(), file) for file in self._path.iterdir() if file.name != "turns"]
+        entries.sort(key=lambda entry: entry[0].st_mtime)
+        left = sum(status.st_size for status, _ in entries)
+        for status, file in entries:
+            if left <= _MOST_BYTES:
+                return
+            file.unlink(missing_ok=True)
+            left -= status.st_size
+
+
+def _digest(value: bytes) -> bytes:
+    return bytes(xxhash.xxh3_64_digest(value))

@@ -1,0 +1,149 @@
+"""The process that the workers of a job are forked from, when it has imported what they will need.
+
+Started by the agent, which asks it for workers one at a time. A worker becomes the agent's own child: the
+process between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or a
+backend: neither would be there, or usable, in a worker.
+"""
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep import worker
+from lockstep.config import ParentConfig, put_descriptors, read_parent, take_environment
+from lockstep.control.birth import MAX_REQUEST, READY, Birth, decode_birth
+from lockstep.control.prctl import die_with
+
+_LONGEST_IMPORT = 300
+_OF_WORKERS = ("lockstep.membership", "lockstep.persistence", "lockstep.tf_distribute")
+_MOST_DESCRIPTORS = 5
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A worker, before it has become one.
+
+    Attributes:
+        birth: what the agent has said of it.
+        descriptors: its stdout, stderr and control socket; memory: the pool, and the arena if there is one.
+    """
+
+    birth: Birth
+    descriptors: tuple[int, ...]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be the parent of all workers that will run the script of `arguments`; return as each of them."""
+    config = read_parent()
+    die_with(config.agent)
+    connection = socket.socket(fileno=config.connection)
+    connection.set_inheritable(False)
+    _prepare(config)
+    connection.send(READY)
+    forked = _serve(connection)
+    connection.close()
+    _become(forked)
+    worker.main(arguments)
+
+
+def _prepare(config: ParentConfig) -> None:
+    """Import what workers need, so that they find it; end where workers could not be forked after that."""
+    # The default action ends this process, whatever it hangs in.
+    signal.alarm(_LONGEST_IMPORT)
+    # What modules are made of stays: to look for garbage in it takes a quarter of the time.
+    gc.disable()
+    for name in _OF_WORKERS:
+        importlib.import_module(name)
+    if config.folder is not None:
+        sys.path.insert(0, config.folder)
+        for name in config.imports:
+            importlib.import_module(name)
+        sys.path.remove(config.folder)
+    gc.freeze()
+    signal.alarm(0)
+    if not _can_fork():
+        sys.exit("a module has started threads")
+
+
+def _can_fork() -> bool:
+    """Tell whether this process has one thread once it has forked: libraries that handle forks end theirs."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _serve(connection: socket.socket) -> Forked:
+    """Fork a worker for each request; return in the worker only."""
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(
+            connection, MAX_REQUEST, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not packet:
+            os._exit(0)
+        try:
+            pid = _fork_orphan(connection)
+        except OSError as error:
+            connection.send(f"{error.strerror}".encode())
+            pid = -1
+        if pid == 0:
+            return Forked(decode_birth(packet), tuple(descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_orphan(connection: socket.socket) -> int:
+    """Fork a process that is nobody's child here, and tell the agent which; return 0 in it."""
+    told, tell = os.pipe()
+    orphaned, orphan = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        child = os.fork()
+        if child:
+            os.write(tell, str(child).encode())
+            os._exit(0)
+        for descriptor in (told, tell, orphan):
+            os.close(descriptor)
+        # Ends when the process between has: the agent, whose end is to be this one's, is the parent now.
+        os.read(orphaned, 1)
+        os.close(orphaned)
+        return 0
+    for descriptor in (tell, orphaned):
+        os.close(descriptor)
+    try:
+        status = os.waitpid(middle, 0)[1]
+        pid = os.read(told, 32)
+        if status or not pid:
+            raise OSError(status, "no process could be forked")
+        connection.send(pid)
+        return int(pid)
+    finally:
+        os.close(orphan)
+        os.close(told)
+
+
+def _become(forked: Forked) -> None:
+    """Be what the agent would have started: in a session of its own, with its descriptors and environment."""
+    os.setsid()
+    stdout, stderr, control, pool, *arena = forked.descriptors
+    for descriptor, standard in ((stdout, 1), (stderr, 2)):
+        said = os.pread(standard, os.fstat(standard).st_size, 0)
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+        # What modules say when they are imported, each worker says.
+        while said:
+            said = said[os.write(standard, said) :]
+    take_environment(forked.birth.environment)
+    put_descriptors(control, pool, arena[0] if arena else None)
+    gc.enable()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,82 @@
+"""What the source of a script tells of its imports."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.control.foresight import NOTHING, Foresight, foresee
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
+
+
+def foreseen(script: Path, source: str, backend: str | None = "jax") -> Foresight:
+    script.write_text(source)
+    return foresee(script, script.parent, backend)
+
+
+def test_a_script_that_imports_keras_needs_its_backend(script: Path) -> None:
+    found = foreseen(script, "import numpy as np\nfrom keras import layers\n")
+    assert found.imports[:3] == ("numpy", "keras", "jax")
+    assert "lockstep.keras.backends.jax" in found.imports
+    assert found.folder == str(script.parent)
+
+
+def test_the_order_is_that_of_the_script(script: Path) -> None:
+    found = foreseen(script, "import tensorflow as tf\nimport numpy\nimport tensorflow.data\n")
+    assert found.imports == ("tensorflow", "numpy")
+
+
+def test_what_lies_beside_the_script_is_looked_at_too(script: Path) -> None:
+    (script.parent / "model.py").write_text("import os\nfrom helpers import thing\n")
+    (script.parent / "helpers").mkdir()
+    (script.parent / "helpers" / "__init__.py").write_text("from . import other\n")
+    (script.parent / "helpers" / "other.py").write_text("import torch\nimport model\n")
+    assert foreseen(script, "def main():\n    import model\n").imports == ("torch",)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print('keras')",
+        "import json, os",
+        "import keras; import",
+        "import os, keras\nos.environ['KERAS_BACKEND'] = input()",
+        "import os, keras\nif 1:\n    os.environ['XLA_FLAGS'] = '--x'",
+        "import os, keras\nos.environ.update(A='b')",
+        "import os, keras\nos.putenv('A', 'b')",
+        "from os import environ\nimport keras",
+        "import sys\nsys.path.insert(0, '/mine')\nimport keras",
+        "from __future__ import annotations\nimport keras.\n",
+    ],
+)
+def test_nothing_is_known(script: Path, source: str) -> None:
+    assert foreseen(script, source) == NOTHING
+
+
+def test_a_module_beside_it_decides_as_well(script: Path) -> None:
+    (script.parent / "settings.py").write_text("import os\nos.environ['KERAS_BACKEND'] = 'torch'\n")
+    assert foreseen(script, "import settings\nimport keras\n") == NOTHING
+
+
+def test_a_setting_before_the_first_import_counts(script: Path) -> None:
+    found = foreseen(
+        script,
+        "import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras\nos.environ['AFTER'] = '1'\n",
+    )
+    assert found.settings == {"KERAS_BACKEND": "torch"}
+    assert "lockstep.keras.backends.torch" in found.imports
+    assert "jax" not in found.imports
+
+
+def test_looking_at_the_environment_changes_nothing(script: Path) -> None:
+    source = "import os, keras\nprint(os.environ['HOME'], os.environ.get('RANK'))\n"
+    assert foreseen(script, source, None).imports == ("keras",)
+
+
+def test_what_cannot_be_read_tells_nothing(script: Path) -> None:
+    assert foresee(script, script.parent, "jax") == NOTHING
+    script.write_bytes(b"\xff\xfe\x00")
+    assert foresee(script, script.parent, "jax") == NOTHING
