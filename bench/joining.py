@@ -1,11 +1,11 @@
 """How long a worker that joins holds the others up, and how soon one that was killed is replaced.
 
-    joining.py [--joins N]
+    joining.py [BACKEND] [--joins N] [--model MODEL]
 
-A model on JAX whose state is 203 MB. In turn, `lockstep scale` makes three workers of two, and one of three
-is killed, the chief or another, and replaced. The newcomer starts while the others train: without a core of
-its own it slows them down before it joins, so their steps of that time are shown as well. Nobody is pinned;
-one thread a process.
+The tutorial's CNN, whose state is 33 MB, and a model whose state is 203 MB. In turn, `lockstep scale` makes
+three workers of two, and one of three is killed, the chief or another, and replaced. The newcomer starts
+while the others train: without a core of its own it slows them down before it joins, so their steps of that
+time are shown as well. Nobody is pinned; one thread a process.
 """
 
 import argparse
@@ -14,19 +14,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cnn import environment
 from recovery import kill
 from rows import print_row
 from steps import Step, Watch, gaps, of, usual, watching
 from turns import FailedError
+from ways import environment
 
 HERE = Path(__file__).parent
 JOINS = 10
-STEPS = 1000
+MODELS = {"cnn": "33 MB", "large": "203 MB"}
+"""Their states."""
+STEPS = 400
 """Of an epoch: more than are taken, so that no epoch ends."""
 BEFORE = 30
 AFTER = 30
@@ -57,21 +59,25 @@ class Join:
     wait: float
 
 
-def join(workers: int, cause: Callable[[Watch, str], float], chance: random.Random) -> Join:
+def join(
+    backend: str, model: str, workers: int, cause: Callable[[Watch, str], float], chance: random.Random
+) -> Join:
     """Start a job of three replicas, do at a random instant what makes a worker join, and wait until it has.
 
     Args:
+        backend: of Keras.
+        model: what is trained.
         workers: with which it starts.
         cause: makes a worker join the job of this name; returns when that was.
         chance: chooses the instant.
     """
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name,
-        watching(Path(name), environment("jax", 1)) as watch,
+        watching(Path(name), environment(backend, 1)) as watch,
     ):
         job = Path(name).name
         options = ["-n", str(workers), "--replicas", "3", "--threads-per-worker", "1"]
-        script = [str(HERE / "recovery_lockstep.py"), "large", str(STEPS)]
+        script = [str(HERE / "recovery_lockstep.py"), model, str(STEPS)]
         watch.start([*LOCKSTEP, "run", *options, "--run-dir", str(Path(name) / job), *script])
         watch.until(lambda: watch.have_taken(workers, BEFORE), "starting")
         watch.hear_for(chance.uniform(0, CHANCE_SECONDS))
@@ -134,21 +140,22 @@ def report(kind: str, joins: list[Join], wait: str) -> None:
     print_row(f"{kind}: {wait}", [one.wait for one in joins], "s")
 
 
-def measure(count: int) -> None:
+def measure(backend: str, model: str, count: int) -> None:
     chance = random.Random(0)
     scaled: list[Join] = []
     replaced: list[Join] = []
     for number in range(count):
-        scaled.append(join(2, scale, chance))
-        replaced.append(join(3, lose(number % 2), chance))
-    print(f"a worker joins, state of 203 MB, {count} times each: median (p10-p90)")
+        scaled.append(join(backend, model, 2, scale, chance))
+        replaced.append(join(backend, model, 3, lose(number % 2), chance))
+    print(f"a worker joins on {backend}, state of {MODELS[model]}, {count} times each: median (p10-p90)")
     report("2 workers to 3", scaled, "order to the newcomer's first step")
     report("1 of 3 killed", replaced, "kill to full strength")
 
 
-def main(count: int = JOINS) -> None:
+def main(backend: str = "jax", models: Iterable[str] = MODELS, count: int = JOINS) -> None:
     try:
-        measure(count)
+        for model in models:
+            measure(backend, model, count)
     except FailedError as error:
         sys.exit(str(error))
 
@@ -157,5 +164,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("backend", nargs="?", default="jax", help="jax, tensorflow or torch")
+    parser.add_argument("--model", choices=MODELS, help="both by default")
     parser.add_argument("--joins", type=int, default=JOINS, help="of each kind; at least 2")
-    main(parser.parse_args().joins)
+    given = parser.parse_args()
+    main(given.backend, [given.model] if given.model else MODELS, given.joins)

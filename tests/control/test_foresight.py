@@ -14,7 +14,7 @@ def script(tmp_path: Path) -> Path:
 
 def foreseen(script: Path, source: str, backend: str | None = "jax") -> Foresight:
     script.write_text(source)
-    return foresee(script, script.parent, backend)
+    return foresee(script, script.parent, {"KERAS_BACKEND": backend} if backend else {})
 
 
 def test_a_script_that_imports_keras_needs_its_backend(script: Path) -> None:
@@ -34,18 +34,22 @@ def test_what_lies_beside_the_script_is_looked_at_too(script: Path) -> None:
     (script.parent / "helpers").mkdir()
     (script.parent / "helpers" / "__init__.py").write_text("from . import other\n")
     (script.parent / "helpers" / "other.py").write_text("import torch\nimport model\n")
-    assert foreseen(script, "def main():\n    import model\n").imports == ("torch",)
+    assert foreseen(script, "if True:\n    import model\n").imports == ("torch",)
 
 
 @pytest.mark.parametrize(
     "source",
     [
         "print('keras')",
+        "def main():\n    import keras\n",
         "import json, os",
         "import keras; import",
         "import os, keras\nos.environ['KERAS_BACKEND'] = input()",
         "import os, keras\nif 1:\n    os.environ['XLA_FLAGS'] = '--x'",
         "import os, keras\nos.environ.update(A='b')",
+        "import os, keras\nos.environ |= {'A': 'b'}",
+        "import os, keras\nvariables = os.environ",
+        "import os, keras\ndel os.environ['A']",
         "import os, keras\nos.putenv('A', 'b')",
         "from os import environ\nimport keras",
         "import sys\nsys.path.insert(0, '/mine')\nimport keras",
@@ -71,12 +75,18 @@ def test_a_setting_before_the_first_import_counts(script: Path) -> None:
     assert "jax" not in found.imports
 
 
+def test_a_default_counts_where_there_is_nothing_else(script: Path) -> None:
+    source = "import os\nos.environ.setdefault('KERAS_BACKEND', 'torch')\nimport keras\n"
+    assert foreseen(script, source, "jax").settings == {}
+    assert foreseen(script, source, None).settings == {"KERAS_BACKEND": "torch"}
+
+
 def test_looking_at_the_environment_changes_nothing(script: Path) -> None:
-    source = "import os, keras\nprint(os.environ['HOME'], os.environ.get('RANK'))\n"
+    source = "import os, keras\nprint(os.environ['HOME'], os.environ.get('RANK'), os.environ | {'A': 'b'})\n"
     assert foreseen(script, source, None).imports == ("keras",)
 
 
 def test_what_cannot_be_read_tells_nothing(script: Path) -> None:
-    assert foresee(script, script.parent, "jax") == NOTHING
+    assert foresee(script, script.parent, {}) == NOTHING
     script.write_bytes(b"\xff\xfe\x00")
-    assert foresee(script, script.parent, "jax") == NOTHING
+    assert foresee(script, script.parent, {}) == NOTHING

@@ -4,16 +4,14 @@ import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple
 
 FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
 _KERAS = ("keras", "lockstep")
 _OF_KERAS = ("lockstep.keras.hook", "lockstep.keras.state.digest", "lockstep.strategy.mirrored")
-_DECIDING = {
-    "os": ("environ", "environb", "putenv", "unsetenv"),
-    "sys": ("path", "modules", "meta_path", "path_hooks"),
-}
+_DECIDING = {"os": ("putenv", "unsetenv", "environb"), "sys": ("path", "modules", "meta_path", "path_hooks")}
 """What can make an import give something else, in the modules that have it."""
+_CHANGES = ("clear", "pop", "popitem", "setdefault", "update")
 _MOST_FILES = 100
 
 
@@ -35,7 +33,7 @@ class Foresight:
 NOTHING = Foresight()
 
 
-def foresee(script: Path, folder: Path, backend: str | None) -> Foresight:
+def foresee(script: Path, folder: Path, environment: Mapping[str, str]) -> Foresight:
     """Return what workers that run a script will import of the frameworks.
 
     Nothing, where the script decides by itself what an import gives: with variables of the environment that
@@ -44,9 +42,9 @@ def foresee(script: Path, folder: Path, backend: str | None) -> Foresight:
     Args:
         script: a file with Python code.
         folder: where it will look for modules first.
-        backend: of Keras, if the script does not choose another; None to leave it.
+        environment: that it will find.
     """
-    found = _Found(folder)
+    found = _Found(folder, environment)
     try:
         found.read(script)
     except (OSError, ValueError, SyntaxError, RecursionError):
@@ -55,7 +53,7 @@ def foresee(script: Path, folder: Path, backend: str | None) -> Foresight:
     if found.decides or not found.frameworks:
         return NOTHING
     imports = list(found.frameworks)
-    backend = found.settings.get("KERAS_BACKEND", backend)
+    backend = {**environment, **found.settings}.get("KERAS_BACKEND")
     if backend is not None and any(name in imports for name in _KERAS):
         imports += ["keras", backend, *_OF_KERAS, f"lockstep.keras.backends.{backend}"]
     return Foresight(tuple(dict.fromkeys(imports)), str(folder), found.settings)
@@ -64,26 +62,24 @@ def foresee(script: Path, folder: Path, backend: str | None) -> Foresight:
 class _Found:
     """What has been found in a script, and in those of its modules that lie beside it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.frameworks: dict[str, None] = {}
         self.settings: dict[str, str] = {}
         self.decides = False
         self._folder = folder
+        self._environment = environment
         self._files: set[Path] = set()
 
     def read(self, script: Path) -> None:
         for statement in ast.parse(script.read_bytes()).body:
-            name, value = _setting(statement)
-            if name is None:
+            if (setting := _setting(statement)) is None:
                 self._look(statement, script.parent)
-            elif not self.frameworks:
-                self.settings[name] = value
+            elif not self.frameworks and (setting.always or setting.name not in self._environment):
+                self.settings[setting.name] = setting.value
 
     def _look(self, tree: ast.AST, beside: Path) -> None:
-        nodes = list(ast.walk(tree))
-        read_only = {id(node.value) for node in nodes if _reads(node)}
-        for node in nodes:
-            self.decides = self.decides or (_decides(node) and id(node) not in read_only)
+        self.decides = self.decides or any(map(_decides, ast.walk(tree)))
+        for node in _at_once(tree):
             for name, relative in _imported(node):
                 if name in FRAMEWORKS and not relative:
                     self.frameworks[name] = None
@@ -97,6 +93,14 @@ class _Found:
                 self._look(ast.parse(file.read_bytes()), file.parent)
 
 
+def _at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those below it, but not what only happens when a function is called."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _at_once(child)
+
+
 def _imported(node: ast.AST) -> Iterator[tuple[str, bool]]:
     """Yield the first part of the name of each module that is imported, and whether it is relative."""
     if isinstance(node, ast.Import):
@@ -107,8 +111,16 @@ def _imported(node: ast.AST) -> Iterator[tuple[str, bool]]:
         yield from ((alias.name, True) for alias in node.names)
 
 
-def _setting(statement: ast.stmt) -> tuple[str | None, str]:
-    """Return name and value, where a statement is `os.environ["NAME"] = "value"`."""
+class _Setting(NamedTuple):
+    """A variable that a script sets: always, or where there is none of this name."""
+
+    name: str
+    value: str
+    always: bool
+
+
+def _setting(statement: ast.stmt) -> _Setting | None:
+    """Return what a statement sets: `os.environ["NAME"] = "value"`, or the same with `setdefault`."""
     match statement:
         case ast.Assign(
             targets=[
@@ -119,24 +131,32 @@ def _setting(statement: ast.stmt) -> tuple[str | None, str]:
             ],
             value=ast.Constant(value=str(value)),
         ):
-            return name, value
-    return None, ""
-
-
-def _reads(node: ast.AST) -> TypeGuard[ast.Subscript | ast.Attribute]:
-    """Tell whether a part of the source only reads: `os.environ["NAME"]` or `os.environ.get`."""
-    match node:
-        case ast.Subscript(value=ast.Attribute(attr="environ"), ctx=ast.Load()):
-            return True
-        case ast.Attribute(value=ast.Attribute(attr="environ"), attr="get"):
-            return True
-    return False
+            return _Setting(name, value, always=True)
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(
+                    value=ast.Attribute(value=ast.Name(id="os"), attr="environ"), attr="setdefault"
+                ),
+                args=[ast.Constant(value=str(name)), ast.Constant(value=str(value))],
+            )
+        ):
+            return _Setting(name, value, always=False)
+    return None
 
 
 def _decides(node: ast.AST) -> bool:
+    """Tell whether a part of the source changes the environment, or touches where modules are found."""
     match node:
+        case ast.Subscript(value=ast.Attribute(attr="environ"), ctx=ast.Store() | ast.Del()):
+            return True
+        case ast.Attribute(value=ast.Attribute(attr="environ"), attr=name):
+            return name in _CHANGES
+        case ast.Assign(value=ast.Attribute(attr="environ")):
+            return True
+        case ast.AugAssign(target=ast.Attribute(attr="environ")):
+            return True
         case ast.Attribute(value=ast.Name(id=module), attr=name):
             return name in _DECIDING.get(module, ())
         case ast.ImportFrom(module=str(module), names=names):
-            return any(alias.name in _DECIDING.get(module, ()) for alias in names)
+            return any(alias.name in ("environ", *_DECIDING.get(module, ())) for alias in names)
     return False

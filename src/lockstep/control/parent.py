@@ -41,8 +41,8 @@ class Plan:
         source = script.source()
         # A framework may look for GPUs when it is imported, and each worker is to see its own.
         known = source if not spec.devices else None
-        foresight = foresee(known, script.folder, spec.backend) if known else NOTHING
         environment = job_environment(spec.seed, spec.threads, backend=spec.backend)
+        foresight = foresee(known, script.folder, environment) if known else NOTHING
         return cls(script.command_line, environment, spec.inherited, foresight)
 
     def without_imports(self) -> "Plan":

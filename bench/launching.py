@@ -1,0 +1,121 @@
+"""How long it takes from the command to the end of the first step: Lockstep, cold and warm, and torchrun.
+
+    launching.py [BACKEND ...] [--launches N]
+
+The tutorial's CNN with two processes, one thread each, nobody is pinned. Cold is with an empty folder for
+what is compiled, warm the same command once more; only JAX compiles. The files of all libraries have been
+read before. Each job takes a few steps and ends; the jobs take turns, in alternating order. A row counts only
+if both workers, cold and warm, end with the same weights, bit for bit.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rows import print_row
+from steps import watching
+from turns import FailedError, ended
+from ways import environment
+
+HERE = Path(__file__).parent
+LAUNCHES = 5
+END_SECONDS = 60.0
+BACKENDS = ("jax", "tensorflow", "torch")
+TORCHRUN = "torchrun, ddp"
+WAYS = ("cold", "warm")
+
+
+def launch(command: list[str], variables: dict[str, str], folder: Path) -> tuple[float, str]:
+    """Start a job of two processes; return seconds until both have taken a step, and what they came to."""
+    with watching(folder, variables) as watch:
+        begun = time.monotonic()
+        process = watch.start(command)
+        watch.until(lambda: watch.have_taken(2, 1), " ".join(command))
+        first = {step.pid: step.time for step in reversed(watch.steps)}
+        seconds = max(first.values()) - begun
+        if ended(process, END_SECONDS):
+            raise FailedError(f"{command}: ended with {process.returncode}")
+    results = {file.read_text() for file in folder.glob("result-*")}
+    if len(results) != 1:
+        raise FailedError(f"{command}: the processes have come to {len(results)} results")
+    return seconds, results.pop()
+
+
+def lockstep(backend: str, cache: Path) -> tuple[float, str]:
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        folder = Path(name)
+        options = ["-n", "2", "--threads-per-worker", "1", "--run-dir", str(folder / "run")]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "run",
+            *options,
+            str(HERE / "launching_lockstep.py"),
+            name,
+        ]
+        return launch(command, environment(backend, 1) | {"XDG_CACHE_HOME": str(cache)}, folder)
+
+
+def torchrun() -> float:
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        options = ["--standalone", "--nproc-per-node", "2"]
+        command = [sys.executable, "-m", "torch.distributed.run", *options]
+        command += [str(HERE / "launching_ddp.py"), name]
+        return launch(command, environment("torch", 1), Path(name))[0]
+
+
+def round_of(backend: str, seconds: dict[str, list[float]]) -> None:
+    """Launch a backend's job cold and warm."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        results = []
+        for way in WAYS:
+            taken, result = lockstep(backend, Path(name))
+            seconds[f"{backend}, {way}"].append(taken)
+            results.append(result)
+    if len(set(results)) > 1:
+        raise FailedError(f"{backend}: what was compiled before gives other results")
+
+
+def measure(backends: list[str], count: int) -> None:
+    names = [f"{backend}, {way}" for backend in backends for way in WAYS]
+    seconds: dict[str, list[float]] = {name: [] for name in (*names, TORCHRUN)}
+    for backend in backends:
+        # Everything is read from the disk once.
+        with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+            lockstep(backend, Path(name))
+    torchrun()
+    for number in range(count):
+        for backend in (*backends, TORCHRUN) if number % 2 == 0 else (TORCHRUN, *reversed(backends)):
+            if backend == TORCHRUN:
+                seconds[TORCHRUN].append(torchrun())
+            else:
+                round_of(backend, seconds)
+    print(f"the command to the end of the first step, two processes, {count} times each: median (p10-p90)")
+    for name, values in seconds.items():
+        print_row(name, values, "s")
+    for name in names:
+        pairs = zip(seconds[TORCHRUN], seconds[name], strict=True)
+        print_row(f"torchrun / Lockstep on {name}", [their / our for their, our in pairs], "times", "1.5")
+
+
+def main(backends: list[str] | None = None, count: int = LAUNCHES) -> None:
+    try:
+        measure(backends or list(BACKENDS), count)
+    except (FailedError, subprocess.SubprocessError) as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "backends", nargs="*", metavar="BACKEND", help="jax, tensorflow, torch; all by default"
+    )
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="of each; at least 2")
+    given = parser.parse_args()
+    main(given.backends, given.launches)

@@ -1,0 +1,31 @@
+"""One worker that tells of each step of a short training, and leaves in a folder what it has come to.
+
+lockstep run ... launching_lockstep.py FOLDER
+"""
+
+import sys
+from pathlib import Path
+
+import keras
+
+import lockstep
+from lockstep import job
+from models import MODELS
+from steps import Steps
+
+STEPS = 3
+
+
+class Tell(Steps, keras.callbacks.Callback):
+    pass
+
+
+cnn = MODELS["cnn"]
+strategy = lockstep.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = cnn.compiled(keras)
+batch = cnn.batch * strategy.num_replicas_in_sync
+x, y = cnn.examples(STEPS * batch)
+worker = job.current().worker
+model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[Tell(worker, STEPS)])
+Path(sys.argv[1], f"result-{worker}").write_text(lockstep.digest(model))

@@ -1,0 +1,40 @@
+"""What JAX compiled in an earlier run, or for another worker, computes the bits of what it compiles now."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def run(folder: Path, number: int, **variables: str) -> tuple[list[str], str]:
+    """Train on two workers; return their results, and what else they have written."""
+    where = folder / f"run-{number}"
+    options = ["--backend", "jax", "-n", "2", "--replicas", "3", "--run-dir", str(where)]
+    command = [sys.executable, "-m", "lockstep", "run", *options, str(HERE / "program.py"), "cnn", "custom"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **variables}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = [(where / f"worker-{worker}.log").read_text().splitlines() for worker in range(2)]
+    assert lines[0] == lines[1]
+    return lines[0], done.stderr.partition("\n")[2]
+
+
+def kept(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_was_compiled_before_computes_the_same_bits(tmp_path: Path) -> None:
+    without = run(tmp_path, 0, JAX_ENABLE_COMPILATION_CACHE="false")
+    assert not kept(tmp_path / "cache")
+    assert run(tmp_path, 1) == without
+    compiled = kept(tmp_path / "cache")
+    assert any("train" in name or "compute" in name for name in compiled)
+    assert run(tmp_path, 2) == without
+    assert kept(tmp_path / "cache") == compiled
+
+
+def test_a_folder_of_the_persons_own_is_used_instead(tmp_path: Path) -> None:
+    run(tmp_path, 0, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
+    assert not kept(tmp_path / "cache")
