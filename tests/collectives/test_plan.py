@@ -1,5 +1,7 @@
 """The tree, the slices and the work of each member, without members that run."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from collective_members import plan_of
@@ -8,13 +10,17 @@ from collective_twin import DTYPES, FLOATS, leaves_of, sha, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.collectives import packets
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
+from lockstep.collectives.packets import Packets
 from lockstep.collectives.places import Places, Work, run
 from lockstep.collectives.plan import ReducePlan, Step, Sum, cover, halves
-from lockstep.collectives.summing import Adder, flat, merge
+from lockstep.collectives.summing import Adder, Bytes, flat, merge
 from lockstep.errors import InternalError
 from lockstep.topology import View
+
+Simulate = Callable[[ReducePlan, Reduce], list[str]]
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
@@ -105,27 +111,51 @@ def test_views_without_a_plan(view: View) -> None:
         ReducePlan.of(view)
 
 
-def simulate(plan: ReducePlan, case: Reduce) -> list[str]:
-    """Run all members' work one after the other in memory that starts as NaNs."""
+def nans(size: int) -> Bytes:
+    memory = allocate(size)
+    memory.fill(0xFF)
+    return memory
+
+
+def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
+    """Run all members' work one after the other in memory that starts as NaNs; return the totals' digests."""
     layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
     places = Places.of(layout, plan)
-    total, outside = allocate(layout.size), allocate(places.size)
-    total.fill(0xFF)
-    outside.fill(0xFF)
+    memory = nans(layout.size), nans(places.size)
     adder, works, owns = Adder(), [], []
     for position in range(plan.members):
         partials = partials_of(plan, position, case)
-        works.append(Work.of(layout, plan, places, position, tuple(partials), (total, outside)))
+        works.append(Work.of(layout, plan, places, position, tuple(partials), memory))
         owns.append({span: flat(leaves) for span, leaves in partials.items()})
-    for work, own in zip(works, owns, strict=True):
-        run(work.publish, own, adder)
-    for work, own in zip(works, owns, strict=True):
-        run(work.total, own, adder)
-    return [sha(layout.shaped(layout.views(total)))]
+    with np.errstate(all="ignore"):
+        for work, own in zip(works, owns, strict=True):
+            run(work.publish, own, adder)
+        for work, own in zip(works, owns, strict=True):
+            run(work.total, own, adder)
+    return [sha(layout.shaped(layout.views(memory[0])))]
 
 
+def simulate_packets(plan: ReducePlan, case: Reduce) -> list[str]:
+    """The same with packets."""
+    layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
+    totals, shared = [nans(layout.size) for _ in plan.workers], nans(packets.size(layout, plan))
+    adder, works = Adder(), []
+    with np.errstate(all="ignore"):
+        for position, total in enumerate(totals):
+            partials = partials_of(plan, position, case)
+            works.append(Packets.of(layout, plan, position, tuple(partials), (total, shared)))
+            works[-1].publish({span: flat(leaves) for span, leaves in partials.items()}, adder)
+        for work in works:
+            work.sum(adder)
+    return sorted({sha(layout.shaped(layout.views(total))) for total in totals})
+
+
+both_ways = pytest.mark.parametrize("simulate", [simulate_slices, simulate_packets])
+
+
+@both_ways
 @pytest.mark.parametrize("replicas", range(1, 17))
-def test_any_number_of_workers_gives_the_bits_of_the_twin(replicas: int) -> None:
+def test_any_number_of_workers_gives_the_bits_of_the_twin(simulate: Simulate, replicas: int) -> None:
     case = Reduce(replicas, ((2, 67), (1,), (33,)), ("float32", "float64", "float16"))
     want = sha(twin([leaves_of(case.seed, replica, case.shapes, case.dtypes) for replica in range(replicas)]))
     for workers in range(1, replicas + 1):
@@ -136,9 +166,10 @@ def test_any_number_of_workers_gives_the_bits_of_the_twin(replicas: int) -> None
             )
 
 
+@both_ways
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_leaves_give_the_bits_of_the_twin(data: st.DataObject) -> None:
+def test_any_leaves_give_the_bits_of_the_twin(simulate: Simulate, data: st.DataObject) -> None:
     replicas = data.draw(st.integers(1, 16))
     workers = data.draw(st.integers(1, replicas))
     leaves = data.draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=4))

@@ -144,7 +144,7 @@ class Arena:
                 text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
                 self.control[_REASON : _REASON + len(text)] = text
                 self._words[_REASON_LENGTH // 4] = len(text)
-                futex.add_one(self._address + _ABORT)
+                futex.adder(self._address + _ABORT)()
         for position in range(self.members):
             futex.wake(self.address(position))
 

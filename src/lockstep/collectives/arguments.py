@@ -29,10 +29,9 @@ def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leave
         ModelError: they cannot be summed.
     """
     plan.merges(position, partials)
-    layouts = {Layout.of(leaves) for leaves in partials.values()}
-    if len(layouts) != 1:
+    layout, *others = map(Layout.of, partials.values())
+    if any(other is not layout for other in others):
         raise InternalError("the partials of one member differ in the shapes or dtypes of their leaves")
-    layout = layouts.pop()
     layout.check()
     return layout
 

@@ -1,8 +1,7 @@
 """What the members of one view say when they arrive in a call, and whether that agrees. Pure."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from lockstep.errors import DisagreementError, LockstepError
 from lockstep.prose import name_workers
@@ -10,8 +9,7 @@ from lockstep.prose import name_workers
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """What a member says of the call that it makes.
 
     Attributes:

@@ -5,8 +5,10 @@ All functions take the address of an aligned 32-bit word in memory that is mappe
 
 import ctypes
 import errno
+import functools
 import os
 import platform
+from collections.abc import Callable
 
 from lockstep.errors import UnfitError
 
@@ -53,12 +55,15 @@ def wait(address: int, expected: int, seconds: float) -> None:
     _call(address, _WAIT, expected, ctypes.byref(limit), None, 0)
 
 
-def add_one(address: int) -> None:
-    """Add 1 to the word and wake all who wait for it.
+def adder(address: int) -> Callable[[], None]:
+    """Return a function that adds 1 to the word and wakes all who wait for it.
 
     The kernel adds atomically and in order: whoever sees the new word also sees what was written before.
     """
-    _call(address, _WAKE_OP, _EVERYBODY, ctypes.c_long(0), ctypes.c_void_p(address), _ADD_ONE)
+    word, zero = ctypes.c_void_p(address), ctypes.c_long(0)
+    numbers = ctypes.c_int(_WAKE_OP), ctypes.c_uint32(_EVERYBODY), zero, word, ctypes.c_uint32(_ADD_ONE)
+    # To make these objects anew for each call would take longer than the call.
+    return functools.partial(_checked, _number, word, *numbers)
 
 
 def wake(address: int) -> None:
@@ -80,6 +85,9 @@ _EXPECTED = frozenset([0, errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT])
 
 
 def _call(address: int, operation: int, value: int, *rest: object) -> None:
-    result = _syscall(_number, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), *rest)
-    if result < 0 and ctypes.get_errno() not in _EXPECTED:
+    _checked(_number, ctypes.c_void_p(address), operation, ctypes.c_uint32(value), *rest)
+
+
+def _checked(*arguments: object) -> None:
+    if _syscall(*arguments) < 0 and ctypes.get_errno() not in _EXPECTED:
         raise OSError(ctypes.get_errno(), f"futex: {os.strerror(ctypes.get_errno())}")

@@ -1,6 +1,7 @@
 """What the leaves of a partial look like, where they lie in memory, and who sums which of them. Pure."""
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -22,6 +23,16 @@ _SUMMABLE = frozenset(
 )
 
 
+class Stretch(NamedTuple):
+    """The leaves `first <= i < last`, neighbours of one dtype, and their bytes; never empty."""
+
+    dtype: np.dtype[Any]
+    first: int
+    last: int
+    start: int
+    stop: int
+
+
 class Piece(NamedTuple):
     """The elements `start <= i < stop` of a flattened leaf; never empty."""
 
@@ -30,9 +41,11 @@ class Piece(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
     """Shapes and dtypes of leaves, and their places in one stretch of memory.
+
+    Equal layouts are one object, so that to look something up by a layout costs nothing: use `of`.
 
     Attributes:
         shapes: a shape for each leaf.
@@ -44,8 +57,9 @@ class Layout:
 
     @staticmethod
     def of(leaves: Leaves) -> "Layout":
-        """Describe `leaves`; what was worked out for an equal layout is found again."""
-        return _intern(tuple(leaf.shape for leaf in leaves), tuple(leaf.dtype for leaf in leaves))
+        """Describe `leaves`; what was worked out for equal leaves is found again."""
+        # Lists are faster than generators.
+        return _intern(tuple([leaf.shape for leaf in leaves]), tuple([leaf.dtype for leaf in leaves]))
 
     def check(self) -> None:
         """Make sure that all leaves can be summed.
@@ -53,12 +67,17 @@ class Layout:
         Raises:
             ModelError: a dtype is none of those the contract lists.
         """
-        for index, dtype in enumerate(self.dtypes):
-            if dtype.name not in _SUMMABLE or not dtype.isnative:
-                raise ModelError(
-                    f"array {index} of those to be summed over replicas has dtype {dtype}; only floating "
-                    "point numbers of 16 to 64 bits and integers can be summed: convert it first"
-                )
+        if self._unsummable is not None:
+            raise ModelError(
+                f"array {self._unsummable} of those to be summed over replicas has dtype "
+                f"{self.dtypes[self._unsummable]}; only floating point numbers of 16 to 64 bits and integers "
+                "can be summed: convert it first"
+            )
+
+    @cached_property
+    def _unsummable(self) -> int | None:
+        bad = (i for i, dtype in enumerate(self.dtypes) if dtype.name not in _SUMMABLE or not dtype.isnative)
+        return next(bad, None)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -81,6 +100,18 @@ class Layout:
     def size(self) -> int:
         """Bytes of all leaves, a multiple of `ALIGNMENT`."""
         return sum(aligned(size) for size in self.sizes)
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """All leaves, in as few stretches as possible; what is between two leaves belongs to the first."""
+        stretches, leaf = list[Stretch](), 0
+        for dtype, group in itertools.groupby(self.dtypes):
+            first, leaf = leaf, leaf + len(list(group))
+            start = self.offsets[first]
+            stop = self.offsets[leaf - 1] + aligned(self.sizes[leaf - 1])
+            if start < stop:
+                stretches.append(Stretch(dtype, first, leaf, start, stop))
+        return tuple(stretches)
 
     @cached_property
     def digest(self) -> bytes:

@@ -1,9 +1,8 @@
 """How the processes that share an arena meet: they arrive, say what they call, and wait for the others."""
 
-import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from lockstep.clock import Clock
 from lockstep.collectives import futex
@@ -14,9 +13,9 @@ from lockstep.collectives.slots import decode, encode
 from lockstep.collectives.waiting import Patience
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
 
-SPIN = 100e-6
+SPIN = 1e-3
 """Seconds to look again and again before blocking: about the difference between members that start a
-call together. Useless, and harmful, where there are fewer cores than members."""
+call together, also where several share a core. To block and to be woken takes longer than to yield."""
 
 _BEHIND = 1 << 31
 """Arrivals are counted modulo 2**32: differences from here on are negative numbers."""
@@ -45,13 +44,15 @@ class Meeting:
         self._policy = policy
         self._observe = observe
         self._clock = clock
-        self._spin = SPIN if len(workers) <= (os.cpu_count() or 1) else 0.0
+        self._arrive = futex.adder(arena.address(position))
+        self._slots = [
+            [arena.slot(member, arrival) for member in range(len(workers))] for arrival in range(2)
+        ]
         self._arrival = 0
         self._closed = False
         self.notice = 0
 
-    @contextlib.contextmanager
-    def calling(self, call: Call) -> Iterator[None]:
+    def calling(self, call: Call) -> "_Calling":
         """Surround everything a member does in one call.
 
         A member that leaves a call halfway can't take back what it has said in it, so the view ends
@@ -64,13 +65,11 @@ class Meeting:
         if self._closed:
             raise InternalError(f"{call} on a communicator that was closed")
         self._raise_if_over()
-        try:
-            yield
-        except (DisagreementError, SharedMemoryError):
-            raise
-        except BaseException as error:
-            self._arena.abort(farewell(self._workers[self._position], call, error))
-            raise
+        return _Calling(self, call)
+
+    def leave_halfway(self, call: Call, error: BaseException) -> None:
+        """End the view for all members, since this one does not finish `call`."""
+        self._arena.abort(farewell(self._workers[self._position], call, error))
 
     def meet(
         self, call: Call, blob: bytes = b"", describe: Callable[[], Sequence[str]] = list
@@ -88,24 +87,26 @@ class Meeting:
         """
         arena, arrival = self._arena, self._arrival + 1
         own = encode(call, len(blob))
-        start = arena.slot(self._position, arrival)
-        arena.control[start : start + len(own)] = own
-        self._send(blob, 0)
+        slots = self._slots[arrival % 2]
+        arena.control[slots[self._position] : slots[self._position] + len(own)] = own
+        if blob:
+            self._send(blob, 0)
         if self._position == 0:
             arena.pass_notice_on(arrival)
         self.sync(call)
         self.notice = arena.notice(arrival)
-        slots = [arena.slot(position, arrival) for position in range(len(self._workers))]
-        if all(arena.control[start : start + len(own)] == own for start in slots):
-            lengths = [len(blob)] * len(slots)
+        for start in slots:
+            if arena.control[start : start + len(own)] != own:
+                lengths = self._compare(slots, describe)
+                break
         else:
-            lengths = self._compare(slots, describe)
+            lengths = [len(blob)] * len(slots)
         return self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
 
     def sync(self, call: Call) -> None:
         """Arrive, and return once all members have."""
         self._arrival = (self._arrival + 1) % (1 << 32)
-        futex.add_one(self._arena.address(self._position))
+        self._arrive()
         if not self._spun():
             self._block(call)
 
@@ -155,12 +156,13 @@ class Meeting:
         return (self._arena.arrivals(position) - self._arrival) % (1 << 32) < _BEHIND
 
     def _spun(self) -> bool:
-        """Look for the others for a short while, without giving up the core; say whether all are here."""
-        end = time.perf_counter() + self._spin
+        """Look for the others for a short while, and let them have the core; say whether all are here."""
+        end = time.perf_counter() + SPIN
         for other in self._others:
             while not self._has_arrived(other):
                 if time.perf_counter() >= end:
                     return False
+                os.sched_yield()
         for other in self._others:
             futex.confirm(self._arena.address(other), self._arena.arrivals(other))
         return True
@@ -188,3 +190,18 @@ class Meeting:
         reason = self._arena.reason()
         if reason is not None:
             raise PeerLostError(reason)
+
+
+class _Calling:
+    """A call in progress; a class, since a generator would take longer than all the rest of it."""
+
+    def __init__(self, meeting: Meeting, call: Call) -> None:
+        self._meeting = meeting
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, DisagreementError | SharedMemoryError):
+            self._meeting.leave_halfway(self._call, error)

@@ -1,4 +1,6 @@
-"""Where members put what others sum, and what each then adds to what. Pure arithmetic over memory given.
+"""Large totals: where members put what others sum, and what each then adds to what.
+
+Pure arithmetic over memory given.
 
 The bytes of a total are divided into one slice a member. A member sums its own slice: of its own
 replicas from its own arrays, of the others' from what they publish. Each span that others sum has a
@@ -6,16 +8,14 @@ place for every slice that its member does not own:
 
 * one published span of each slice has its place in the slice of the total itself. The total then
   overwrites it in the last addition, which saves a fifth of the traffic;
-* the others have places of their own, which are used again in every call.
+* the others have places of their own.
 
-There are two totals, used in turn: the members may still read the last one while the next is begun.
+Totals and places are used again in every call, which begins when no member reads the last total any more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
-
-import numpy as np
 
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import Layout, Piece
@@ -133,12 +133,14 @@ class Work:
 
 
 def run(tasks: Sequence[_Task], own: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-    """Do `tasks` with a member's `own` partials, as flat leaves."""
-    with np.errstate(all="ignore"):
-        for task in tasks:
-            leaf, start, stop = task.piece
-            operands = [
-                own[span][leaf][start:stop] if array is None else array
-                for span, array in zip(task.sum.operands, task.operands, strict=True)
-            ]
-            adder.add(task.sum, operands, task.out)
+    """Do `tasks` with a member's `own` partials, as flat leaves.
+
+    Callers silence NumPy's floating-point warnings (`np.errstate`).
+    """
+    for task in tasks:
+        leaf, start, stop = task.piece
+        operands = [
+            own[span][leaf][start:stop] if array is None else array
+            for span, array in zip(task.sum.operands, task.operands, strict=True)
+        ]
+        adder.add(task.sum, operands, task.out)

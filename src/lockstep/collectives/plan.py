@@ -169,11 +169,15 @@ class ReducePlan:
         Raises:
             InternalError: `partials` do not make up what the member owns.
         """
-        owned = self.owned[position]
-        for span in partials:
-            if not owned.start <= span.start < span.stop <= owned.stop:
-                raise InternalError(f"a partial over {_text([span])} given by the owner of {_text([owned])}")
-        return tuple(
-            Sum.of(span, [part for part in partials if span.start <= part.start < span.stop])
-            for span in self.published[position]
-        )
+        return _merges(self.owned[position], self.published[position], tuple(partials))
+
+
+@lru_cache(maxsize=256)
+def _merges(owned: Span, published: tuple[Span, ...], partials: tuple[Span, ...]) -> tuple[Sum, ...]:
+    for span in partials:
+        if not owned.start <= span.start < span.stop <= owned.stop:
+            raise InternalError(f"a partial over {_text([span])} given by the owner of {_text([owned])}")
+    return tuple(
+        Sum.of(span, [part for part in partials if span.start <= part.start < span.stop])
+        for span in published
+    )

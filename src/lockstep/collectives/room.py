@@ -1,26 +1,36 @@
-"""One worker's mapping of the pool: two totals and the places outside of them."""
+"""One worker's mapping of the pool: a total, and the places outside of it.
+
+A large total is the same memory in every call; so are its places. With small ones others may still sum what
+was published for the last when this member publishes for the next: so the packets take turns to be in one
+half of the places or in the other.
+"""
 
 import mmap
 import struct
-from collections.abc import Iterable
-from typing import NamedTuple, Self
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Self, TypeVar
 
 import numpy as np
 
-from lockstep.collectives.contract import Span
-from lockstep.collectives.layout import Layout
+from lockstep.collectives.contract import Leaves, Span
+from lockstep.collectives.layout import Layout, allocate
+from lockstep.collectives.packets import Packets
 from lockstep.collectives.places import Places, Work
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.pool import Pool
-from lockstep.collectives.summing import Array, Bytes
+from lockstep.collectives.summing import Bytes
 
 _SIZES = struct.Struct("<QQ")
 _KEPT = 32
 """For how many layouts and turns the work is kept; a job has a handful."""
 
+Given = tuple[Span, ...]
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
 
 class Sizes(NamedTuple):
-    """Bytes of one total, and of all places outside of the totals."""
+    """Bytes of the total, and of all places outside of it."""
 
     total: int
     outside: int
@@ -36,8 +46,8 @@ class Sizes(NamedTuple):
 
     @property
     def whole(self) -> int:
-        """Bytes of the two totals and the places."""
-        return 2 * self.total + self.outside
+        """Bytes of both."""
+        return self.total + self.outside
 
 
 class Room:
@@ -48,7 +58,8 @@ class Room:
         self._sizes = Sizes(0, 0)
         self._memory: Bytes = np.empty(0, dtype=np.uint8)
         self._turn = 0
-        self._work: dict[tuple[Layout, tuple[Span, ...], int], tuple[Work, tuple[Array, ...]]] = {}
+        self._slices: dict[tuple[Layout, Given], tuple[Work, Leaves]] = {}
+        self._packets: dict[tuple[Layout, Given, int], tuple[Packets, Leaves]] = {}
 
     def look_around(self) -> None:
         """Map what others have taken already, while nobody waits for this worker.
@@ -86,27 +97,46 @@ class Room:
 
     def use(self, sizes: Sizes, memory: Bytes) -> None:
         """Use `memory` from now on; to be called once all members have mapped it, and none uses it."""
-        self._work.clear()
+        self._slices.clear()
+        self._packets.clear()
         self._sizes, self._memory, self._turn = sizes, memory, 0
 
-    def work(
-        self, layout: Layout, plan: ReducePlan, places: Places, position: int, given: tuple[Span, ...]
-    ) -> tuple[Work, tuple[Array, ...]]:
-        """Return what this member does in the coming reduction, and its total, read-only."""
-        key = layout, given, self._turn
-        if key not in self._work:
-            if len(self._work) >= _KEPT:
-                self._work.clear()
-            start = self._turn * self._sizes.total
-            total = self._memory[start : start + layout.size]
-            outside = self._memory[2 * self._sizes.total :]
+    def slices(
+        self, layout: Layout, plan: ReducePlan, places: Places, position: int, given: Given
+    ) -> tuple[Work, Leaves]:
+        """Return what this member does for the coming large total, and the total, read-only."""
+
+        def make() -> tuple[Work, Leaves]:
+            total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]
             work = Work.of(layout, plan, places, position, given, (total, outside))
-            self._work[key] = work, layout.shaped(layout.views(total))
-        return self._work[key]
+            return work, layout.shaped(layout.views(total))
+
+        return remembered(self._slices, (layout, given), make)
+
+    def packets(
+        self, layout: Layout, plan: ReducePlan, position: int, given: Given
+    ) -> tuple[Packets, Leaves]:
+        """Return what this member does for the coming small total, and the total, read-only."""
+
+        def make() -> tuple[Packets, Leaves]:
+            total, half = allocate(layout.size), self._sizes.total + self._turn * (self._sizes.outside // 2)
+            packets = Packets.of(layout, plan, position, given, (total, self._memory[half:]))
+            return packets, layout.shaped(layout.views(total))
+
+        return remembered(self._packets, (layout, given, self._turn), make)
 
     def turn(self) -> None:
-        """Use the other total next, since the members read this one until they call again."""
+        """Use the other half of the places for the next small total."""
         self._turn = 1 - self._turn
+
+
+def remembered(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
+    """Return what was made for `key`, or make it; forgets everything when there is too much."""
+    if key not in made:
+        if len(made) >= _KEPT:
+            made.clear()
+        made[key] = make()
+    return made[key]
 
 
 def _pages(size: int) -> int:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+import numpy as np
+
 from lockstep.clock import Clock, SystemClock
 from lockstep.collectives.arena import Arena
 from lockstep.collectives.arguments import check_length, common_layout, outgoing
@@ -10,10 +12,11 @@ from lockstep.collectives.calls import Call
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout
 from lockstep.collectives.meeting import Meeting
+from lockstep.collectives.packets import SMALL, size
 from lockstep.collectives.places import Places, run
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.pool import Pool
-from lockstep.collectives.room import Room, Sizes
+from lockstep.collectives.room import Room, Sizes, remembered
 from lockstep.collectives.summing import Adder, flat
 from lockstep.errors import InternalError, SharedMemoryError
 
@@ -25,8 +28,9 @@ __all__ = ["Arena", "Pool", "Room", "SharedCommunicator"]
 class SharedCommunicator:
     """One member's end of the exchange in an `Arena`, with partials and totals in a `Room`; a `Communicator`.
 
-    The members meet twice in a reduction: once when all have published what others sum, and once when
-    all have summed their slices. The arena stays open when this is closed, so that `abort` still works.
+    The members meet once in a reduction with a small total: when all have published what others sum. With a
+    large one they meet also before, so that nobody reads the last total any more, and after, when all have
+    summed their slices. The arena stays open when this is closed, so that `abort` still works.
     """
 
     def __init__(
@@ -56,19 +60,35 @@ class SharedCommunicator:
         check_length(check)
         layout = common_layout(self._plan, self._position, partials)
         call = Call("reduce", what, check, layout=layout.digest)
-        with self._meeting.calling(call):
-            places = self._places_of(layout)
-            needed = Sizes(layout.size, places.size)
-            if not (self._has_room and self._room.fits(needed)):
-                self._meeting.meet(call, describe=layout.describe)
-                self._grow(call, needed)
-            own = {span: flat(leaves) for span, leaves in partials.items()}
-            work, total = self._room.work(layout, self._plan, places, self._position, tuple(partials))
-            run(work.publish, own, self._adder)
+        with self._meeting.calling(call), np.errstate(all="ignore"):
+            if layout.size <= SMALL:
+                return self._swap_packets(call, layout, partials)
+            return self._sum_slices(call, layout, partials)
+
+    def _swap_packets(self, call: Call, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
+        needed = Sizes(0, 2 * size(layout, self._plan))
+        if not self._fits(needed):
             self._meeting.meet(call, describe=layout.describe)
-            run(work.total, own, self._adder)
-            self._meeting.sync(call)
-            self._room.turn()
+            self._grow(call, needed)
+        packets, total = self._room.packets(layout, self._plan, self._position, tuple(partials))
+        packets.publish({span: flat(leaves) for span, leaves in partials.items()}, self._adder)
+        self._meeting.meet(call, describe=layout.describe)
+        self._room.turn()
+        packets.sum(self._adder)
+        return total
+
+    def _sum_slices(self, call: Call, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
+        places = remembered(self._places, layout, lambda: Places.of(layout, self._plan))
+        needed = Sizes(layout.size, places.size)
+        self._meeting.meet(call, describe=layout.describe)
+        if not self._fits(needed):
+            self._grow(call, needed)
+        work, total = self._room.slices(layout, self._plan, places, self._position, tuple(partials))
+        own = {span: flat(leaves) for span, leaves in partials.items()}
+        run(work.publish, own, self._adder)
+        self._meeting.sync(call)
+        run(work.total, own, self._adder)
+        self._meeting.sync(call)
         return total
 
     @property
@@ -103,10 +123,8 @@ class SharedCommunicator:
         """Make no more calls; members that wait for this one raise `PeerLostError`."""
         self._meeting.close()
 
-    def _places_of(self, layout: Layout) -> Places:
-        if layout not in self._places:
-            self._places[layout] = Places.of(layout, self._plan)
-        return self._places[layout]
+    def _fits(self, needed: Sizes) -> bool:
+        return self._has_room and self._room.fits(needed)
 
     def _grow(self, call: Call, needed: Sizes) -> None:
         """Find room: one member takes the memory for all, then each maps it.
