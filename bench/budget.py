@@ -11,50 +11,37 @@ import argparse
 import statistics
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from budget_parts import PARTS
-from cnn import HERE, environment
 from models import MODELS
 from rows import print_row
-from turns import FailedError, Program, take_turns
+from turns import FailedError, Program, print_regime, take_turns
+from ways import CEILING, HERE, LOCKSTEP, Work, directly, plain_keras, run_lockstep, through_lockstep
 
-TURNS = 15
-WATCHED, AS_IS, PLAIN = "lockstep, watched", "lockstep", "keras, no exchange"
-
-
-def through_lockstep(
-    name: str, script: list[str], workers: int, replicas: int, backend: str, folder: Path
-) -> Program:
-    options = ["--threads-per-worker", "1", "-n", str(workers), "--replicas", str(replicas)]
-    command = [sys.executable, "-m", "lockstep", "run", *options, "--run-dir", str(folder), *script]
-    return Program(name, [command], workers, replicas, environment(backend, 1))
+TURNS = 12
+WATCHED = "lockstep, watched"
 
 
-def measure(backend: str, name: str, workers: int, replicas: int, turns: int) -> None:
-    model = MODELS[name]
-    length = [str(turns), str(model.steps)]
-    trains = str(HERE / "training_keras.py")
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as path:
-        folder = Path(path)
-        sizes = (workers, replicas, backend)
-        watched = [str(HERE / "budget_keras.py"), WATCHED, name, *length]
-        as_is = [trains, AS_IS, name, "lockstep", "-1", *length]
-        plain = [
-            [sys.executable, trains, PLAIN, name, "plain", str(process), *length]
-            for process in range(workers)
-        ]
+def measure(backend: str, work: Work, workers: int, replicas: int) -> None:
+    script = [str(HERE / "budget_keras.py"), WATCHED, work.model, *work.words]
+    (ceiling,) = [way for way in plain_keras(backend) if way.name == CEILING]
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        folder = Path(name)
         programs = [
-            through_lockstep(WATCHED, watched, *sizes, folder / "watched"),
-            through_lockstep(AS_IS, as_is, *sizes, folder / "as-is"),
-            Program(PLAIN, plain, workers, workers, environment(backend, 1)),
+            run_lockstep(WATCHED, script, workers, replicas, backend, folder / "watched"),
+            through_lockstep(LOCKSTEP, workers, replicas, backend, work, folder / "as-is"),
+            # Of PyTorch's variants, the one with the memory kept.
+            directly(replace(ceiling, processes=workers), work)[-1],
         ]
-        take_turns(folder, programs, turns)
+        regime = take_turns(folder, programs, work.turns)
     print(
-        f"the budget of a step: {model.title} on {backend}, {workers} workers, {replicas} replicas of "
-        f"{model.batch} examples, {turns} turns of {model.steps} steps"
+        f"the budget of a step: {MODELS[work.model].title} on {backend}, {workers} workers, {replicas} "
+        f"replicas of {work.batch} examples, {work.turns} turns of {work.steps} steps"
     )
-    report(programs, model.steps)
+    print_regime(regime)
+    report(programs, work.steps)
 
 
 def report(programs: list[Program], steps: int) -> None:
@@ -73,7 +60,7 @@ def report(programs: list[Program], steps: int) -> None:
 
 def main(backend: str, model: str, workers: int, replicas: int, turns: int) -> None:
     try:
-        measure(backend, model, workers, replicas, turns)
+        measure(backend, Work.of(model, turns), workers, replicas)
     except FailedError as error:
         sys.exit(str(error))
 

@@ -1,6 +1,6 @@
 """One worker that trains a model through Lockstep, and tells what each part of its steps takes.
 
-    budget_keras.py PROGRAM MODEL TURNS STEPS
+    budget_keras.py PROGRAM MODEL BATCH TURNS STEPS
 
 The parts are found by wrapping Lockstep's own seams. Each is waited for before the next begins: what runs in
 the background of another part would be charged to that.
@@ -15,7 +15,7 @@ from lockstep import job
 from turns import Turns, pin
 
 NAME, MODEL = sys.argv[1:3]
-TURNS, STEPS = map(int, sys.argv[3:])
+BATCH, TURNS, STEPS = map(int, sys.argv[3:])
 WORKER = job.current().worker
 pin(WORKER)
 
@@ -132,6 +132,6 @@ measured = MODELS[MODEL]
 with strategy.scope():
     model = measured.compiled(keras)
 replicas = strategy.num_replicas_in_sync
-x, y = measured.examples(STEPS * measured.batch * replicas)
+x, y = measured.examples(STEPS * BATCH * replicas)
 options = {"shuffle": False, "verbose": 0, "callbacks": [Turn()]}
-model.fit(x, y, batch_size=measured.batch * replicas, epochs=TURNS + 1, **options)
+model.fit(x, y, batch_size=BATCH * replicas, epochs=TURNS + 1, **options)

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 
 from blocked import STEPS
-from cnn import environment
 from large_model import BYTES
 from rows import print_row
 from turns import FailedError, Program, take_turns
+from ways import environment
 
 HERE = Path(__file__).parent
 TURNS = 15

@@ -15,9 +15,10 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from cnn import LOCKSTEP, Length, Measured, require, states, through_lockstep
+from measured import Measured, all_states, require
 from rows import print_row
-from turns import FailedError, Program, take_turns
+from turns import FailedError, take_turns
+from ways import Work, through_lockstep
 
 REPOSITORY = Path(__file__).parents[1]
 BEFORE = "7a8b40afeac90531480bc5015e15b2b0d25ddec1"
@@ -39,45 +40,41 @@ def sources(commit: str, folder: Path) -> Path:
     return folder / "src"
 
 
-def session(length: Length, reverse: bool) -> list[list[float]]:
+def session(work: Work, reverse: bool) -> list[list[float]]:
     """Return images a second of both, today's first, in each turn."""
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as path:
+        folder = Path(path)
         programs = []
-        for number, path in enumerate((REPOSITORY / "src", sources(BEFORE, folder))):
-            program = through_lockstep(LOCKSTEP, 2, 2, "jax", length, folder / str(number))
-            program.variables["PYTHONPATH"] = str(path)
+        for name, tree in (("today", REPOSITORY / "src"), ("before", sources(BEFORE, folder))):
+            program = through_lockstep(name, 2, 2, "jax", work, folder / name)
+            program.variables["PYTHONPATH"] = str(tree)
             programs.append(program)
-        take_turns(folder, programs[::-1] if reverse else programs, length.turns)
+        take_turns(folder, programs[::-1] if reverse else programs, work.turns)
     require(all_states(programs[0]) == all_states(programs[1]), "today's bits are not those of before")
-    measured = Measured(programs, length)
+    measured = Measured("jax", programs, work)
     return [measured.rates(program) for program in programs]
 
 
-def all_states(program: Program) -> list[list[tuple[str, str]]]:
-    return [states(turn) for turn in program.answers]
-
-
-def measure(sessions: int, length: Length) -> None:
+def measure(sessions: int, work: Work) -> None:
     today: list[float] = []
     before: list[float] = []
     for number in range(sessions):
-        rates = session(length, number % 2 == 1)
+        rates = session(work, number % 2 == 1)
         today += rates[0]
         before += rates[1]
     print(
-        f"tutorial's CNN on jax, nobody dies, {sessions} sessions of {length.turns} turns of {length.steps} "
+        f"tutorial's CNN on jax, nobody dies, {sessions} sessions of {work.turns} turns of {work.steps} "
         "steps: median (p10-p90)"
     )
-    print_row("lockstep today", today, "images/s")
-    print_row(f"lockstep before it survived anything ({BEFORE[:7]})", before, "images/s")
+    print_row("lockstep today", today, "examples/s")
+    print_row(f"lockstep before it survived anything ({BEFORE[:7]})", before, "examples/s")
     pairs = zip(today, before, strict=True)
     print_row("today / before", [ours / theirs for ours, theirs in pairs], to_reach="0.98")
 
 
 def main(sessions: int = SESSIONS, turns: int = TURNS, steps: int = STEPS) -> None:
     try:
-        measure(sessions, Length(turns, steps))
+        measure(sessions, Work.of("cnn", turns, steps))
     except FailedError as error:
         sys.exit(str(error))
 

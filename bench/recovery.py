@@ -25,10 +25,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cnn import environment
 from rows import print_row
 from steps import Step, of, usual, watching
 from turns import FailedError, free_ports
+from ways import environment
 
 HERE = Path(__file__).parent
 LOSSES = 10

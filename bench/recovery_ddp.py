@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cnn_model import BATCH, LEARNING_RATE, examples, torch_cnn
+from models import LEARNING_RATE, MODELS
 from steps import tell
 
 STEPS, EVERY = int(sys.argv[1]), int(sys.argv[3])
@@ -21,12 +21,12 @@ RANK = int(os.environ["RANK"])
 
 torch.set_num_threads(1)
 torch.distributed.init_process_group("gloo")
-model = torch_cnn()
+cnn = MODELS["cnn"]
+model = cnn.torch()
 model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE)
 loss_of = torch.nn.CrossEntropyLoss()
-images, labels = examples(STEPS * BATCH * 2)
-x, y = torch.from_numpy(images).unsqueeze(1), torch.from_numpy(labels)
+x, y = map(torch.from_numpy, cnn.examples(STEPS * cnn.batch * 2))
 taken = 0
 if CHECKPOINT.exists():
     saved = torch.load(CHECKPOINT)
@@ -35,9 +35,10 @@ if CHECKPOINT.exists():
     taken = saved["taken"]
 
 for step in itertools.count(taken):
-    start = (2 * (step % STEPS) + RANK) * BATCH
+    start = (2 * (step % STEPS) + RANK) * cnn.batch
+    rows = slice(start, start + cnn.batch)
     optimizer.zero_grad(set_to_none=False)
-    loss_of(model(x[start : start + BATCH]), y[start : start + BATCH]).backward()
+    loss_of(model(x[rows]), y[rows]).backward()
     optimizer.step()
     tell(RANK, step)
     if RANK == 0 and (step + 1) % EVERY == 0:

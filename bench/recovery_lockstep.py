@@ -9,16 +9,17 @@ import sys
 
 import keras
 
-import cnn_model
 import large_model
 import lockstep
 from lockstep import job
+from models import MODELS
 from steps import Steps
 
 MODEL, STEPS = sys.argv[1], int(sys.argv[2])
-source, make = {
-    "cnn": (cnn_model, cnn_model.keras_cnn),
-    "large": (large_model, large_model.keras_model),
+cnn = MODELS["cnn"]
+size, examples, make = {
+    "cnn": (cnn.batch, cnn.examples, cnn.compiled),
+    "large": (large_model.BATCH, large_model.examples, large_model.keras_model),
 }[MODEL]
 
 
@@ -29,7 +30,7 @@ class Tell(Steps, keras.callbacks.Callback):
 strategy = lockstep.MultiWorkerMirroredStrategy()
 with strategy.scope():
     model = make(keras)
-batch = source.BATCH * strategy.num_replicas_in_sync
-x, y = source.examples(STEPS * batch)
+batch = size * strategy.num_replicas_in_sync
+x, y = examples(STEPS * batch)
 tell = Tell(job.current().worker, STEPS, lambda: job.current().view.number)
 model.fit(x, y, batch_size=batch, epochs=1000, shuffle=False, verbose=0, callbacks=[tell])

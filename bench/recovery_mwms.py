@@ -17,7 +17,7 @@ os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": workers}, "task": ta
 import tensorflow as tf  # noqa: E402
 import tf_keras  # noqa: E402
 
-from cnn_model import BATCH, examples, keras_cnn  # noqa: E402
+from models import MODELS  # noqa: E402
 from steps import Steps  # noqa: E402
 
 
@@ -29,9 +29,11 @@ ring = tf.distribute.experimental.CommunicationOptions(
     implementation=tf.distribute.experimental.CommunicationImplementation.RING
 )
 strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=ring)
+cnn = MODELS["cnn"]
 with strategy.scope():
-    model = keras_cnn(tf_keras)
-x, y = examples(STEPS * BATCH * 2)
+    model = cnn.compiled(tf_keras)
+batch = cnn.batch * 2
+x, y = cnn.examples(STEPS * batch)
 backup = tf_keras.callbacks.BackupAndRestore(f"{sys.argv[2]}/backup", save_freq=EVERY)
 callbacks = [backup, Tell(PROCESS, STEPS)]
-model.fit(x, y, batch_size=BATCH * 2, epochs=1000, shuffle=False, verbose=0, callbacks=callbacks)
+model.fit(x, y, batch_size=batch, epochs=1000, shuffle=False, verbose=0, callbacks=callbacks)

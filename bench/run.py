@@ -4,19 +4,26 @@ import os
 
 import allreduce
 import checkpoints
-import cnn
 import joining
 import overhead
+import placement
 import recovery
+import scaling
+import training
+from models import COMPARED
+from ways import PEERS
 
 
 def main() -> None:
     allreduce.main()
     names = os.environ.get("BACKENDS") or "jax"
-    for backend in cnn.PEERS if names == "all" else names.split():
+    for backend in PEERS if names == "all" else names.split():
+        for model in COMPARED:
+            print()
+            training.main(backend, model)
         print()
-        cnn.main(backend)
-    for other in (overhead, recovery, joining, checkpoints):
+        training.main(backend, further=True)
+    for other in (placement, scaling, overhead, recovery, joining, checkpoints):
         print()
         other.main()
 

@@ -1,9 +1,9 @@
 """One process of a model in Keras: `fit`, an epoch a turn.
 
-    training_keras.py PROGRAM MODEL KIND PROCESS TURNS STEPS
+    training_keras.py PROGRAM MODEL KIND PROCESS BATCH TURNS STEPS
 
 KIND is `lockstep` (PROCESS -1 takes the worker's number from TF_CONFIG), `plain`, or `both-cores`: plain
-Keras that computes the batches of two replicas on the cores of two workers.
+Keras that computes the batches of two replicas on the cores of two workers. BATCH is of a replica.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import sys
 from turns import Epochs, pin
 
 NAME, MODEL, KIND = sys.argv[1:4]
-PROCESS, TURNS, STEPS = map(int, sys.argv[4:])
+PROCESS, BATCH, TURNS, STEPS = map(int, sys.argv[4:])
 if PROCESS < 0:
     PROCESS = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 pin(*((0, 1) if KIND == "both-cores" else (PROCESS,)))
@@ -23,6 +23,7 @@ import keras  # noqa: E402
 
 import lockstep  # noqa: E402
 from models import MODELS  # noqa: E402
+from pipelines import of_arrays  # noqa: E402
 
 
 class Turn(Epochs, keras.callbacks.Callback):
@@ -35,6 +36,9 @@ keras.utils.set_random_seed(1)
 measured = MODELS[MODEL]
 with strategy.scope() if strategy else contextlib.nullcontext():
     model = measured.compiled(keras)
-x, y = measured.examples(STEPS * measured.batch * replicas)
+x, y = measured.examples(STEPS * BATCH * replicas)
+data = {"x": x, "y": y, "batch_size": BATCH * replicas}
+if strategy is None and keras.backend.backend() == "tensorflow":
+    data = {"x": of_arrays(x, y, BATCH * replicas)}
 options = {"shuffle": False, "verbose": 0, "callbacks": [Turn(NAME, PROCESS)]}
-model.fit(x, y, batch_size=measured.batch * replicas, epochs=TURNS + 1, **options)
+model.fit(**data, epochs=TURNS + 1, **options)

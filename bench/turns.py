@@ -14,16 +14,18 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from memory_regime import Probe
+
 SOCKET = "BENCH_TURNS"
 PORTS = "BENCH_PORTS"
 """Two ports of the loopback that nobody listens on, for programs that meet there."""
-CONNECT_SECONDS = 120.0
+CONNECT_SECONDS = 300.0
 TURN_SECONDS = 300.0
 END_SECONDS = 60.0
 STOP_SECONDS = 10.0
@@ -105,7 +107,7 @@ class FailedError(Exception):
     """A program ended early, or was silent for too long."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """Some processes that work together; `answers[turn][process]` is what they measured.
 
@@ -122,18 +124,21 @@ class Program:
     ends: dict[int, Line] = field(default_factory=dict)
 
     @contextmanager
-    def running(self, listener: socket.socket) -> Iterator[None]:
-        """Start the processes and meet them; they are gone when this ends."""
-        meeting = {SOCKET: listener.getsockname(), PORTS: " ".join(map(str, free_ports(2)))}
+    def running(self, address: str) -> Iterator[None]:
+        """Start the processes, which connect to `address`; they are gone when this ends."""
+        meeting = {SOCKET: address, PORTS: " ".join(map(str, free_ports(2)))}
         environment = os.environ | self.variables | meeting
         try:
             for command in self.commands:
                 self.children.append(subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL))
-            self._meet(listener)
             yield
         finally:
-            for process in self.children:
-                stop(process)
+            self.stop()
+
+    def stop(self) -> None:
+        """End the processes."""
+        for process in self.children:
+            stop(process)
 
     def take_turn(self) -> None:
         for process, end in self.ends.items():
@@ -163,18 +168,12 @@ class Program:
         if any(statuses):
             raise FailedError(f"{self.name}: the processes ended with {statuses}")
 
-    def _meet(self, listener: socket.socket) -> None:
-        deadline = time.monotonic() + CONNECT_SECONDS
-        while len(self.ends) < self.processes:
-            if select.select([listener], [], [], LOOK_SECONDS)[0]:
-                end = Line(listener.accept()[0])
-                hello = end.receive()
-                if hello is not None:
-                    self.ends[hello["process"]] = end
-            elif any(process.poll() is not None for process in self.children):
-                raise FailedError(f"{self.name}: could not start; {self._how_it_ended()}")
-            elif time.monotonic() > deadline:
-                raise FailedError(f"{self.name}: not ready after {CONNECT_SECONDS:.0f} s")
+    def is_here(self) -> bool:
+        """Whether all processes have connected; an error once one that has not cannot any more."""
+        here = len(self.ends) == self.processes
+        if not here and any(process.poll() is not None for process in self.children):
+            raise FailedError(f"{self.name}: could not start; {self._how_it_ended()}")
+        return here
 
     def _how_it_ended(self) -> str:
         statuses = [ended(process, LOOK_SECONDS) for process in self.children]
@@ -211,19 +210,58 @@ def free_ports(count: int) -> list[int]:
         return [free.getsockname()[1] for free in sockets]
 
 
-def take_turns(folder: Path, programs: list[Program], turns: int) -> None:
-    """Start all programs, let each do `turns` turns, one program at a time, in alternating order."""
+def meet(listener: socket.socket, programs: list[Program]) -> None:
+    """Wait until the processes of all programs have connected."""
+    deadline = time.monotonic() + CONNECT_SECONDS
+    named = {program.name: program for program in programs}
+    while missing := [program.name for program in programs if not program.is_here()]:
+        if select.select([listener], [], [], LOOK_SECONDS)[0]:
+            end = Line(listener.accept()[0])
+            hello = end.receive()
+            if hello is not None:
+                named[hello["program"]].ends[hello["process"]] = end
+        if time.monotonic() > deadline:
+            raise FailedError(f"not ready after {CONNECT_SECONDS:.0f} s: {', '.join(missing)}")
+
+
+def take_turns(
+    folder: Path,
+    programs: list[Program],
+    turns: int,
+    trial: int = 0,
+    choose: Callable[[], list[Program]] | None = None,
+) -> list[float]:
+    """Start all programs, let each do `turns` turns, one program at a time, in alternating order.
+
+    Args:
+        folder: for the socket where they meet.
+        programs: to be started.
+        turns: of each program.
+        trial: turns after which only the programs that `choose` returns go on.
+        choose: as told.
+
+    Returns:
+        The GB/s that each core could copy before each turn of all.
+    """
+    probe, regime, playing = Probe(), list[float](), programs
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
         listener.bind(str(folder / "turns"))
         listener.listen(64)
         for program in programs:
-            # One after the other, so that none compiles while another does.
-            stack.enter_context(program.running(listener))
+            stack.enter_context(program.running(listener.getsockname()))
+        meet(listener, programs)
         for turn in range(turns):
-            for program in programs if turn % 2 == 0 else reversed(programs):
+            if choose is not None and turn == trial:
+                playing = choose()
+                for program in programs:
+                    if program not in playing:
+                        program.stop()
+            regime.append(probe.rate())
+            for program in playing if turn % 2 == 0 else reversed(playing):
                 program.take_turn()
-        for program in programs:
+        for program in playing:
             program.finish()
+    return regime
 
 
 @dataclass(frozen=True)
@@ -241,3 +279,8 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
+def print_regime(regime: list[float]) -> None:
+    """Print how fast the memory was."""
+    print(f"  memory: each core copies {Spread.of(regime)} GB/s while the others do")

@@ -1,8 +1,16 @@
-"""Models to measure with, by name: each the same in Keras 3, in tf_keras and, where a row needs it, in PyTorch."""
+"""Models to measure with, by name: each the same in Keras 3, in tf_keras and, for some rows, in PyTorch."""
 
-from models import cnn
-from models.model import LEARNING_RATE, Model
+from models import cnn, dense, embedding, mlp, resnet, transformer
+from models.model import LEARNING_RATE, Model, halves
 
-MODELS: dict[str, Model] = {"cnn": cnn.MODEL}
+COMPARED: dict[str, Model] = {
+    "cnn": cnn.MODEL,
+    "mlp": mlp.MODEL,
+    "embedding": embedding.MODEL,
+    "resnet": resnet.MODEL,
+    "transformer": transformer.MODEL,
+}
+"""Those that are trained in other ways too."""
+MODELS = COMPARED | dense.MODELS
 
-__all__ = ["LEARNING_RATE", "MODELS", "Model"]
+__all__ = ["COMPARED", "LEARNING_RATE", "MODELS", "Model", "halves"]

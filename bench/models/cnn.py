@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import numpy as np
-
-from models.model import Array, Model, images, initial_weights
+from models.model import CLASSES, Array, Model, images, uniform
 
 
 def examples(count: int) -> tuple[Array, Array]:
@@ -20,7 +18,7 @@ def layers(keras: Any) -> Any:
             made.Conv2D(32, 3, activation="relu", name="convolution"),
             made.Flatten(),
             made.Dense(128, activation="relu", name="hidden"),
-            made.Dense(10, name="logits"),
+            made.Dense(CLASSES, name="logits"),
         ]
     )
 
@@ -37,20 +35,18 @@ def torch_model() -> Any:
         torch.nn.ReLU(),
         torch.nn.Linear(128, 10),
     )
-    kernel, bias = _weights("convolution", (3, 3, 1, 32))
-    hidden, hidden_bias = _weights("hidden", (26 * 26 * 32, 128))
-    last, last_bias = _weights("logits", (128, 10))
+    kernel = uniform("convolution", 0, (3, 3, 1, 32))
+    hidden = uniform("hidden", 0, (26 * 26 * 32, 128))
+    last = uniform("logits", 0, (128, 10))
     # PyTorch has the channels before the image's rows and columns, and the outputs before the inputs.
     hidden = hidden.reshape(26, 26, 32, 128).transpose(2, 0, 1, 3).reshape(-1, 128)
-    weights = (kernel.transpose(3, 2, 0, 1), bias, hidden.T, hidden_bias, last.T, last_bias)
+    weights = (kernel.transpose(3, 2, 0, 1), hidden.T, last.T)
     with torch.no_grad():
-        for parameter, weight in zip(model.parameters(), weights, strict=True):
+        for parameter in model.parameters():
+            parameter.zero_()
+        for parameter, weight in zip(list(model.parameters())[::2], weights, strict=True):
             parameter.copy_(torch.from_numpy(weight))
     return model
 
 
-def _weights(layer: str, shape: tuple[int, ...]) -> list[Array]:
-    return initial_weights(layer, [np.empty(shape), np.zeros(shape[-1], np.float32)])
-
-
-MODEL = Model("the tutorial's CNN", 64, 40, examples, layers, torch_model)
+MODEL = Model("the tutorial's CNN", 64, 20, examples, layers, torch_model)

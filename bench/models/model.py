@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 LEARNING_RATE = 1e-3
+CLASSES = 10
 Array = np.ndarray[Any, Any]
 
 
@@ -25,6 +26,13 @@ class Model:
         examples: makes so many of them, as (x, y).
         layers: builds it with this `keras`, Keras 3 or tf_keras; every layer with weights has a name.
         torch: builds it in PyTorch, with the same weights.
+        compared: turns in which the losses of all programs are near each other: training multiplies
+            differences of rounding.
+        near: the part of a loss by which rounding may change it.
+        batch_statistics: whether an example's output depends on the others in its batch: then a program
+            that computes a larger batch at once computes something else.
+        sparse: whether Keras on TensorFlow keeps a gradient as a list of occurrences, of which its Adam makes
+            something else than of their sum.
     """
 
     title: str
@@ -33,6 +41,10 @@ class Model:
     examples: Callable[[int], tuple[Array, Array]]
     layers: Callable[[Any], Any]
     torch: Callable[[], Any] | None = None
+    compared: int = 8
+    near: float = 1e-4
+    batch_statistics: bool = False
+    sparse: bool = False
 
     def compiled(self, keras: Any) -> Any:
         """Return the model of this `keras` as all programs train it."""
@@ -44,25 +56,36 @@ class Model:
         )
         for layer in model.layers:
             if given := layer.get_weights():
-                layer.set_weights(initial_weights(layer.name, given))
+                layer.set_weights([begun(layer.name, number, weight) for number, weight in enumerate(given)])
         return model
 
 
-def initial_weights(layer: str, given: Sequence[Array]) -> list[Array]:
-    """Return a layer's weights to begin with: matrices by its name, and vectors as they are given."""
-    generator = np.random.default_rng(zlib.crc32(layer.encode()))
-    return [
-        weight if weight.ndim < 2 else uniform(generator, weight.shape).astype(np.float32) for weight in given
-    ]
+def begun(layer: str, number: int, given: Array) -> Array:
+    """Return a weight to begin with: what Keras gives if that is constant, as biases are."""
+    return given if np.ptp(given) == 0 else uniform(layer, number, given.shape)
 
 
-def uniform(generator: np.random.Generator, shape: Sequence[int]) -> Array:
-    """Return LeCun's uniform weights, of the variance that keeps that of the signal."""
+def uniform(layer: str, number: int, shape: Sequence[int]) -> Array:
+    """Return LeCun's uniform numbers for a layer's weight, the same in every program."""
+    generator = np.random.default_rng([zlib.crc32(layer.encode()), number])
     limit = np.sqrt(3 * shape[-1] / np.prod(shape))
-    return generator.uniform(-limit, limit, shape)
+    return generator.uniform(-limit, limit, shape).astype(np.float32)
 
 
 def images(count: int, *shape: int) -> tuple[Array, Array]:
-    """Return random images, and one of ten labels for each."""
+    """Return random images, and a label for each."""
     generator = np.random.default_rng(0)
-    return generator.random((count, *shape), dtype=np.float32), generator.integers(0, 10, count)
+    return generator.random((count, *shape), dtype=np.float32), generator.integers(0, CLASSES, count)
+
+
+def tokens(count: int, length: int, words: int) -> tuple[Array, Array]:
+    """Return random sequences of tokens, and a label for each."""
+    generator = np.random.default_rng(0)
+    drawn = generator.integers(0, words, (count, length), dtype=np.int32)
+    return drawn, generator.integers(0, CLASSES, count)
+
+
+def halves(examples: Sequence[Array], batch: int) -> list[list[Array]]:
+    """Return for each of two processes its half of every global batch, of `batch` examples."""
+    split = [array.reshape(-1, 2, batch, *array.shape[1:]) for array in examples]
+    return [[array[:, process].reshape(-1, *array.shape[3:]) for array in split] for process in range(2)]

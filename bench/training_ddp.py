@@ -1,8 +1,8 @@
-"""One process of the tutorial's CNN in PyTorch, tuned: one thread, one bucket, gradients in the bucket.
+"""One process of a model in PyTorch, tuned: one thread, one bucket, gradients in the bucket.
 
-    cnn_ddp.py PROGRAM MODEL ADAM EXCHANGE PROCESS TURNS STEPS
+    training_ddp.py PROGRAM MODEL LIBRARY ADAM EXCHANGE PROCESS BATCH TURNS STEPS
 
-MODEL is `torch`, or `keras`: Keras's model on its PyTorch backend, which is a module of PyTorch. ADAM is
+LIBRARY is `torch`, or `keras`: Keras's model on its PyTorch backend, which is a module of PyTorch. ADAM is
 `adam`, PyTorch's as it comes, or `fused`, one that passes over the memory once. With EXCHANGE 1 two processes
 train together in DistributedDataParallel over gloo, else each for itself.
 """
@@ -16,26 +16,27 @@ from typing import Any
 
 from turns import SOCKET, Turns, pin
 
-NAME, MODEL, ADAM = sys.argv[1:4]
-EXCHANGE, PROCESS, TURNS, STEPS = map(int, sys.argv[4:])
+NAME, MODEL, LIBRARY, ADAM = sys.argv[1:5]
+EXCHANGE, PROCESS, BATCH, TURNS, STEPS = map(int, sys.argv[5:])
 pin(PROCESS)
 os.environ["KERAS_BACKEND"] = "torch"
 
 import torch  # noqa: E402
 
-from cnn_model import BATCH, LEARNING_RATE, examples, keras_cnn, torch_cnn  # noqa: E402
+from models import LEARNING_RATE, MODELS  # noqa: E402
 
 
-def cnn() -> Any:
-    if MODEL == "torch":
-        return torch_cnn()
+def made() -> Any:
+    if LIBRARY == "torch":
+        return measured.torch()
     import keras
 
-    return keras_cnn(keras)
+    return measured.compiled(keras)
 
 
 torch.set_num_threads(1)
-model = cnn()
+measured = MODELS[MODEL]
+model = made()
 if EXCHANGE:
     meeting = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
     torch.distributed.init_process_group("gloo", init_method=meeting, rank=PROCESS, world_size=2)
@@ -45,10 +46,9 @@ optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=ADAM == "fused" or
 BETA, EPSILON = 0.999, 1e-7
 numbers = itertools.count(1)
 loss_of = torch.nn.CrossEntropyLoss()
-images, labels = examples(STEPS * BATCH * 2)
-x, y = torch.from_numpy(images), torch.from_numpy(labels)
-if MODEL == "torch":
-    x = x.unsqueeze(1)
+x, y = map(torch.from_numpy, measured.examples(STEPS * BATCH * 2))
+# Keras has the mode as an argument, PyTorch in the module.
+mode = {"training": True} if LIBRARY == "keras" else {}
 
 
 def epoch() -> tuple[float, Any]:
@@ -58,7 +58,7 @@ def epoch() -> tuple[float, Any]:
     for step in range(STEPS):
         start = (2 * step + PROCESS) * BATCH
         optimizer.zero_grad(set_to_none=False)
-        loss = loss_of(model(x[start : start + BATCH]), y[start : start + BATCH])
+        loss = loss_of(model(x[start : start + BATCH], **mode), y[start : start + BATCH])
         loss.backward()
         # Keras adds epsilon before it corrects Adam's second moment, PyTorch after: this makes them equal.
         optimizer.param_groups[0]["eps"] = EPSILON / math.sqrt(1 - BETA ** next(numbers))

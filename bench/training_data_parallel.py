@@ -1,6 +1,6 @@
-"""One of two processes of the tutorial's CNN in Keras on JAX, with `keras.distribution.DataParallel`.
+"""One of two processes of a model in Keras on JAX, with `keras.distribution.DataParallel`.
 
-    cnn_data_parallel.py PROGRAM PROCESS TURNS STEPS
+    training_data_parallel.py PROGRAM MODEL PROCESS BATCH TURNS STEPS
 
 The processes meet in `jax.distributed` on the loopback, and XLA sums the gradients with gloo. Keras shards
 only tf.data by itself, so each process gives its own half of every batch, from memory, as Lockstep does.
@@ -11,8 +11,8 @@ import sys
 
 from turns import PORTS, Epochs, pin
 
-NAME = sys.argv[1]
-PROCESS, TURNS, STEPS = map(int, sys.argv[2:])
+NAME, MODEL = sys.argv[1:3]
+PROCESS, BATCH, TURNS, STEPS = map(int, sys.argv[3:])
 pin(PROCESS)
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -23,7 +23,7 @@ jax.distributed.initialize(f"127.0.0.1:{os.environ[PORTS].split()[0]}", 2, PROCE
 
 import keras  # noqa: E402
 
-from cnn_model import BATCH, examples, keras_cnn  # noqa: E402
+from models import MODELS, halves  # noqa: E402
 
 
 class Turn(Epochs, keras.callbacks.Callback):
@@ -32,8 +32,8 @@ class Turn(Epochs, keras.callbacks.Callback):
 
 keras.utils.set_random_seed(1)
 keras.distribution.set_distribution(keras.distribution.DataParallel(auto_shard_dataset=False))
-model = keras_cnn(keras)
-x, y = (whole.reshape(STEPS, 2, BATCH, *whole.shape[1:])[:, PROCESS] for whole in examples(STEPS * 2 * BATCH))
-x, y = x.reshape(-1, 28, 28), y.reshape(-1)
-turn = Turn(NAME, PROCESS)
-model.fit(x, y, batch_size=BATCH, epochs=TURNS + 1, shuffle=False, verbose=0, callbacks=[turn])
+measured = MODELS[MODEL]
+model = measured.compiled(keras)
+x, y = halves(measured.examples(STEPS * BATCH * 2), BATCH)[PROCESS]
+options = {"shuffle": False, "verbose": 0, "callbacks": [Turn(NAME, PROCESS)]}
+model.fit(x, y, batch_size=BATCH, epochs=TURNS + 1, **options)

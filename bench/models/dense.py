@@ -1,0 +1,31 @@
+"""Dense models of some sizes, to see how cost grows with the number of parameters."""
+
+import math
+from typing import Any
+
+from models.model import CLASSES, Array, Model, images
+
+MILLIONS = (1, 3, 10, 30)
+PIXELS = 784
+
+
+def examples(count: int) -> tuple[Array, Array]:
+    return images(count, PIXELS)
+
+
+def width(parameters: float) -> int:
+    """Return how wide two hidden layers are that make up so many parameters."""
+    half = (PIXELS + CLASSES + 2) / 2
+    return round(math.sqrt(half**2 + parameters) - half)
+
+
+def of(millions: int) -> Model:
+    def layers(keras: Any) -> Any:
+        made = keras.layers
+        hidden = [made.Dense(width(millions * 1e6), "relu", name=f"hidden{number}") for number in range(2)]
+        return keras.Sequential([made.Input((PIXELS,)), *hidden, made.Dense(CLASSES, name="logits")])
+
+    return Model(f"a dense model of {millions} M parameters", 64, 10, examples, layers)
+
+
+MODELS = {f"dense-{millions}": of(millions) for millions in MILLIONS}

@@ -1,0 +1,23 @@
+"""A small MLP: 51 thousand parameters, so that an exchange is nothing but latency."""
+
+from typing import Any
+
+from models.model import CLASSES, Array, Model, images
+
+
+def examples(count: int) -> tuple[Array, Array]:
+    return images(count, 784)
+
+
+def layers(keras: Any) -> Any:
+    made = keras.layers
+    return keras.Sequential(
+        [
+            made.Input((784,)),
+            made.Dense(64, activation="relu", name="hidden"),
+            made.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+MODEL = Model("a small MLP", 64, 100, examples, layers)

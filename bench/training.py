@@ -1,0 +1,113 @@
+"""A model trained by two workers: Lockstep on a backend against the backend's own ways.
+
+    training.py [jax | tensorflow | torch] [MODEL] [--further] [--turns N] [--steps N]
+
+The peers are what the backend itself offers for two processes. Beside them: the same computation without an
+exchange, each program's own ceiling; one process on the cores of two workers; one worker through Lockstep
+against plain Keras. With `--further`, the tutorial's CNN instead against PyTorch's DistributedDataParallel of
+a PyTorch model, and against the fastest single process. All pinned, one thread a core.
+"""
+
+import argparse
+import importlib.util
+import sys
+import tempfile
+from pathlib import Path
+
+from measured import Measured, Ratio
+from models import COMPARED, MODELS
+from turns import FailedError, print_regime, take_turns
+from ways import (
+    BOTH_CORES,
+    CEILING,
+    DATA_PARALLEL,
+    DDP,
+    DDP_CEILING,
+    KERAS_DDP,
+    KERAS_DDP_FUSED,
+    LOCKSTEP,
+    MWMS,
+    ONE_WORKER,
+    PEERS,
+    PLAIN,
+    SEAM,
+    TF_BOTH_CORES,
+    Way,
+    Work,
+    beyond,
+    directly,
+    plain_keras,
+    through_lockstep,
+)
+
+TURNS = 8
+TRIAL_TURNS = 2
+"""After which the slower variant of a program that runs in two leaves."""
+RATIOS = [
+    Ratio("two workers against keras DataParallel", LOCKSTEP, DATA_PARALLEL, "1.00"),
+    Ratio("two workers against tf_keras, MWMS", LOCKSTEP, MWMS, "1.00"),
+    Ratio("two workers against ddp of keras", LOCKSTEP, KERAS_DDP, "1.00"),
+    Ratio("two workers against ddp of keras, fused Adam", LOCKSTEP, KERAS_DDP_FUSED, "1.00"),
+    Ratio("two workers against ddp", LOCKSTEP, DDP, "1.80"),
+    Ratio("two workers against one process, both cores", LOCKSTEP, BOTH_CORES, "1.20"),
+    Ratio("two workers against tensorflow, both cores", LOCKSTEP, TF_BOTH_CORES),
+    Ratio("two workers against own ceiling", LOCKSTEP, CEILING, "0.95"),
+    Ratio("ddp against own ceiling", DDP, DDP_CEILING),
+    Ratio("one worker, two replicas, against keras", ONE_WORKER, PLAIN),
+    Ratio("one replica against keras", SEAM, PLAIN, "0.95"),
+]
+
+
+def measure(backend: str, work: Work, others: list[Way], folder: Path) -> None:
+    if MWMS in [way.name for way in others] and importlib.util.find_spec("tf_keras") is None:
+        # Not in the extra `bench`: it asks for `tensorflow`, whose files would replace tensorflow-cpu's.
+        raise FailedError("needs Keras 2: pip install --no-deps tf_keras, of TensorFlow's minor version")
+    programs = [
+        through_lockstep(name, workers, replicas, backend, work, folder / name)
+        for name, workers, replicas in ((LOCKSTEP, 2, 2), (ONE_WORKER, 1, 2), (SEAM, 1, 1))
+        if name == LOCKSTEP or PLAIN in [way.name for way in others]
+    ]
+    programs += [program for way in others for program in directly(way, work)]
+    regime = take_turns(
+        folder,
+        programs,
+        work.turns,
+        TRIAL_TURNS,
+        lambda: Measured(backend, programs, work).without_slower_variants(),
+    )
+    measured = Measured(backend, [each for each in programs if len(each.answers) == work.turns], work)
+    measured.check()
+    print(
+        f"{MODELS[work.model].title} on {backend}, {work.batch} examples a replica, {work.turns} turns of "
+        f"{work.steps} steps: median (p10-p90)"
+    )
+    print_regime(regime)
+    measured.report()
+    for ratio in RATIOS:
+        measured.report_ratio(ratio)
+
+
+def main(
+    backend: str, model: str = "cnn", turns: int = TURNS, steps: int | None = None, *, further: bool = False
+) -> None:
+    others = beyond(backend) if further else plain_keras(backend) + PEERS[backend]
+    try:
+        with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+            measure(backend, Work.of(model, turns, steps), others, Path(folder))
+    except FailedError as error:
+        sys.exit(f"{model} on {backend}: {error}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("backend", nargs="?", default="jax", choices=PEERS)
+    parser.add_argument("model", nargs="?", default="cnn", choices=COMPARED)
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"more than {TRIAL_TURNS}")
+    parser.add_argument("--steps", type=int, help="of each turn")
+    parser.add_argument("--further", action="store_true", help="the CNN against PyTorch's own model")
+    options = parser.parse_args()
+    if options.further and MODELS[options.model].torch is None:
+        parser.error(f"--further: {options.model} has no twin in PyTorch")
+    main(options.backend, options.model, options.turns, options.steps, further=options.further)
