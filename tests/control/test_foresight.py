@@ -1,5 +1,6 @@
 """What the source of a script tells of its imports."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,12 @@ def test_a_script_that_imports_keras_needs_its_backend(script: Path) -> None:
     assert found.imports[:3] == ("numpy", "keras", "jax")
     assert "lockstep.keras.backends.jax" in found.imports
     assert found.folder == str(script.parent)
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_what_is_foreseen_of_lockstep_is_there(script: Path, backend: str) -> None:
+    imports = foreseen(script, "import keras\n", backend).imports
+    assert all(find_spec(name) for name in imports if name.startswith("lockstep."))
 
 
 def test_the_order_is_that_of_the_script(script: Path) -> None:

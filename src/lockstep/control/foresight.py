@@ -8,7 +8,24 @@ from typing import NamedTuple
 
 FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
 _KERAS = ("keras", "lockstep")
-_OF_KERAS = ("lockstep.keras.hook", "lockstep.keras.state.digest", "lockstep.strategy.mirrored")
+_OF_KERAS = (
+    "lockstep.keras.hook",
+    "lockstep.keras.state.digest",
+    "lockstep.strategy.mirrored",
+)
+_OF_BACKEND = {
+    "jax": (
+        "lockstep.keras.backends.jax",
+        "lockstep.keras.functions.eagerly",
+        "lockstep.keras.functions.eager_jax",
+    ),
+    "tensorflow": ("lockstep.keras.backends.tensorflow", "lockstep.keras.functions.tensorflow"),
+    "torch": (
+        "lockstep.keras.backends.torch",
+        "lockstep.keras.functions.eagerly",
+        "lockstep.keras.functions.eager_torch",
+    ),
+}
 _DECIDING = {"os": ("putenv", "unsetenv", "environb"), "sys": ("path", "modules", "meta_path", "path_hooks")}
 """What can make an import give something else, in the modules that have it."""
 _CHANGES = ("clear", "pop", "popitem", "setdefault", "update")
@@ -55,7 +72,7 @@ def foresee(script: Path, folder: Path, environment: Mapping[str, str]) -> Fores
     imports = list(found.frameworks)
     backend = {**environment, **found.settings}.get("KERAS_BACKEND")
     if backend is not None and any(name in imports for name in _KERAS):
-        imports += ["keras", backend, *_OF_KERAS, f"lockstep.keras.backends.{backend}"]
+        imports += ["keras", backend, *_OF_KERAS, *_OF_BACKEND.get(backend, ())]
     return Foresight(tuple(dict.fromkeys(imports)), str(folder), found.settings)
 
 
