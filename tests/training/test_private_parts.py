@@ -37,6 +37,8 @@ def model() -> keras.Model:
         ("keras/backends/jax.py", keras.Model, "_flatten_layers"),
         ("keras/backends/jax.py", keras.Layer, "metrics_variables"),
         ("keras/backends/jax.py", keras.optimizers.Optimizer, "stateless_apply"),
+        ("keras/backends/fused.py", keras.optimizers.Optimizer, "_get_variable_index"),
+        ("keras/backends/fused.py", keras.optimizers.Optimizer, "_backend_update_step"),
         ("keras/backends/losses.py", losses, "reduce_weighted_values"),
         ("keras/backends/losses.py", losses, "apply_mask"),
         ("keras/backends/losses.py", keras.Model, "_compute_loss"),

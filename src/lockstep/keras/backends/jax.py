@@ -18,7 +18,7 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.losses import by_density, divided, replica_losses
+from lockstep.keras.backends.losses import by_density, divided, replica_losses, weighed_gradients
 from lockstep.keras.backends.rounds import Left, Rounds, Unknown
 from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
 from lockstep.keras.state.variables import named_arrays, refuse_misfits, seed_positions
@@ -192,11 +192,15 @@ class JaxProgram(JaxState):
         gradients: list[Any] = []
         with replica_losses(self._model, weight) as densities:
             if self._kind == "train":
-                gradients, result = self._train([trainable, mixed, rest[0], _zeros(rest[1])], data, earlier)
+                given = [trainable, mixed, rest[0], _zeros(rest[1])]
+                with weighed_gradients(self._model, weight) as weighed:
+                    gradients, result = self._train(given, data, earlier)
+                if not weighed:
+                    gradients = [g * weight.astype(g.dtype) for g in gradients]
             else:
                 logs, (_, *state) = self._model.test_step((trainable, mixed, _zeros(rest[0])), data)
                 result = logs, state
-        partial = {f"gradient/{i}": g * weight.astype(g.dtype) for i, g in enumerate(gradients)}
+        partial = {f"gradient/{i}": g for i, g in enumerate(gradients)}
         if result is None:
             return partial, None
         logs, (after, metrics) = result

@@ -1,7 +1,7 @@
 """Losses that are no plain means over examples: how replicas' losses become that of the global batch."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +9,7 @@ import keras
 from keras.src.losses import loss as keras_loss
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.steps import replaced
 
 _MEANS = ("mean", "sum_over_batch_size")
 _WEIGHTED_MEAN = "mean_with_sample_weight"
@@ -142,6 +143,45 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
         yield
     finally:
         del vars(model)["_compute_loss"]
+
+
+@contextmanager
+def weighed_losses(model: Any, weight: Any) -> Iterator[None]:
+    """Within the block the losses of single outputs count by the replica's weight, if not by its examples.
+
+    In a graph, which is for any number of examples, Keras counts each batch once.
+    """
+    with ExitStack() as stack:
+        for metric in getattr(model._compile_loss, "metrics", ()):
+
+            def update(
+                value: Any, sample_weight: Any = None, original: Callable[..., Any] = metric.update_state
+            ) -> Any:
+                return original(value, sample_weight=weight if sample_weight is None else sample_weight)
+
+            stack.enter_context(replaced(metric, "update_state", update))
+        yield
+
+
+@contextmanager
+def weighed_gradients(model: Any, weight: Any) -> Iterator[bool]:
+    """Within the block Keras's own `train_step` makes gradients times `weight`; yield whether it does.
+
+    The loss is multiplied before the backward pass: that is one number, and gradients are as many as weights.
+    A step of the program's own may take the gradients of anything.
+    """
+    optimizer = model.optimizer
+    if type(model).train_step is not keras.Model.train_step or hasattr(optimizer, "inner_optimizer"):
+        yield False
+        return
+    scale = optimizer.scale_loss
+
+    def weighed(loss: Any) -> Any:
+        scaled = scale(loss)
+        return scaled * keras.ops.cast(weight, keras.backend.standardize_dtype(scaled.dtype))
+
+    with replaced(optimizer, "scale_loss", weighed):
+        yield True
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.fused import fused
 from lockstep.keras.backends.steps import replaced
 from lockstep.keras.state.variables import optimizers_of
 
@@ -55,7 +56,8 @@ class Update:
 
     def apply(self, gradients: list[Any]) -> None:
         """Apply the optimizer, even where something stands for its `apply`."""
-        type(self.optimizer).apply(self.optimizer, gradients, self.variables)
+        with fused(self.optimizer):
+            type(self.optimizer).apply(self.optimizer, gradients, self.variables)
 
 
 class Rounds:

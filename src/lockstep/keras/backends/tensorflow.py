@@ -5,8 +5,8 @@ graph tells which variables the step assigns. A second function around it gives 
 so that replicas can be computed one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -31,9 +31,15 @@ from lockstep.keras.backends.graphs import (
     traced,
     uses,
 )
-from lockstep.keras.backends.losses import by_density, follows_the_loss, replica_losses
+from lockstep.keras.backends.losses import (
+    by_density,
+    follows_the_loss,
+    replica_losses,
+    weighed_gradients,
+    weighed_losses,
+)
 from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.backends.steps import refuse_overwriting_gradients, replaced
+from lockstep.keras.backends.steps import refuse_overwriting_gradients
 from lockstep.keras.backends.touched import Touched, mixed, seeds_of
 from lockstep.keras.backends.updates import GlobalUpdate, gradients_in
 from lockstep.keras.state.variables import VariableState, optimizers_of
@@ -270,12 +276,16 @@ class TensorFlowProgram(VariableState):
         if self._kind == "predict":
             return {}, {}, model.predict_step(data)
         gradients: list[Any] = []
+        weighed = False
         with replica_losses(model, weight) as densities, weighed_losses(model, weight):
             if self._kind == "test":
                 logs = model.test_step(data)
             else:
-                gradients, logs = self._train(earlier, data)
+                with weighed_gradients(model, weight) as weighed:
+                    gradients, logs = self._train(earlier, data)
         dense = {f"gradient/{i}": tf.convert_to_tensor(g) for i, g in enumerate(gradients) if g is not None}
+        if not weighed:
+            dense = {name: g * tf.cast(weight, g.dtype) for name, g in dense.items()}
         if logs is None:
             return dense, {}, None
         return dense, self._own_logs(logs), None if earlier else [known_here(d) for d in densities]
@@ -338,7 +348,7 @@ class TensorFlowProgram(VariableState):
             seed.assign(mixed(seed.read_value(), replica))
         starts = [variable.read_value() for variable in touched.state]
         gradients, own, rest = step(weight, earlier, *given)
-        partial = {name: g * tf.cast(weight, g.dtype) for name, g in (gradients | own).items()}
+        partial = gradients | {name: figure * tf.cast(weight, figure.dtype) for name, figure in own.items()}
         if self._rounds.complete(len(earlier)):
             partial |= {f"metric/{i}": metric.read_value() for i, metric in enumerate(touched.metrics)}
             partial |= touched.changes(starts, replica, weight)
@@ -361,24 +371,6 @@ class TensorFlowProgram(VariableState):
         logs = self._model.get_metrics_result()
         logs |= {name: own(total[f"log/{name}"], one) for name in self._log_names if f"log/{name}" in total}
         return {name: logs[name] for name in self._log_names}
-
-
-@contextmanager
-def weighed_losses(model: Any, weight: Any) -> Iterator[None]:
-    """Within the block the losses of single outputs count by the replica's weight, if not by its examples.
-
-    In a graph, which is for any number of examples, Keras counts each batch once.
-    """
-    with ExitStack() as stack:
-        for metric in getattr(model._compile_loss, "metrics", ()):
-
-            def update(
-                value: Any, sample_weight: Any = None, original: Callable[..., Any] = metric.update_state
-            ) -> Any:
-                return original(value, sample_weight=weight if sample_weight is None else sample_weight)
-
-            stack.enter_context(replaced(metric, "update_state", update))
-        yield
 
 
 def known_here(density: Any) -> Any:

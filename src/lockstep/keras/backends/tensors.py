@@ -69,6 +69,8 @@ def weighted(gradients: list[Any], variables: list[torch.Tensor], weight: float)
     What the backward pass left in a variable is overwritten.
     """
     pairs: list[tuple[Any, torch.Tensor]] = list(zip(gradients, variables, strict=True))
+    if weight == 1.0:
+        return [_dense(g, v) for g, v in pairs]
     if own := [v.grad for g, v in pairs if g is not None and g is v.grad]:
         torch._foreach_mul_(own, weight)
     return [_dense(g, v) if g is None or g is v.grad else _dense(g, v) * weight for g, v in pairs]

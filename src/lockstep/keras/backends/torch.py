@@ -20,7 +20,7 @@ from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.buffers import TorchState, module_buffers
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.losses import by_density, divided, replica_losses
+from lockstep.keras.backends.losses import by_density, divided, replica_losses, weighed_gradients
 from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
 from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.backends.tensors import (
@@ -226,6 +226,7 @@ class TorchProgram(TorchState):
                 lambda update: stack.enter_context(hidden(update)),
             )
             stack.enter_context(recording.of(self._model))
+            weighed = stack.enter_context(weighed_gradients(self._model, weight))
             with suppress(Left):
                 logs = self._model.train_step(data)
         if logs is None and not leaves:
@@ -233,7 +234,9 @@ class TorchProgram(TorchState):
             return None
         if recording.update is not None and number == len(self._updates):
             self._updates.append(recording.update)
-        return self._gradients(recording, weight) | ({} if logs is None else self._own_logs(logs, weight))
+        return self._gradients(recording, 1.0 if weighed else weight) | (
+            {} if logs is None else self._own_logs(logs, weight)
+        )
 
     def _gradients(self, recording: Recording, weight: float) -> dict[str, Any]:
         """Return the weighted gradients of a round's update, and for which variables there are any.

@@ -5,6 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from lockstep.keras.backends.fused import kernel_of
 from lockstep.keras.backends.graphs import own, traced
 from lockstep.keras.backends.rounds import Update
 
@@ -32,12 +33,14 @@ class GlobalUpdate:
         """Return what makes the update.
 
         The optimizer's operations are few and simple, and XLA makes one pass over the memory of them; so
-        they are compiled where they are large, also on a CPU, where Keras compiles nothing by itself.
+        they are compiled where they are large, also on a CPU, where Keras compiles nothing by itself, unless
+        there is a kernel that does the same.
         """
         if self._eager:
             return self._apply
         size = sum(g.shape.num_elements() * g.dtype.size for g in gradients if g is not None)
-        if self._jit or size < _WORTH_COMPILING or tf.config.list_logical_devices("GPU"):
+        small = size < _WORTH_COMPILING or self._has_kernel
+        if self._jit or small or tf.config.list_logical_devices("GPU"):
             return traced(self._apply, self._jit, one, gradients)
         compiled = traced(self._apply, True, one, gradients)
 
@@ -52,7 +55,15 @@ class GlobalUpdate:
 
         return first
 
+    @property
+    def _has_kernel(self) -> bool:
+        return self._update.optimizer.built and kernel_of(self._update.optimizer) is not None
+
     def _apply(self, one: Any, gradients: list[Any]) -> None:
+        if self._has_kernel:
+            # It only reads them.
+            self._update.apply(gradients)
+            return
         owned = [None if gradient is None else own(gradient, one) for gradient in gradients]
         self._update.apply(owned)
 

@@ -1,0 +1,111 @@
+"""Kernels of the backends that make Keras's Adam in one pass over the memory.
+
+Keras makes the update of several operations, each a pass over weights and slots, and on a CPU that is what
+an update costs. The formula is the same (Kingma and Ba, 2015, section 2, the order of operations at its end);
+the rounding is not. So only what all replicas do together is made like this, never what plain Keras does.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import keras
+
+from lockstep.keras.backends.steps import replaced
+
+Kernel = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
+"""Takes an optimizer, gradients, variables and the learning rate: Keras's own `_backend_update_step`."""
+
+
+@contextmanager
+def fused(optimizer: Any) -> Iterator[None]:
+    """Within the block `optimizer` updates by a fused kernel, if there is one for it."""
+    kernel = kernel_of(optimizer)
+    if kernel is None:
+        yield
+        return
+    with replaced(optimizer, "_backend_update_step", partial(kernel, optimizer)):
+        yield
+
+
+def kernel_of(optimizer: Any) -> Kernel | None:
+    """Return the kernel that makes the update of `optimizer` on the CPU, if there is one."""
+    kernel = _KERNELS.get(keras.backend.backend())
+    kind = type(optimizer)
+    # Keras's own for this backend: on PyTorch a subclass of the public one.
+    if (
+        kernel is None
+        or kind.__name__ not in ("Adam", "AdamW")
+        or not kind.__module__.startswith("keras.src.")
+    ):
+        return None
+    if optimizer.amsgrad or optimizer.gradient_accumulation_steps:
+        return None
+    alike = all(v.dtype == "float32" and _on_cpu(v) for v in optimizer._trainable_variables)
+    return kernel if alike else None
+
+
+def _on_cpu(variable: Any) -> bool:
+    return "cpu" in str(variable.value.device).lower()
+
+
+def _adam_of_tensorflow(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
+    import tensorflow as tf
+
+    step = tf.cast(optimizer.iterations.value + 1, tf.float32)
+    powers = {f"beta{i}_power": tf.pow(b, step) for i, b in ((1, optimizer.beta_1), (2, optimizer.beta_2))}
+    for gradient, variable in zip(grads, variables, strict=True):
+        index = optimizer._get_variable_index(variable)
+        changed = {"var": variable, "m": optimizer._momentums[index], "v": optimizer._velocities[index]}
+        tf.raw_ops.ResourceApplyAdam(
+            **{name: _handle(_native(each)) for name, each in changed.items()},
+            **powers,
+            lr=tf.cast(rate, tf.float32),
+            beta1=optimizer.beta_1,
+            beta2=optimizer.beta_2,
+            epsilon=optimizer.epsilon,
+            grad=gradient,
+        )
+
+
+def _handle(variable: Any) -> Any:
+    """Return the handle of a variable of TensorFlow's; a graph does not know by itself whose it is."""
+    import tensorflow as tf
+
+    if not tf.executing_eagerly():
+        tf.compat.v1.get_default_graph().watch_variable(variable)
+    return variable.handle
+
+
+def _adam_of_torch(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any], rate: Any) -> None:
+    import torch
+    from torch.optim.adam import adam
+
+    indices = [optimizer._get_variable_index(variable) for variable in variables]
+    before = float(optimizer.iterations.value)
+    adam(
+        [_native(variable) for variable in variables],
+        list(grads),
+        [optimizer._momentums[index].value for index in indices],
+        [optimizer._velocities[index].value for index in indices],
+        [],
+        [torch.tensor(before) for _ in indices],
+        fused=True,
+        amsgrad=False,
+        maximize=False,
+        weight_decay=0.0,
+        lr=float(rate),
+        beta1=optimizer.beta_1,
+        beta2=optimizer.beta_2,
+        # PyTorch adds epsilon after it has corrected the second moment, Keras before.
+        eps=optimizer.epsilon / math.sqrt(1 - optimizer.beta_2 ** (before + 1)),
+    )
+
+
+def _native(variable: Any) -> Any:
+    return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+_KERNELS: dict[str, Kernel] = {"tensorflow": _adam_of_tensorflow, "torch": _adam_of_torch}

@@ -1,0 +1,83 @@
+"""Updates by a fused kernel beside those that Keras makes of the same gradients."""
+
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.keras.backends import fused
+from lockstep.keras.backends.rounds import Update
+
+SHAPES = ((3, 5), (5,), (70, 33), ())
+STEPS = 12
+SCHEDULE = keras.optimizers.schedules.ExponentialDecay(0.01, 3, 0.5)
+WITH_KERNEL: dict[str, tuple[str, dict[str, Any]]] = {
+    "adam": ("Adam", {}),
+    "its options": ("Adam", {"learning_rate": 0.02, "beta_1": 0.8, "beta_2": 0.99, "epsilon": 1e-3}),
+    "decay": ("AdamW", {"weight_decay": 0.05}),
+    "schedule": ("Adam", {"learning_rate": SCHEDULE}),
+    "clipped": ("Adam", {"global_clipnorm": 0.5}),
+    "average": ("Adam", {"use_ema": True, "ema_overwrite_frequency": 4}),
+}
+WITHOUT: dict[str, tuple[str, dict[str, Any]]] = {
+    "amsgrad": ("Adam", {"amsgrad": True}),
+    "accumulated": ("Adam", {"gradient_accumulation_steps": 3}),
+    "another": ("Nadam", {}),
+}
+
+
+def weights() -> list[Any]:
+    generator = np.random.default_rng(0)
+    return [keras.Variable(generator.standard_normal(shape), dtype="float32") for shape in SHAPES]
+
+
+def gradients(step: int) -> list[Any]:
+    generator = np.random.default_rng([1, step])
+    return [
+        keras.ops.convert_to_tensor(generator.standard_normal(shape).astype("float32")) for shape in SHAPES
+    ]
+
+
+def made(name: str, options: dict[str, Any], by_update: bool) -> np.ndarray[Any, Any]:
+    variables = weights()
+    optimizer = getattr(keras.optimizers, name)(**options)
+    optimizer.build(variables)
+    update = Update(optimizer, variables)
+
+    def apply(values: list[Any]) -> None:
+        if by_update:
+            update.apply(values)
+        else:
+            optimizer.apply(values, variables)
+
+    if "--graph" in sys.argv:
+        import tensorflow as tf
+
+        apply = tf.function(apply)
+    for step in range(STEPS):
+        apply(gradients(step))
+    state = [*variables, *optimizer.variables]
+    return np.concatenate([keras.ops.convert_to_numpy(each).ravel().astype("float64") for each in state])
+
+
+def main() -> None:
+    calls = []
+    backend = keras.backend.backend()
+    kernel = fused._KERNELS[backend]
+
+    def counted(*given: Any) -> None:
+        calls.append(1)
+        kernel(*given)
+
+    fused._KERNELS[backend] = counted
+    for label, (name, options) in {**WITH_KERNEL, **WITHOUT}.items():
+        calls.clear()
+        ours, theirs = made(name, options, True), made(name, options, False)
+        distance = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
+        equal = bool((ours == theirs).all())
+        print(f"{label}: kernel {bool(calls)}, near {bool(distance < 1e-6)}, equal {equal}")
+
+
+if __name__ == "__main__":
+    main()
