@@ -1,6 +1,6 @@
 """An update on TensorFlow: an optimizer applied to a total."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -39,7 +39,7 @@ class GlobalUpdate:
         if self._eager:
             return self._apply
         size = sum(g.shape.num_elements() * g.dtype.size for g in gradients if g is not None)
-        small = size < _WORTH_COMPILING or self._has_kernel
+        small = size < _WORTH_COMPILING or only_reads(self._update)
         if self._jit or small or tf.config.list_logical_devices("GPU"):
             return traced(self._apply, self._jit, one, gradients)
         compiled = traced(self._apply, True, one, gradients)
@@ -55,17 +55,20 @@ class GlobalUpdate:
 
         return first
 
-    @property
-    def _has_kernel(self) -> bool:
-        return self._update.optimizer.built and kernel_of(self._update.optimizer) is not None
-
     def _apply(self, one: Any, gradients: list[Any]) -> None:
-        if self._has_kernel:
-            # It only reads them.
-            self._update.apply(gradients)
-            return
-        owned = [None if gradient is None else own(gradient, one) for gradient in gradients]
-        self._update.apply(owned)
+        apply_total(self._update, gradients, one)
+
+
+def apply_total(update: Update, gradients: Sequence[Any], one: Any) -> None:
+    """Make an update from the tensors of a total; where anything might keep them, from copies."""
+    if not only_reads(update):
+        gradients = [None if gradient is None else own(gradient, one) for gradient in gradients]
+    update.apply(list(gradients))
+
+
+def only_reads(update: Update) -> bool:
+    """Whether a kernel makes the update, which neither keeps its gradients nor lets a variable share them."""
+    return bool(update.optimizer.built) and kernel_of(update.optimizer) is not None
 
 
 def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
