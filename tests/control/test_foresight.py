@@ -36,6 +36,18 @@ def test_the_order_is_that_of_the_script(script: Path) -> None:
     assert found.imports == ("tensorflow", "numpy")
 
 
+@pytest.mark.parametrize(
+    ("source", "needed"),
+    [
+        ("from lockstep import job\n", False),
+        ("import lockstep\nimport tensorflow as tf\n", True),
+        ("import tensorflow as tf\n", False),
+    ],
+)
+def test_only_who_trains_needs_keras(script: Path, source: str, needed: bool) -> None:
+    assert ("keras" in foreseen(script, source).imports) is needed
+
+
 def test_what_lies_beside_the_script_is_looked_at_too(script: Path) -> None:
     (script.parent / "model.py").write_text("import os\nfrom helpers import thing\n")
     (script.parent / "helpers").mkdir()

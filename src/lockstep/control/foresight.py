@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
-_KERAS = ("keras", "lockstep")
+_BACKENDS = ("jax", "tensorflow", "torch")
 _OF_KERAS = (
     "lockstep.keras.hook",
     "lockstep.keras.state.digest",
@@ -71,7 +71,8 @@ def foresee(script: Path, folder: Path, environment: Mapping[str, str]) -> Fores
         return NOTHING
     imports = list(found.frameworks)
     backend = {**environment, **found.settings}.get("KERAS_BACKEND")
-    if backend is not None and any(name in imports for name in _KERAS):
+    trains = "keras" in imports or ("lockstep" in imports and any(name in imports for name in _BACKENDS))
+    if backend is not None and trains:
         imports += ["keras", backend, *_OF_KERAS, *_OF_BACKEND.get(backend, ())]
     return Foresight(tuple(dict.fromkeys(imports)), str(folder), found.settings)
 
