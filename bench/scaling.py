@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import nnls
 
 from measured import require, states
 from models.dense import MILLIONS
@@ -29,11 +30,11 @@ class Point:
 
     workers: int
     replicas: int
-    millions: int
+    millions: float
     batch: int
 
     def __str__(self) -> str:
-        return f"{self.workers} workers, {self.replicas} replicas of {self.batch}, {self.millions} M"
+        return f"{self.workers} workers, {self.replicas} replicas of {self.batch}, {self.millions:g} M"
 
     @property
     def factors(self) -> tuple[float, ...]:
@@ -61,15 +62,15 @@ POINTS = (
 
 
 def program(point: Point, turns: int, folder: Path) -> Program:
-    work = Work(f"dense-{point.millions}", point.batch, turns, STEPS)
+    work = Work(f"dense-{point.millions:g}", point.batch, turns, STEPS)
     name = str(point)
     return through_lockstep(name, point.workers, point.replicas, "jax", work, folder / name)
 
 
 def fitted(measured: list[float]) -> np.ndarray:
-    """Return the costs that come near the measured seconds, by the part by which they miss them."""
+    """Return the costs, none below zero, that miss the measured milliseconds by the least parts."""
     factors = np.array([point.factors for point in POINTS]) / np.array(measured)[:, None]
-    return np.linalg.lstsq(factors, np.ones(len(POINTS)), rcond=None)[0]
+    return nnls(factors, np.ones(len(POINTS)))[0]
 
 
 def measure(turns: int) -> None:

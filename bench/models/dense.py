@@ -5,7 +5,7 @@ from typing import Any
 
 from models.model import CLASSES, Array, Model, images
 
-MILLIONS = (1, 3, 10, 30)
+MILLIONS = (0.1, 1, 3, 10, 30)
 PIXELS = 784
 
 
@@ -19,13 +19,13 @@ def width(parameters: float) -> int:
     return round(math.sqrt(half**2 + parameters) - half)
 
 
-def of(millions: int) -> Model:
+def of(millions: float) -> Model:
     def layers(keras: Any) -> Any:
         made = keras.layers
         hidden = [made.Dense(width(millions * 1e6), "relu", name=f"hidden{number}") for number in range(2)]
         return keras.Sequential([made.Input((PIXELS,)), *hidden, made.Dense(CLASSES, name="logits")])
 
-    return Model(f"a dense model of {millions} M parameters", 64, 10, examples, layers)
+    return Model(f"a dense model of {millions:g} M parameters", 64, 10, examples, layers)
 
 
-MODELS = {f"dense-{millions}": of(millions) for millions in MILLIONS}
+MODELS = {f"dense-{millions:g}": of(millions) for millions in MILLIONS}
