@@ -3,8 +3,11 @@
 import os
 
 import allreduce
+import budget
 import checkpoints
+import input as reading
 import joining
+import launching
 import overhead
 import placement
 import recovery
@@ -17,13 +20,19 @@ from ways import PEERS
 def main() -> None:
     allreduce.main()
     names = os.environ.get("BACKENDS") or "jax"
-    for backend in PEERS if names == "all" else names.split():
+    backends = list(PEERS) if names == "all" else names.split()
+    for backend in backends:
+        print()
+        budget.main(backend, "cnn", workers=2, replicas=2, turns=budget.TURNS)
         for model in COMPARED:
             print()
             training.main(backend, model)
         print()
         training.main(backend, further=True)
-    for other in (placement, scaling, overhead, recovery, joining, checkpoints):
+    print()
+    launching.main(backends)
+    # The last one pins this process.
+    for other in (placement, scaling, overhead, recovery, joining, checkpoints, reading):
         print()
         other.main()
 
