@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 JOINS = 10
 MODELS = {"cnn": "33 MB", "large": "203 MB"}
 """Their states."""
-STEPS = 400
+STEPS = 200
 """Of an epoch: more than are taken, so that no epoch ends."""
 BEFORE = 30
 AFTER = 30

@@ -21,11 +21,15 @@ from turns import FailedError, ended
 from ways import environment
 
 HERE = Path(__file__).parent
-LAUNCHES = 5
+LAUNCHES = 4
 END_SECONDS = 60.0
-BACKENDS = ("jax", "tensorflow", "torch")
 TORCHRUN = "torchrun, ddp"
-WAYS = ("cold", "warm")
+ROWS = {
+    "jax": ("jax, cold", "jax, warm"),
+    "tensorflow": ("tensorflow",),
+    "torch": ("torch",),
+}
+"""The jobs of each backend, one after the other."""
 
 
 def launch(command: list[str], variables: dict[str, str], folder: Path) -> tuple[float, str]:
@@ -69,19 +73,19 @@ def torchrun() -> float:
 
 
 def round_of(backend: str, seconds: dict[str, list[float]]) -> None:
-    """Launch a backend's job cold and warm."""
+    """Launch a backend's jobs."""
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         results = []
-        for way in WAYS:
+        for row in ROWS[backend]:
             taken, result = lockstep(backend, Path(name))
-            seconds[f"{backend}, {way}"].append(taken)
+            seconds[row].append(taken)
             results.append(result)
     if len(set(results)) > 1:
         raise FailedError(f"{backend}: what was compiled before gives other results")
 
 
 def measure(backends: list[str], count: int) -> None:
-    names = [f"{backend}, {way}" for backend in backends for way in WAYS]
+    names = [row for backend in backends for row in ROWS[backend]]
     seconds: dict[str, list[float]] = {name: [] for name in (*names, TORCHRUN)}
     for backend in backends:
         # Everything is read from the disk once.
@@ -104,7 +108,7 @@ def measure(backends: list[str], count: int) -> None:
 
 def main(backends: list[str] | None = None, count: int = LAUNCHES) -> None:
     try:
-        measure(backends or list(BACKENDS), count)
+        measure(backends or list(ROWS), count)
     except (FailedError, subprocess.SubprocessError) as error:
         sys.exit(str(error))
 

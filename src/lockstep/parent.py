@@ -44,20 +44,35 @@ def main(arguments: Sequence[str]) -> None:
     die_with(config.agent)
     connection = socket.socket(fileno=config.connection)
     connection.set_inheritable(False)
-    _prepare(config)
+    whole = _prepare(config)
     connection.send(READY)
     forked = _serve(connection)
     connection.close()
-    _become(forked)
-    worker.main(arguments)
+    if whole:
+        _become(forked)
+        worker.main(arguments)
+    else:
+        _begin_anew(forked, arguments)
 
 
-def _prepare(config: ParentConfig) -> None:
-    """Import what workers need, so that they find it; end where workers could not be forked after that."""
+def _prepare(config: ParentConfig) -> bool:
+    """Import what workers need, so that they find it; return whether they can go on from there."""
     # The default action ends this process, whatever it hangs in.
     signal.alarm(_LONGEST_IMPORT)
     # What modules are made of stays: to look for garbage in it takes a quarter of the time.
     gc.disable()
+    try:
+        _import(config)
+    except BaseException:
+        # The script may never come to that, or handle it.
+        return False
+    finally:
+        signal.alarm(0)
+    gc.freeze()
+    return _can_fork()
+
+
+def _import(config: ParentConfig) -> None:
     for name in _OF_WORKERS:
         importlib.import_module(name)
     if config.folder is not None:
@@ -65,10 +80,6 @@ def _prepare(config: ParentConfig) -> None:
         for name in config.imports:
             importlib.import_module(name)
         sys.path.remove(config.folder)
-    gc.freeze()
-    signal.alarm(0)
-    if not _can_fork():
-        sys.exit("a module has started threads")
 
 
 def _can_fork() -> bool:
@@ -130,19 +141,34 @@ def _fork_orphan(connection: socket.socket) -> int:
 
 
 def _become(forked: Forked) -> None:
-    """Be what the agent would have started: in a session of its own, with its descriptors and environment."""
+    """Be a worker that finds what this process has imported."""
+    said = [os.pread(standard, os.fstat(standard).st_size, 0) for standard in (1, 2)]
+    _take_over(forked)
+    for standard, text in zip((1, 2), said, strict=True):
+        # What modules say when they are imported, each worker says.
+        while text:
+            text = text[os.write(standard, text) :]
+    gc.enable()
+
+
+def _begin_anew(forked: Forked, arguments: Sequence[str]) -> None:
+    """Be a worker that finds nothing of what this process has imported, or has tried to."""
+    _take_over(forked)
+    for descriptor in forked.descriptors[2:]:
+        os.set_inheritable(descriptor, True)
+    command = (sys.executable, "-P", "-m", "lockstep.worker", *arguments)
+    os.execve(sys.executable, command, os.environ)
+
+
+def _take_over(forked: Forked) -> None:
+    """Begin a session, with the descriptors and the environment of the worker."""
     os.setsid()
     stdout, stderr, control, pool, *arena = forked.descriptors
     for descriptor, standard in ((stdout, 1), (stderr, 2)):
-        said = os.pread(standard, os.fstat(standard).st_size, 0)
         os.dup2(descriptor, standard)
         os.close(descriptor)
-        # What modules say when they are imported, each worker says.
-        while said:
-            said = said[os.write(standard, said) :]
     take_environment(forked.birth.environment)
     put_descriptors(control, pool, arena[0] if arena else None)
-    gc.enable()
 
 
 if __name__ == "__main__":

@@ -162,3 +162,14 @@ def test_the_parent_ends_when_nobody_needs_it(workers: Workers, tmp_path: Path) 
     workers.launcher.close()
     wait_for(parent)
     os.close(parent)
+
+
+def test_a_parent_that_never_comes_to_life_is_an_error(tmp_path: Path) -> None:
+    nowhere = {"PYTHONHOME": str(tmp_path)}
+    launcher = LocalLauncher(Plan(("script.py",), nowhere, foresight=Foresight(("foreseen",), str(tmp_path))))
+    for _ in range(2):
+        descriptor = launcher.prepare()
+        assert descriptor is not None
+        wait_for(descriptor)
+    with pytest.raises(OSError, match="does not come to life"):
+        launcher.prepare()

@@ -16,9 +16,10 @@ def run(folder: Path, number: int, **variables: str) -> tuple[list[str], str]:
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    lines = [(where / f"worker-{worker}.log").read_text().splitlines() for worker in range(2)]
-    assert lines[0] == lines[1]
-    return lines[0], done.stderr.partition("\n")[2]
+    logs = [(where / f"worker-{worker}.log").read_text().splitlines() for worker in range(2)]
+    results = [[line for line in log if line.startswith("result ")] for log in logs]
+    assert results[0] == results[1]
+    return results[0], done.stderr.partition("\n")[2]
 
 
 def kept(folder: Path) -> dict[str, bytes]:

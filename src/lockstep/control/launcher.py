@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from lockstep.control.foresight import NOTHING
 from lockstep.control.parent import Parent, Plan
 
 
@@ -119,8 +120,8 @@ class LocalHandle:
 class LocalLauncher:
     """Starts workers as children of this process, which has to be one that adopts orphans.
 
-    They are forked from a parent that has imported what they need. One that does not get so far is followed
-    by one that imports nothing; one that is lost later by its like.
+    They are forked from a parent that has imported what they need. One that ends before that is followed by
+    one that imports nothing; one that is lost later by its like.
 
     Args:
         plan: what the workers have in common.
@@ -137,9 +138,12 @@ class LocalLauncher:
             OSError: the machine cannot.
         """
         if self._parent is not None and self._parent.is_gone():
-            if not self._parent.ready:
-                self._plan = self._plan.without_imports()
+            ready = self._parent.ready
             self.close()
+            if not ready and self._plan.foresight == NOTHING:
+                raise OSError("the process that workers are forked from does not come to life")
+            if not ready:
+                self._plan = self._plan.without_imports()
         if self._parent is None:
             self._parent = Parent.begin(self._plan)
         return None if self._parent.ready else self._parent.fileno()
