@@ -40,7 +40,7 @@ from ways import (
     through_lockstep,
 )
 
-TURNS = 8
+TURNS = 5
 TRIAL_TURNS = 2
 """After which the slower variant of a program that runs in two leaves."""
 RATIOS = [

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import select
+import signal
 import socket
 import statistics
 import subprocess
@@ -243,6 +244,8 @@ def take_turns(
     Returns:
         The GB/s that each core could copy before each turn of all.
     """
+    # As an error, so that the processes are ended first.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
     probe, regime, playing = Probe(), list[float](), programs
     with socket.socket(socket.AF_UNIX) as listener, ExitStack() as stack:
         listener.bind(str(folder / "turns"))

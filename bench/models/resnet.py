@@ -33,4 +33,4 @@ def layers(keras: Any) -> Any:
     return keras.Model(inputs, made.Dense(CLASSES, name="logits")(x))
 
 
-MODEL = Model("a ResNet", 16, 6, examples, layers, compared=1, batch_statistics=True)
+MODEL = Model("a ResNet", 16, 3, examples, layers, compared=1, batch_statistics=True)

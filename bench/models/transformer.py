@@ -40,4 +40,4 @@ def layers(keras: Any) -> Any:
     return keras.Model(inputs, made.Dense(CLASSES, name="logits")(x))
 
 
-MODEL = Model("a Transformer", 8, 10, examples, layers, compared=2, sparse=True)
+MODEL = Model("a Transformer", 8, 5, examples, layers, compared=2, sparse=True)
