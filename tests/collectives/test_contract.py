@@ -103,6 +103,15 @@ def test_100_megabytes(world: World) -> None:
     check(world, 2, 2, [Reduce(5, ((11,),), ("int8",)), big, Reduce(6, ((12,),), ("int64",))])
 
 
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_small_and_large_totals_in_any_order(world: World, workers: int) -> None:
+    small = Reduce(5, ((11,), (0,), (40, 7)), ("float32", "float32", "int8"), "mixed")
+    large = Reduce(6, ((70_000,), (3,)), ("float32", "float16"), "mixed")
+    cases = [small, small, large, small, Barrier(), small, large, large, Gather(1, (9,) * workers), small]
+    seeded = [case._replace(seed=seed) if "seed" in case._fields else case for seed, case in enumerate(cases)]
+    check(world, 5, workers, seeded)
+
+
 def test_blobs_of_megabytes(world: World) -> None:
     edge = 1 << 19
     check(
