@@ -3,14 +3,16 @@
 import os
 import signal
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep import membership
 from lockstep.checkpoint import folder
 from lockstep.checkpoint.keeper import Keeper
 from lockstep.collectives import futex, meeting, shared
+from lockstep.collectives.contract import Span
+from lockstep.collectives.packets import Packets
 from lockstep.collectives.room import Room
 from lockstep.membership import AgentMembership
 
@@ -133,10 +135,40 @@ def prepare(faults: Faults) -> None:
         faults.passing("after reduce")
         return total
 
+    publish, add_up = Packets.publish, Packets.sum
+
+    def published(self: Packets, partials: Mapping[Span, Any], adder: Any) -> None:
+        spans = list(partials)
+        middle = len(spans) // 2
+        publish(self, {span: partials[span] for span in spans[:middle]}, adder)
+        faults.passing("halfway through publishing")
+        publish(self, {span: partials[span] for span in spans[middle:]}, adder)
+        faults.passing("published")
+
+    def summed(self: Packets, adder: Any) -> None:
+        middle = len(self.total) // 2
+        add_up(replace(self, total=self.total[:middle]), adder)
+        faults.passing("halfway through summing")
+        add_up(replace(self, total=self.total[middle:]), adder)
+        faults.passing("summed")
+
+    adder_of = futex.adder
+
+    def arriving(address: int) -> Callable[[], None]:
+        arrive = adder_of(address)
+
+        def arrived() -> None:
+            arrive()
+            faults.passing("arrived")
+
+        return arrived
+
     reduce = shared.SharedCommunicator.reduce
     shared.SharedCommunicator.reduce = restart  # type: ignore[method-assign]
     shared.run = halfway  # type: ignore[attr-defined]
-    around(futex, "add_one", after="arrived")
+    Packets.publish = published  # type: ignore[method-assign]
+    Packets.sum = summed  # type: ignore[method-assign]
+    futex.adder = arriving
     around(Room, "map", before="growing the memory")
     around(shared.SharedCommunicator, "gather", before="in a gather")
     around(meeting.Meeting, "_receive", before="in a gather")

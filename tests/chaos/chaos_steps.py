@@ -14,7 +14,8 @@ from lockstep.job import Job
 from lockstep.topology import View, split_evenly
 
 Array = npt.NDArray[Any]
-LARGE, SMALL = 1500, 40
+# Small and large totals take different ways.
+LARGE, SMALL = 20000, 40
 
 
 def examples(step: int, replica: int, replicas: int) -> list[int]:
