@@ -20,16 +20,21 @@ class GlobalUpdate:
         self._update = update
         self._eager = eager
         self._jit = jit
+        self._in_place = False
         self._function: Callable[..., Any] | None = None
 
-    def make(self, one: Any, total: Mapping[str, Any]) -> None:
-        """Make the update from its total times `one`, which the graph must not know to be 1."""
+    def make(self, scale: Any, total: Mapping[str, Any]) -> None:
+        """Make the update from its total times `scale`, which the graph must not know, even if it is 1.
+
+        It is 1 unless the total has a density, as all totals of a program have or none.
+        """
         gradients = gradients_in(total, self._update)
         if self._function is None:
-            self._function = self._traced(one, gradients)
-        self._function(one, gradients)
+            self._in_place = "density" not in total and only_reads(self._update)
+            self._function = self._traced(scale, gradients)
+        self._function(scale, gradients)
 
-    def _traced(self, one: Any, gradients: list[Any]) -> Any:
+    def _traced(self, scale: Any, gradients: list[Any]) -> Any:
         """Return what makes the update.
 
         The optimizer's operations are few and simple, and XLA makes one pass over the memory of them; so
@@ -41,29 +46,27 @@ class GlobalUpdate:
         size = sum(g.shape.num_elements() * g.dtype.size for g in gradients if g is not None)
         small = size < _WORTH_COMPILING or only_reads(self._update)
         if self._jit or small or tf.config.list_logical_devices("GPU"):
-            return traced(self._apply, self._jit, one, gradients)
-        compiled = traced(self._apply, True, one, gradients)
+            return traced(self._apply, self._jit, scale, gradients)
+        compiled = traced(self._apply, True, scale, gradients)
 
-        def first(one: Any, gradients: list[Any]) -> None:
+        def first(scale: Any, gradients: list[Any]) -> None:
             try:
-                compiled(one, gradients)
+                compiled(scale, gradients)
                 self._function = compiled
             except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
                 # XLA knows not all operations, and says so before it runs any.
-                self._function = traced(self._apply, False, one, gradients)
-                self._function(one, gradients)
+                self._function = traced(self._apply, False, scale, gradients)
+                self._function(scale, gradients)
 
         return first
 
-    def _apply(self, one: Any, gradients: list[Any]) -> None:
-        apply_total(self._update, gradients, one)
+    def _apply(self, scale: Any, gradients: list[Any]) -> None:
+        self._update.apply(gradients if self._in_place else scaled(gradients, scale))
 
 
-def apply_total(update: Update, gradients: Sequence[Any], one: Any) -> None:
-    """Make an update from the tensors of a total; where anything might keep them, from copies."""
-    if not only_reads(update):
-        gradients = [None if gradient is None else own(gradient, one) for gradient in gradients]
-    update.apply(list(gradients))
+def scaled(gradients: Sequence[Any], scale: Any) -> list[Any]:
+    """Return copies of gradients, times `scale`."""
+    return [None if gradient is None else own(gradient, scale) for gradient in gradients]
 
 
 def only_reads(update: Update) -> bool:
