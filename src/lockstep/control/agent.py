@@ -123,9 +123,10 @@ class Agent:
         except LockstepError as error:
             self._verdict = decisions.Verdict(1, str(error))
             return
-        self._births = Births(self.starter, self._start, self._cannot_start, self._watch_births)
+        self._births = Births(self.starter, self._start, self._cannot_start, self._watch)
         for worker in workers:
             self._births.ask(worker, arena)
+        self._births.serve()
 
     def _open_desk(self) -> None:
         pid, root = self.starter.pid, self.paths.root
@@ -152,10 +153,6 @@ class Agent:
             return
         self.console.say(message)
         self._decide(decisions.Exited(worker, 1))
-
-    def _watch_births(self, descriptor: int, wanted: bool) -> None:
-        assert self._births is not None
-        self._watch(descriptor, wanted, selectors.EVENT_READ, self._births.serve)
 
     def _start(self, worker: int, arena: int | None) -> None:
         taken = frozenset(
@@ -307,6 +304,9 @@ class Agent:
             for action in decision.actions:
                 self._act(action)
             self._happened.popleft()
+        # Last, since it takes a while: the members know by now what they are asked for.
+        if self._births is not None:
+            self._births.serve()
 
     def _act(self, action: decisions.Action) -> None:
         match action:

@@ -1,5 +1,6 @@
 """Workers that are to be started, until nobody has to wait for that any more."""
 
+import selectors
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -7,7 +8,7 @@ from lockstep.control.starter import Starter
 
 Start = Callable[[int, int | None], None]
 Fail = Callable[[int, int | None, OSError], None]
-Watch = Callable[[int, bool], None]
+Watch = Callable[[int, bool, int, Callable[[], object]], None]
 
 
 @dataclass
@@ -18,7 +19,7 @@ class Births:
         starter: brings them to life.
         start: starts one: its id, and the descriptor of the arena, if it does not join.
         fail: hears that one cannot be started.
-        watch: has `serve` called when a descriptor becomes readable, or no more.
+        watch: has a function called when a descriptor becomes readable, or no more.
     """
 
     starter: Starter
@@ -29,9 +30,8 @@ class Births:
     _watched: int | None = None
 
     def ask(self, worker: int, arena: int | None) -> None:
-        """Start a worker, now or as soon as that is possible."""
+        """Have a worker started by `serve`."""
         self._asked[worker] = arena
-        self.serve()
 
     def cancel(self, worker: int) -> bool:
         """Do not start a worker; return whether it was not started."""
@@ -42,7 +42,7 @@ class Births:
     def serve(self) -> None:
         """Start those for whom everything is ready."""
         if self._watched is not None:
-            self.watch(self._watched, False)
+            self.watch(self._watched, False, selectors.EVENT_READ, self.serve)
             self._watched = None
         while self._asked and self._watched is None:
             worker, arena = next(iter(self._asked.items()))
@@ -55,4 +55,4 @@ class Births:
                 self._asked.pop(worker, None)
                 self.fail(worker, arena, error)
         if self._watched is not None:
-            self.watch(self._watched, True)
+            self.watch(self._watched, True, selectors.EVENT_READ, self.serve)

@@ -96,6 +96,9 @@ class Driving:
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
             self._compare(f"after step {call.steps} of {call.name}", held)
+        if len(self._job.view.workers) == 1:
+            # A worker that is alone need not make any call in a step; only in one it hears who wants to join.
+            self._job.exchange(lambda _, communicator: communicator.barrier(what=self._calls.where()))
         self._snapshots.end_step(lambda whole: self._snapshots.take(whole, None, None, held))
 
     def _compare(self, what: str, held: NamedState) -> None:
