@@ -13,13 +13,7 @@ from typing import Any, get_args
 import click
 
 from lockstep import __version__
-from lockstep.config import (
-    Checkpoints,
-    keras_backend,
-    switched_off,
-    usable_cores,
-    visible_gpus,
-)
+from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
 from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder

@@ -20,9 +20,8 @@ Kernel = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
 
 
 @contextmanager
-def fused(optimizer: Any) -> Iterator[None]:
-    """Within the block `optimizer` updates by a fused kernel, if there is one for it."""
-    kernel = kernel_of(optimizer)
+def fused(optimizer: Any, kernel: Kernel | None) -> Iterator[None]:
+    """Within the block `optimizer` updates by `kernel`, if there is one."""
     if kernel is None:
         yield
         return
@@ -30,8 +29,8 @@ def fused(optimizer: Any) -> Iterator[None]:
         yield
 
 
-def kernel_of(optimizer: Any) -> Kernel | None:
-    """Return the kernel that makes the update of `optimizer` on the CPU, if there is one."""
+def kernel_of(optimizer: Any, variables: Sequence[Any]) -> Kernel | None:
+    """Return the kernel that makes the update of `variables` on the CPU, if there is one."""
     kernel = _KERNELS.get(keras.backend.backend())
     kind = type(optimizer)
     # Keras's own for this backend: on PyTorch a subclass of the public one.
@@ -43,8 +42,7 @@ def kernel_of(optimizer: Any) -> Kernel | None:
         return None
     if optimizer.amsgrad or optimizer.gradient_accumulation_steps:
         return None
-    alike = all(v.dtype == "float32" and _on_cpu(v) for v in optimizer._trainable_variables)
-    return kernel if alike else None
+    return kernel if all(v.dtype == "float32" and _on_cpu(v) for v in variables) else None
 
 
 def _on_cpu(variable: Any) -> bool:

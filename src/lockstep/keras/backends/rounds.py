@@ -9,11 +9,11 @@ round but totals, so a step stays a pure function of state, examples and seed.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.fused import fused
+from lockstep.keras.backends.fused import Kernel, fused, kernel_of
 from lockstep.keras.backends.steps import replaced
 from lockstep.keras.state.variables import optimizers_of
 
@@ -54,9 +54,14 @@ class Update:
         """The variables that the update changes."""
         return [*self.variables, *self.optimizer.variables]
 
+    @cached_property
+    def kernel(self) -> Kernel | None:
+        """What makes the update in one pass, if anything does; it neither keeps nor changes gradients."""
+        return kernel_of(self.optimizer, self.variables)
+
     def apply(self, gradients: list[Any]) -> None:
         """Apply the optimizer, even where something stands for its `apply`."""
-        with fused(self.optimizer):
+        with fused(self.optimizer, self.kernel):
             type(self.optimizer).apply(self.optimizer, gradients, self.variables)
 
 

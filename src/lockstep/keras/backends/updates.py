@@ -5,7 +5,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from lockstep.keras.backends.fused import kernel_of
 from lockstep.keras.backends.graphs import own, traced
 from lockstep.keras.backends.rounds import Update
 
@@ -30,7 +29,7 @@ class GlobalUpdate:
         """
         gradients = gradients_in(total, self._update)
         if self._function is None:
-            self._in_place = "density" not in total and only_reads(self._update)
+            self._in_place = "density" not in total and self._update.kernel is not None
             self._function = self._traced(scale, gradients)
         self._function(scale, gradients)
 
@@ -44,7 +43,7 @@ class GlobalUpdate:
         if self._eager:
             return self._apply
         size = sum(g.shape.num_elements() * g.dtype.size for g in gradients if g is not None)
-        small = size < _WORTH_COMPILING or only_reads(self._update)
+        small = size < _WORTH_COMPILING or self._update.kernel is not None
         if self._jit or small or tf.config.list_logical_devices("GPU"):
             return traced(self._apply, self._jit, scale, gradients)
         compiled = traced(self._apply, True, scale, gradients)
@@ -67,11 +66,6 @@ class GlobalUpdate:
 def scaled(gradients: Sequence[Any], scale: Any) -> list[Any]:
     """Return copies of gradients, times `scale`."""
     return [None if gradient is None else own(gradient, scale) for gradient in gradients]
-
-
-def only_reads(update: Update) -> bool:
-    """Whether a kernel makes the update, which neither keeps its gradients nor lets a variable share them."""
-    return bool(update.optimizer.built) and kernel_of(update.optimizer) is not None
 
 
 def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:

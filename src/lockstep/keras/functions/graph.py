@@ -24,7 +24,7 @@ from lockstep.keras.backends.graphs import (
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.rounds import Left, Rounds, Update
 from lockstep.keras.backends.touched import Touched, changed, mixed, summed_on_read
-from lockstep.keras.backends.updates import only_reads, scaled
+from lockstep.keras.backends.updates import scaled
 from lockstep.keras.functions.exchange import SCALAR, RunExchange
 from lockstep.keras.functions.host import NONE_LEFT, RunHost
 from lockstep.keras.functions.merges import Meeting, RunMerges
@@ -200,7 +200,7 @@ class GraphRun:
     def _update(self, meeting: Meeting, total: Tensors, one: Any) -> None:
         assert meeting.update is not None
         leaves = meeting.leaves(total)
-        meeting.update.apply(leaves if only_reads(meeting.update) else scaled(leaves, one))
+        meeting.update.apply(scaled(leaves, one) if meeting.update.kernel is None else leaves)
 
     def _traced(self, earlier: list[Tensors], specs: list[Any]) -> Any:
         """Return what computes a replica's partial of a round, and what it returns beyond single numbers."""
