@@ -1,5 +1,7 @@
 """The files in which JAX's compiled functions are kept."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -41,6 +43,26 @@ def test_what_was_put_is_there_for_others(files: CompiledFiles, tmp_path: Path) 
     files.put("step", b"compiled")
     assert CompiledFiles.open(tmp_path / "cache").get("step") == b"compiled"
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["step", "turns"]
+
+
+@pytest.mark.parametrize("which", ["", "cache"])
+def test_a_folder_into_which_others_could_put_code_is_not_used(tmp_path: Path, which: str) -> None:
+    CompiledFiles.open(tmp_path / "cache")
+    (tmp_path / which).chmod(0o777)
+    with pytest.raises(PermissionError, match="others may write to"):
+        CompiledFiles.open(tmp_path / "cache")
+
+
+def test_where_there_are_no_locks_everybody_makes_what_is_missing(
+    files: CompiledFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    assert files.get("step") is None
+    files.put("step", b"compiled")
+    assert files.get("step") == b"compiled"
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 40])

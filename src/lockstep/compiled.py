@@ -5,7 +5,6 @@ it never serves what was compiled for another processor or another number of thr
 apart; and of several processes that need the same at once, one compiles, and the others wait for it.
 """
 
-import contextlib
 import fcntl
 import hashlib
 import os
@@ -101,9 +100,13 @@ class CompiledFiles:
         """Make the folder, if it is not there.
 
         Raises:
-            OSError: it cannot be used.
+            OSError: it cannot be used, or others could put code for this user there.
         """
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for own in (folder.parent, folder):
+            own.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = own.stat()
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise PermissionError(f"others may write to {own}")
         return cls(folder, os.open(folder / "turns", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
     def get(self, key: str) -> bytes | None:
@@ -148,11 +151,16 @@ class CompiledFiles:
         offset = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % _OFFSETS
         give_up = time.monotonic() + _LONGEST_WAIT
         while time.monotonic() < give_up:
-            with contextlib.suppress(BlockingIOError, PermissionError):
+            try:
                 fcntl.lockf(self._turns, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
-                self._making.offset = offset
-                return True
-            time.sleep(_LOOK_EVERY)
+            except (BlockingIOError, PermissionError):
+                time.sleep(_LOOK_EVERY)
+                continue
+            except OSError:
+                # This file system has no locks.
+                return False
+            self._making.offset = offset
+            return True
         return False
 
     def _trim(self) -> None:

@@ -88,37 +88,14 @@ class WorkerConfig:
         return self.arena is None
 
 
-class ParentConfig(msgspec.Struct, frozen=True):
-    """What the parent of a job's workers is told by the agent that starts it.
-
-    Attributes:
-        agent: process id of the agent.
-        connection: inherited descriptor of the socket to the agent.
-        imports: modules to import, in this order.
-        folder: where the script will find modules first; None where nothing is imported for it.
-    """
-
-    agent: int
-    connection: int
-    imports: tuple[str, ...] = ()
-    folder: str | None = None
+def parent_variable(told: str) -> dict[str, str]:
+    """Return the variable in which the parent of a job's workers finds what it is told."""
+    return {_PARENT: told}
 
 
-def parent_variable(config: ParentConfig) -> dict[str, str]:
-    """Return the variable that `read_parent` reads."""
-    return {_PARENT: msgspec.json.encode(config).decode()}
-
-
-def read_parent(environ: Mapping[str, str] = os.environ) -> ParentConfig:
-    """Parse the variable of `parent_variable`.
-
-    Raises:
-        ConfigError: it is missing or wrong.
-    """
-    try:
-        return msgspec.json.decode(environ.get(_PARENT, ""), type=ParentConfig)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{_PARENT}: {error}; workers are started by `lockstep run`") from None
+def parent_told(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what `parent_variable` has put there; empty if nothing."""
+    return environ.get(_PARENT, "")
 
 
 def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep import worker
-from lockstep.config import ParentConfig, put_descriptors, read_parent, take_environment
-from lockstep.control.birth import MAX_REQUEST, READY, Birth, decode_birth
+from lockstep.config import parent_told, put_descriptors, take_environment
+from lockstep.control.birth import MAX_REQUEST, READY, Birth, Upbringing, decode_birth
 from lockstep.control.prctl import die_with
 
 _LONGEST_IMPORT = 300
@@ -40,11 +40,11 @@ class Forked:
 
 def main(arguments: Sequence[str]) -> None:
     """Be the parent of all workers that will run the script of `arguments`; return as each of them."""
-    config = read_parent()
-    die_with(config.agent)
-    connection = socket.socket(fileno=config.connection)
+    told = Upbringing.read(parent_told())
+    die_with(told.agent)
+    connection = socket.socket(fileno=told.connection)
     connection.set_inheritable(False)
-    whole = _prepare(config)
+    whole = _prepare(told)
     connection.send(READY)
     forked = _serve(connection)
     connection.close()
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str]) -> None:
         _begin_anew(forked, arguments)
 
 
-def _prepare(config: ParentConfig) -> bool:
+def _prepare(told: Upbringing) -> bool:
     """Import what workers need, so that they find it; return whether they can go on from there."""
     # The default action ends this process, whatever it hangs in.
     signal.alarm(_LONGEST_IMPORT)
     # What modules are made of stays: to look for garbage in it takes a quarter of the time.
     gc.disable()
     try:
-        _import(config)
+        _import(told)
     except BaseException:
         # The script may never come to that, or handle it.
         return False
@@ -72,14 +72,14 @@ def _prepare(config: ParentConfig) -> bool:
     return _can_fork()
 
 
-def _import(config: ParentConfig) -> None:
+def _import(told: Upbringing) -> None:
     for name in _OF_WORKERS:
         importlib.import_module(name)
-    if config.folder is not None:
-        sys.path.insert(0, config.folder)
-        for name in config.imports:
+    if told.folder is not None:
+        sys.path.insert(0, told.folder)
+        for name in told.imports:
             importlib.import_module(name)
-        sys.path.remove(config.folder)
+        sys.path.remove(told.folder)
 
 
 def _can_fork() -> bool:

@@ -1,12 +1,48 @@
-"""What the agent asks the parent of its workers: to fork one. JSON, a packet each."""
+"""What the agent tells the parent of its workers, and asks of it: to fork one. JSON, a packet each."""
+
+from typing import Self
 
 import msgspec
+
+from lockstep.errors import ConfigError
 
 READY = b"ready"
 """What the parent says first: from now on a worker is forked at once."""
 
 MAX_REQUEST = 160 * 1024
 """Bytes that no request exceeds."""
+
+
+class Upbringing(msgspec.Struct, frozen=True):
+    """What the parent is told when it is started.
+
+    Attributes:
+        agent: process id of the agent.
+        connection: inherited descriptor of the socket to the agent.
+        imports: modules to import, in this order.
+        folder: where the script will find modules first; None where nothing is imported for it.
+    """
+
+    agent: int
+    connection: int
+    imports: tuple[str, ...] = ()
+    folder: str | None = None
+
+    def written(self) -> str:
+        """Return the text of a variable."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def read(cls, text: str) -> Self:
+        """Parse that text.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{error}; workers are started by `lockstep run`") from None
 
 
 class Birth(msgspec.Struct, frozen=True):

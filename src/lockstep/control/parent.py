@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from lockstep.config import ParentConfig, job_environment, parent_variable
-from lockstep.control.birth import READY, Birth, encode_birth
+from lockstep.config import job_environment, parent_variable
+from lockstep.control.birth import READY, Birth, Upbringing, encode_birth
 from lockstep.control.foresight import NOTHING, Foresight, foresee
 from lockstep.control.script import Script
 from lockstep.control.spec import JobSpec
@@ -76,8 +76,8 @@ class Parent:
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         foresight = plan.foresight
-        config = ParentConfig(os.getpid(), theirs.fileno(), foresight.imports, foresight.folder)
-        environment = {**plan.environment, **foresight.settings, **parent_variable(config)}
+        told = Upbringing(os.getpid(), theirs.fileno(), foresight.imports, foresight.folder)
+        environment = {**plan.environment, **foresight.settings, **parent_variable(told.written())}
         # What it writes is kept for its workers, which say it.
         stdout, stderr = (os.memfd_create("lockstep-said", os.MFD_CLOEXEC) for _ in range(2))
         try:
