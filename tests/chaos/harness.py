@@ -43,7 +43,7 @@ from lockstep.config import Checkpoints, read_worker
 from lockstep.control.agent import Agent
 from lockstep.control.client import Client
 from lockstep.control.console import Console
-from lockstep.control.launcher import Launch
+from lockstep.control.launcher import Launch, LocalHandle
 from lockstep.control.output import Sink
 from lockstep.control.spec import JobSpec
 from lockstep.control.starter import LocalStarter
@@ -61,38 +61,11 @@ LIMITS = Limits(timeout=5.0, blame=0.05, look=0.05, pause=0.001, longest_pause=0
 
 
 @dataclass
-class ForkedHandle:
-    """A worker that was forked; `Handle` for the agent."""
-
-    pid: int
-    exited: int
-    stdout: int
-    stderr: int
-    control: socket.socket
-    _status: int | None = None
-
-    def poll(self) -> int | None:
-        if self._status is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self._status = os.waitstatus_to_exitcode(status) if pid else None
-        return self._status
-
-    def send_signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(self.exited, number)
-
-    def close(self) -> None:
-        for descriptor in (self.exited, self.stdout, self.stderr):
-            os.close(descriptor)
-        self.control.close()
-
-
-@dataclass
 class ForkLauncher:
     """Starts workers by forking this process, which has everything loaded."""
 
     faults: list[Fault]
-    handles: list[ForkedHandle] = field(default_factory=list)
+    handles: list[LocalHandle] = field(default_factory=list)
 
     def prepare(self) -> None:
         """This process is ready."""
@@ -100,7 +73,7 @@ class ForkLauncher:
     def close(self) -> None:
         """Nothing is there only to start workers."""
 
-    def start(self, launch: Launch) -> ForkedHandle:
+    def start(self, launch: Launch) -> LocalHandle:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         (stdout, out), (stderr, err) = os.pipe(), os.pipe()
         pid = os.fork()
@@ -121,7 +94,7 @@ class ForkLauncher:
         mine.setblocking(False)
         for descriptor in (stdout, stderr):
             os.set_blocking(descriptor, False)
-        handle = ForkedHandle(pid, os.pidfd_open(pid), stdout, stderr, mine)
+        handle = LocalHandle(pid, os.pidfd_open(pid), stdout, stderr, mine)
         self.handles.append(handle)
         return handle
 
