@@ -3,9 +3,9 @@
     joining.py [BACKEND] [--joins N] [--model MODEL]
 
 The tutorial's CNN, whose state is 33 MB, and a model whose state is 203 MB. In turn, `lockstep scale` makes
-three workers of two, and one of three is killed, the chief or another, and replaced. The newcomer starts
-while the others train: without a core of its own it slows them down before it joins, so their steps of that
-time are shown as well. Nobody is pinned; one thread a process.
+three workers of two, and one of two is killed, the chief or the other, and replaced. The newcomer starts
+while the others train: without a core of its own, as a third one on two cores, it slows them down before it
+joins, so their steps of that time are shown as well. Nobody is pinned; one thread a process.
 """
 
 import argparse
@@ -25,9 +25,10 @@ from turns import FailedError
 from ways import environment
 
 HERE = Path(__file__).parent
-JOINS = 10
+JOINS = 5
 MODELS = {"cnn": "33 MB", "large": "203 MB"}
 """Their states."""
+WORKERS = 2
 STEPS = 200
 """Of an epoch: more than are taken, so that no epoch ends."""
 BEFORE = 30
@@ -60,14 +61,14 @@ class Join:
 
 
 def join(
-    backend: str, model: str, workers: int, cause: Callable[[Watch, str], float], chance: random.Random
+    backend: str, model: str, replicas: int, cause: Callable[[Watch, str], float], chance: random.Random
 ) -> Join:
-    """Start a job of three replicas, do at a random instant what makes a worker join, and wait until it has.
+    """Start a job of two workers, do at a random instant what makes another join, and wait until it has.
 
     Args:
         backend: of Keras.
         model: what is trained.
-        workers: with which it starts.
+        replicas: of the job.
         cause: makes a worker join the job of this name; returns when that was.
         chance: chooses the instant.
     """
@@ -76,10 +77,10 @@ def join(
         watching(Path(name), environment(backend, 1)) as watch,
     ):
         job = Path(name).name
-        options = ["-n", str(workers), "--replicas", "3", "--threads-per-worker", "1"]
+        options = ["-n", str(WORKERS), "--replicas", str(replicas), "--threads-per-worker", "1"]
         script = [str(HERE / "recovery_lockstep.py"), model, str(STEPS)]
         watch.start([*LOCKSTEP, "run", *options, "--run-dir", str(Path(name) / job), *script])
-        watch.until(lambda: watch.have_taken(workers, BEFORE), "starting")
+        watch.until(lambda: watch.have_taken(WORKERS, BEFORE), "starting")
         watch.hear_for(chance.uniform(0, CHANCE_SECONDS))
         pids = {step.pid for step in watch.steps}
         caused = cause(watch, job)
@@ -129,7 +130,7 @@ def analysed(steps: list[Step], newcomers: list[Step], caused: float) -> Join:
     )
 
 
-def report(kind: str, joins: list[Join], wait: str) -> None:
+def report(kind: str, joins: list[Join], wait: str, to_reach: str) -> None:
     print_row(f"{kind}: a step before", [one.before for one in joins], "ms")
     print_row(f"{kind}: a step while the newcomer starts", [one.starting for one in joins], "ms")
     print_row(f"{kind}: a step after", [one.after for one in joins], "ms")
@@ -137,7 +138,7 @@ def report(kind: str, joins: list[Join], wait: str) -> None:
     print_row(f"{kind}: the step at which it joins, beyond one before", beyond, "ms", "100")
     longest = [one.longest - one.before for one in joins]
     print_row(f"{kind}: the longest until then, beyond one before", longest, "ms")
-    print_row(f"{kind}: {wait}", [one.wait for one in joins], "s")
+    print_row(f"{kind}: {wait}", [one.wait for one in joins], "s", to_reach)
 
 
 def measure(backend: str, model: str, count: int) -> None:
@@ -145,11 +146,11 @@ def measure(backend: str, model: str, count: int) -> None:
     scaled: list[Join] = []
     replaced: list[Join] = []
     for number in range(count):
-        scaled.append(join(backend, model, 2, scale, chance))
-        replaced.append(join(backend, model, 3, lose(number % 2), chance))
+        scaled.append(join(backend, model, 3, scale, chance))
+        replaced.append(join(backend, model, WORKERS, lose(number % 2), chance))
     print(f"a worker joins on {backend}, state of {MODELS[model]}, {count} times each: median (p10-p90)")
-    report("2 workers to 3", scaled, "order to the newcomer's first step")
-    report("1 of 3 killed", replaced, "kill to full strength")
+    report("2 workers to 3", scaled, "order to the newcomer's first step", "")
+    report("1 of 2 killed", replaced, "kill to full strength", "1.00")
 
 
 def main(backend: str = "jax", models: Iterable[str] = MODELS, count: int = JOINS) -> None:

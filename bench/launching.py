@@ -3,9 +3,10 @@
     launching.py [BACKEND ...] [--launches N]
 
 The tutorial's CNN with two processes, one thread each, nobody is pinned. Cold is with an empty folder for
-what is compiled, warm the same command once more; only JAX compiles. The files of all libraries have been
-read before. Each job takes a few steps and ends; the jobs take turns, in alternating order. A row counts only
-if both workers, cold and warm, end with the same weights, bit for bit.
+what is compiled, warm the same command once more; only JAX compiles. Beside them the same script by itself,
+in one process of plain Keras. The files of all libraries have been read before. Each job takes a few steps
+and ends; the jobs take turns, in alternating order. A row counts only if both workers, cold and warm, end
+with the same weights, bit for bit.
 """
 
 import argparse
@@ -24,6 +25,7 @@ HERE = Path(__file__).parent
 LAUNCHES = 4
 END_SECONDS = 60.0
 TORCHRUN = "torchrun, ddp"
+ALONE = "keras by itself, {}"
 ROWS = {
     "jax": ("jax, cold", "jax, warm"),
     "tensorflow": ("tensorflow",),
@@ -32,12 +34,14 @@ ROWS = {
 """The jobs of each backend, one after the other."""
 
 
-def launch(command: list[str], variables: dict[str, str], folder: Path) -> tuple[float, str]:
-    """Start a job of two processes; return seconds until both have taken a step, and what they came to."""
+def launch(
+    command: list[str], variables: dict[str, str], folder: Path, processes: int = 2
+) -> tuple[float, str]:
+    """Start a job; return seconds until all its processes have taken a step, and what they came to."""
     with watching(folder, variables) as watch:
         begun = time.monotonic()
         process = watch.start(command)
-        watch.until(lambda: watch.have_taken(2, 1), " ".join(command))
+        watch.until(lambda: watch.have_taken(processes, 1), " ".join(command))
         first = {step.pid: step.time for step in reversed(watch.steps)}
         seconds = max(first.values()) - begun
         if ended(process, END_SECONDS):
@@ -64,6 +68,12 @@ def lockstep(backend: str, cache: Path) -> tuple[float, str]:
         return launch(command, environment(backend, 1) | {"XDG_CACHE_HOME": str(cache)}, folder)
 
 
+def alone(backend: str) -> float:
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
+        command = [sys.executable, str(HERE / "launching_lockstep.py"), name]
+        return launch(command, environment(backend, 1), Path(name), processes=1)[0]
+
+
 def torchrun() -> float:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         options = ["--standalone", "--nproc-per-node", "2"]
@@ -80,13 +90,15 @@ def round_of(backend: str, seconds: dict[str, list[float]]) -> None:
             taken, result = lockstep(backend, Path(name))
             seconds[row].append(taken)
             results.append(result)
+    seconds[ALONE.format(backend)].append(alone(backend))
     if len(set(results)) > 1:
         raise FailedError(f"{backend}: what was compiled before gives other results")
 
 
 def measure(backends: list[str], count: int) -> None:
     names = [row for backend in backends for row in ROWS[backend]]
-    seconds: dict[str, list[float]] = {name: [] for name in (*names, TORCHRUN)}
+    others = [TORCHRUN, *map(ALONE.format, backends)]
+    seconds: dict[str, list[float]] = {name: [] for name in (*names, *others)}
     for backend in backends:
         # Everything is read from the disk once.
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
@@ -104,6 +116,9 @@ def measure(backends: list[str], count: int) -> None:
     for name in names:
         pairs = zip(seconds[TORCHRUN], seconds[name], strict=True)
         print_row(f"torchrun / Lockstep on {name}", [their / our for their, our in pairs], "times", "1.5")
+    for backend in backends:
+        pairs = zip(seconds[ALONE.format(backend)], seconds[ROWS[backend][0]], strict=True)
+        print_row(f"keras by itself / Lockstep on {ROWS[backend][0]}", [a / b for a, b in pairs], "times")
 
 
 def main(backends: list[str] | None = None, count: int = LAUNCHES) -> None:

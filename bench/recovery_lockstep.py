@@ -8,6 +8,7 @@ MODEL is `cnn`, the tutorial's, or `large`, whose state is 203 MB.
 import sys
 
 import keras
+import numpy as np
 
 import large_model
 import lockstep
@@ -16,6 +17,7 @@ from models import MODELS
 from steps import Steps
 
 MODEL, STEPS = sys.argv[1], int(sys.argv[2])
+REPEATED = 10
 cnn = MODELS["cnn"]
 size, examples, make = {
     "cnn": (cnn.batch, cnn.examples, cnn.compiled),
@@ -31,6 +33,7 @@ strategy = lockstep.MultiWorkerMirroredStrategy()
 with strategy.scope():
     model = make(keras)
 batch = size * strategy.num_replicas_in_sync
-x, y = examples(STEPS * batch)
+# A few batches again and again: to make up more would be a large part of a worker's start.
+x, y = (np.concatenate([part] * (STEPS // REPEATED)) for part in examples(REPEATED * batch))
 tell = Tell(job.current().worker, STEPS, lambda: job.current().view.number)
 model.fit(x, y, batch_size=batch, epochs=1000, shuffle=False, verbose=0, callbacks=[tell])

@@ -38,7 +38,7 @@ with strategy.scope() if strategy else contextlib.nullcontext():
     model = measured.compiled(keras)
 x, y = measured.examples(STEPS * BATCH * replicas)
 data = {"x": x, "y": y, "batch_size": BATCH * replicas}
-if strategy is None and keras.backend.backend() == "tensorflow":
+if replicas == 1 + (KIND == "both-cores") and keras.backend.backend() == "tensorflow":
     data = {"x": of_arrays(x, y, BATCH * replicas)}
 options = {"shuffle": False, "verbose": 0, "callbacks": [Turn(NAME, PROCESS)]}
 model.fit(**data, epochs=TURNS + 1, **options)

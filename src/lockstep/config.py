@@ -18,7 +18,7 @@ _XLA_DETERMINISTIC = "xla_gpu_deterministic_ops"
 _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
 """Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again: PyTorch takes
-its tensors from there. JAX has an allocator of its own, which these slow down."""
+its tensors from there, and TensorFlow the batches of `tf.data`. JAX has an allocator of its own."""
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
 
@@ -156,7 +156,7 @@ def worker_environment(
     environment |= _lockstep_variables(config)
     environment["TF_CONFIG"] = tf_config(config.worker if seat is None else seat, config.replicas)
     if devices is not None:
-        environment |= _device_variables(inherited, devices, shared)
+        environment |= device_variables(inherited, devices, shared)
     return environment
 
 
@@ -177,7 +177,7 @@ def job_environment(
     environment["PYTHONUNBUFFERED"] = "1"
     if backend is not None:
         environment["KERAS_BACKEND"] = backend
-    if backend == "torch":
+    if backend in ("tensorflow", "torch"):
         environment = _MALLOC | environment
     return environment
 
@@ -322,7 +322,8 @@ def _thread_variables(threads: int) -> dict[str, str]:
     return {name: str(threads) for name in names} | fixed
 
 
-def _device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -> dict[str, str]:
+def device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -> dict[str, str]:
+    """Return the variables of a worker that computes on GPUs; see `worker_environment`."""
     # The same bits twice, on a GPU too, unless the person has decided otherwise.
     flags = inherited.get("XLA_FLAGS", "")
     if _XLA_DETERMINISTIC not in flags:

@@ -81,6 +81,11 @@ def test_backend_and_devices_only_if_asked() -> None:
     }
 
 
+@pytest.mark.parametrize(("backend", "kept"), [("tensorflow", True), ("torch", True), ("jax", False)])
+def test_glibc_keeps_the_memory_of_backends_that_take_it_from_there(backend: str, kept: bool) -> None:
+    assert ("MALLOC_TRIM_THRESHOLD_" in worker_environment(CONFIG, {}, backend=backend)) == kept
+
+
 def test_workers_that_share_a_gpu_take_memory_on_demand() -> None:
     alone = worker_environment(CONFIG, {}, devices="0")
     shared = worker_environment(CONFIG, {}, devices="0", shared=True)
