@@ -1,30 +1,14 @@
 """The command `lockstep`. No logic: it parses, composes and calls."""
 
-import importlib.util
-import os
-import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
 
 import click
 
 from lockstep import __version__
-from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
-from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
-from lockstep.control.devices import assign, parse_devices, spread
-from lockstep.control.run_folder import claim_folder, fresh_folder
-from lockstep.control.script import Script
-from lockstep.control.spec import Devices, JobSpec, Tee
-from lockstep.errors import ConfigError, LockstepError
-from lockstep.paths import RunPaths
-from lockstep.topology import place
-
-_WITHOUT_GPU = 2
-_OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
+from lockstep.errors import LockstepError
+from lockstep.run_command import run
 
 
 def main() -> None:
@@ -50,224 +34,7 @@ def cli() -> None:
     """Train a single-process Keras program on any number of workers, with the same result to the last bit."""
 
 
-@cli.command(context_settings={"allow_interspersed_args": False})
-@click.option(
-    "-n",
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Processes that compute. Never changes the result.  [default: one a visible GPU, else 2]",
-)
-@click.option(
-    "--replicas",
-    type=click.IntRange(min=1),
-    metavar="R",
-    help="Parts that every batch is split into: the result depends on it.  [default: N]",
-)
-@click.option(
-    "--threads-per-worker",
-    "threads",
-    type=click.IntRange(min=1),
-    metavar="T",
-    help="Threads that compute one replica: the result depends on it.  [default: usable cores // R, or 1]",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(BACKENDS),
-    help="Keras backend; sets KERAS_BACKEND.  [default: Keras's, if installed]",
-)
-@click.option(
-    "--devices",
-    metavar="LIST",
-    help="GPUs: a comma separates workers, + joins several of one worker, a single entry is for all.  "
-    "[default: one visible GPU a worker]",
-)
-@click.option(
-    "--seed",
-    type=click.IntRange(min=0),
-    help="Everything random follows from it.  [default: 0]",
-)
-@click.option(
-    "--run-dir",
-    type=click.Path(path_type=Path),
-    help="The run's own folder.  [default: runs/<script>-<time>]",
-)
-@click.option(
-    "--tee",
-    type=click.Choice(get_args(Tee)),
-    default="chief",
-    show_default=True,
-    help="Whose output the terminal shows; the logs have all of it.",
-)
-@click.option(
-    "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
-    default=600.0,
-    show_default=True,
-    metavar="SECONDS",
-    help="A worker for which others wait longer is stuck, and ends the job.",
-)
-@click.option(
-    "--max-restarts",
-    type=click.IntRange(min=0),
-    default=10,
-    show_default=True,
-    metavar="N",
-    help="How many lost workers are replaced; after that the others go on without.",
-)
-@click.option(
-    "--min-workers",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="With fewer workers, training waits until others have joined.",
-)
-@click.option(
-    "--checkpoint",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Keep checkpoints here, and go on from the newest one that is there.",
-)
-@click.option(
-    "--checkpoint-every",
-    "every",
-    metavar="N|TIME",
-    default="10m",
-    show_default=True,
-    help="So many steps of training, or a time such as 30s, 10m or 1h.",
-)
-@click.option(
-    "--keep",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    metavar="K",
-    help="How many checkpoints to keep.",
-)
-@click.option(
-    "--tf-distribute",
-    is_flag=True,
-    help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
-)
-@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@click.pass_obj
-def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
-    """Run SCRIPT on several workers of this machine; ARGUMENTS are the script's own.
-
-    \b
-    lockstep run -n 2 train.py
-    lockstep run -n 2 --replicas 8 train.py --epochs 3
-    lockstep run -n 2 -m package.train --epochs 3
-
-    The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
-    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started. With --checkpoint, SIGTERM lets
-    the chief keep a checkpoint first, for at most 20 seconds.
-    """
-    from lockstep.control.command import fill_standard_descriptors, run_under_agent
-
-    fill_standard_descriptors()
-    script = Script(options["script"], options["module"], options["arguments"])
-    script.check()
-    folder = options["checkpoint"]
-    # What is there must not change while it is read; what is refused leaves nothing behind.
-    existed = folder is not None and folder.exists()
-    if existed:
-        claim_folder(folder, *_OF_CHECKPOINTS)
-    spec = replace(_spec(options), inherited=inherited or ())
-    if folder is not None and not existed:
-        claim_folder(folder, *_OF_CHECKPOINTS)
-    claim_folder(spec.run_dir)
-    click.echo(f"lockstep: {spec.describe()}", err=True)
-    for variable in switched_off() if spec.devices else ():
-        click.echo(
-            f"lockstep: {variable} switches deterministic operations off: equal bits are no longer promised",
-            err=True,
-        )
-    sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
-
-
-def _backend(asked: str | None, past: str | None) -> str:
-    variable, configured = keras_backend()
-    return choose_backend(
-        asked,
-        variable,
-        past or configured,
-        _is_installed,
-        sys.executable,
-    )
-
-
-def _is_installed(name: str) -> bool:
-    return importlib.util.find_spec(name) is not None
-
-
-def _spec(options: dict[str, Any]) -> JobSpec:
-    # Before the run's folder is made: what is refused leaves nothing behind.
-    checkpoints, past = _checkpoints(options)
-    backend = _backend(options["backend"], past.get("backend"))
-    if options["tf_distribute"]:
-        require_tensorflow(_is_installed, sys.executable)
-    entries = parse_devices(options["devices"]) if options["devices"] is not None else None
-    gpus = visible_gpus()
-    wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
-    replicas = options["replicas"] or past.get("replicas")
-    workers = options["workers"] or min(wanted, replicas or wanted)
-    replicas = replicas or workers
-    place(replicas, tuple(range(workers)))
-    if options["min_workers"] > workers:
-        raise ConfigError(
-            f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
-        )
-    threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
-    devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
-    name = options["script"] if options["module"] else Path(options["script"]).stem
-    if checkpoints is not None and checkpoints.resume is not None:
-        _compare(checkpoints.resume, past, backend)
-    return JobSpec(
-        target=options["script"],
-        module=options["module"],
-        arguments=options["arguments"],
-        workers=workers,
-        replicas=replicas,
-        threads=threads,
-        seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
-        timeout=options["timeout"],
-        min_workers=options["min_workers"],
-        max_restarts=options["max_restarts"],
-        tf_distribute=options["tf_distribute"],
-        run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
-        tee=options["tee"],
-        backend=backend,
-        devices=devices,
-        checkpoints=checkpoints,
-    )
-
-
-def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[str, Any]]:
-    """Return what to keep, and what the checkpoint that the job goes on from says of its job."""
-    if options["checkpoint"] is None:
-        return None, {}
-    from lockstep.checkpoint.choice import newest, parse_every, refuse_another_job
-
-    every = parse_every(options["every"])
-    folder = options["checkpoint"].absolute()
-    found = newest(folder, lambda text: click.echo(f"lockstep: {text}", err=True))
-    resume, past = found or (None, {})
-    if resume is not None:
-        refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
-    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
-
-
-def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
-    """Refuse to go on with another backend; say it if libraries have changed."""
-    from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
-
-    refuse_another_backend(resume, past, backend)
-    if note := note_on_versions(resume, past):
-        click.echo(f"lockstep: {note}", err=True)
+cli.add_command(run)
 
 
 @cli.command()
@@ -336,45 +103,32 @@ def stop(job: str) -> None:
     click.echo(f"{status.job} has ended")
 
 
-def _be_agent(spec: JobSpec, command: socket.socket) -> int:
-    from lockstep.control.launcher import LocalLauncher
-    from lockstep.control.parent import Plan
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
+@click.option("--no-train", is_flag=True, help="Do not train for a second at the end.")
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="Show GPUs and cores only, again and again, until Ctrl-C.",
+)
+@click.option(
+    "--csv",
+    "log",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Add what the GPUs do to FILE, a line each; with --watch each time.",
+)
+def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None) -> None:
+    """Find out whether this machine is fit for training, and what to do where it is not.
 
-    launcher = LocalLauncher(Plan.of(spec))
-    # It imports while this process does.
-    launcher.prepare()
-    from lockstep.clock import SystemClock
-    from lockstep.collectives.shared import Pool
-    from lockstep.control.agent import Agent
-    from lockstep.control.console import Console
-    from lockstep.control.descendants import LinuxDescendants
-    from lockstep.control.output import Sink
-    from lockstep.control.starter import LocalStarter
-    from lockstep.control.state import Limits, Size, State
-    from lockstep.control.views import Views
-    from lockstep.events import EventLog
-    from lockstep.exchanges import open_exchange
+    It looks at versions, GPUs, backends, the machine and the environment, and trains for a second with two
+    workers. The exit status is 0 if all is well, 1 if jobs work, with warnings, and 2 if they will not.
+    """
+    from lockstep.doctor.command import check, follow
 
-    paths = RunPaths(spec.run_dir.absolute())
-    console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    with EventLog.open(paths.events, SystemClock(), console.say) as events:
-        agent = Agent(
-            spec=spec,
-            paths=paths,
-            starter=LocalStarter(spec, paths, os.getpid(), launcher, console, Pool.create().fd),
-            views=Views(open_exchange),
-            command=command,
-            console=console,
-            events=events,
-            clock=SystemClock(),
-            descendants=LinuxDescendants(),
-            state=State(
-                frozenset(range(spec.workers)),
-                Limits(timeout=spec.timeout),
-                view=spec.view,
-                keeps=spec.checkpoints is not None,
-                size=Size.of(spec.workers, spec.min_workers, spec.max_restarts),
-                next_worker=spec.workers,
-            ),
-        )
-        return agent.run()
+    if watch is None and log is None:
+        sys.exit(check(as_json=as_json, train=not no_train))
+    if as_json or no_train:
+        raise click.UsageError("--watch and --csv go without --json and --no-train")
+    follow(watch, log)

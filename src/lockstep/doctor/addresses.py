@@ -1,0 +1,294 @@
+"""What the `TF_CONFIG` of a shell does to what is started there, and whether its addresses serve.
+
+Nothing is sent to any other machine but the questions of the name service.
+"""
+
+import contextlib
+import errno
+import ipaddress
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import psutil
+
+from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tasks
+from lockstep.config import RUN
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.errors import ConfigError
+from lockstep.prose import count
+
+Resolve = Callable[[str], str]
+"""Returns the number of a host; raises OSError or UnicodeError where it has none."""
+
+LONGEST_WAIT = 600
+"""Seconds that a process which a person has started waits for the others."""
+_PATIENCE = 3.0
+_MOST_THREADS = 16
+_MOST_NAMED = 4
+_NAME = "TF_CONFIG"
+
+
+@dataclass(frozen=True)
+class Place:
+    """What is known of the address of a task.
+
+    Attributes:
+        task: such as "worker 1".
+        address: as `TF_CONFIG` has it.
+        number: of the host; empty if it is not known.
+        fault: why the address cannot be used at all; empty if it can.
+        here: whether it is one of this machine.
+        user: who uses the port; empty if nobody does.
+    """
+
+    task: str
+    address: str
+    number: str = ""
+    fault: str = ""
+    here: bool = True
+    user: str = ""
+
+
+def resolve_host(host: str) -> str:
+    """Return the number that a script which is started by hand would take; a `Resolve`."""
+    infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    infos.sort(key=lambda info: info[0] != socket.AF_INET)
+    return str(infos[0][4][0])
+
+
+def examine_tf_config(
+    text: str | None, resolve: Resolve = resolve_host, patience: float = _PATIENCE
+) -> list[Finding]:
+    """Return the findings on a `TF_CONFIG`; nothing if it is not set.
+
+    Args:
+        text: its value; None if it is not set.
+        resolve: finds the number of a host.
+        patience: seconds that this may take for all hosts together.
+    """
+    if text is None:
+        return []
+    try:
+        config = parse(text)
+    except ConfigError as error:
+        return [
+            _warning(
+                _NAME,
+                str(error),
+                "correct it, or unset TF_CONFIG: lockstep run sets its own, but a script that is started by "
+                "hand ends where it makes a strategy",
+            )
+        ]
+    return judge(config, look(config, resolve, patience))
+
+
+def look(config: TaskConfig, resolve: Resolve, patience: float) -> list[Place]:
+    """Look at the addresses of all tasks; of a job's own children, which use none, at no address."""
+    if config.environment == RUN:
+        return []
+    cluster = config.cluster
+    tasks = [
+        (f"{job} {index}", cluster.task_address(job, index))
+        for job in cluster.jobs
+        for index in cluster.task_indices(job)
+    ]
+    known = _resolved(list(dict.fromkeys(_split(address)[0] for _, address in tasks)), resolve, patience)
+    return [_look(task, address, *known[_split(address)[0]]) for task, address in tasks]
+
+
+def judge(config: TaskConfig, places: Sequence[Place]) -> list[Finding]:
+    """Return the findings on a whole `TF_CONFIG`. Pure.
+
+    Args:
+        config: what it says.
+        places: of its tasks.
+    """
+    trainers = tuple(f"{job} {index}" for job, index, _ in training_tasks(config.cluster))
+    # A task that trains alone asks for no address; parameter servers and evaluators have no use for theirs.
+    used = trainers if len(trainers) > 1 else ()
+    judged = [_of_place(place, place.task in used) for place in places]
+    faults = [finding for finding in judged if finding is not None]
+    serve = all(fault.verdict is Verdict.FINE for fault in faults)
+    if places and not faults:
+        faults = [_of_good_places(places)]
+    numbers = [place.number for place in places if place.task in used]
+    example = bool(numbers) and all(map(_is_loopback, numbers))
+    return [_of_config(config, trainers, serve, example), *faults]
+
+
+def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example: bool) -> Finding:
+    own = f"{config.task_type} {config.task_id}"
+    facts = {"task": own, "training": list(trainers), "environment": config.environment}
+    if config.environment == RUN:
+        reason = "comes from inside a job of lockstep run: a script that is started by hand trains alone"
+        return _warning(_NAME, reason, "unset TF_CONFIG", **facts)
+    if config.task_type == "ps":
+        reason = (
+            f"this process is {own}, for which there is nothing to do: a script that is started by hand ends "
+            "where it makes a strategy"
+        )
+        remedy = "give it a task of type chief or worker, or unset TF_CONFIG; lockstep run sets its own"
+        return _warning(_NAME, reason, remedy, **facts)
+    if config.task_type not in TRAINING:
+        reason = (
+            "this process is the evaluator: a script that is started by hand evaluates the checkpoints of "
+            f"{count(len(trainers), 'task')}; lockstep run sets its own TF_CONFIG"
+        )
+        return _fine(_NAME, reason, **facts)
+    if len(trainers) == 1:
+        reason = f"{own} is the only task that trains: a script that is started by hand trains alone"
+        return _warning(_NAME, reason, "unset TF_CONFIG if it is left over in this shell", **facts)
+    reason = f"this process is {own}, one of {len(trainers)} tasks that train"
+    if serve:
+        others = _listed([task for task in trainers if task != own])
+        reason += f": a script that is started by hand waits for {others}, {LONGEST_WAIT} s at most"
+    reason += "; lockstep run sets its own TF_CONFIG"
+    if not example:
+        return _fine(_NAME, reason, **facts)
+    return _warning(
+        _NAME,
+        f"{reason}. All addresses are loopback, as in an example",
+        "unset TF_CONFIG if it is left over in this shell; else start the others too",
+        **facts,
+    )
+
+
+def _of_place(place: Place, used: bool) -> Finding | None:
+    """Return the finding on the address of a task, None if nothing is wrong with it."""
+    refuse = "workers that are started by hand refuse to train"
+    if place.fault:
+        reason = f"{place.address}: {place.fault}"
+        remedy = "correct it in every TF_CONFIG, or give the host's number"
+    elif not place.here:
+        reason = f"{place.address} is no address of this machine"
+        refuse = "workers that are started by hand have to be on one machine, and refuse to train"
+        remedy = "give all tasks that train addresses of this machine, such as 127.0.0.1:20000"
+    elif place.user:
+        reason = f"{place.address} is in use by {place.user}"
+        remedy = "end that, or give another port to this task in every TF_CONFIG"
+        refuse = f"{place.task}, started by hand, refuses to train"
+    else:
+        return None
+    name, facts = f"{_NAME}: {place.task}", asdict(place)
+    if not used:
+        return _fine(name, f"{reason}; Lockstep does not use this address", **facts)
+    return _warning(name, f"{reason}: {refuse}", remedy, **facts)
+
+
+def _of_good_places(places: Sequence[Place]) -> Finding:
+    name, facts = f"{_NAME}: addresses", {"numbers": {place.address: place.number for place in places}}
+    if len(places) == 1:
+        return _fine(name, f"{places[0].address} is this machine's, and its port free", **facts)
+    return _fine(name, f"all {len(places)} are this machine's, and their ports free", **facts)
+
+
+def _resolved(hosts: Sequence[str], resolve: Resolve, patience: float) -> dict[str, tuple[str, str]]:
+    """Return for each host its number, or, after nothing, why it is not known."""
+    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[str, tuple[str, str]]] = queue.SimpleQueue()
+    for host in hosts:
+        asked.put(host)
+
+    def ask() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                host = asked.get_nowait()
+                answers.put((host, _answer(host, resolve)))
+
+    # A name server that is gone is waited for much longer by the system.
+    for _ in range(min(_MOST_THREADS, len(hosts))):
+        threading.Thread(target=ask, daemon=True).start()
+    known = dict.fromkeys(hosts, ("", f"no answer in {patience:g} s as to where this host is"))
+    deadline = time.monotonic() + patience
+    with contextlib.suppress(queue.Empty):
+        for _ in hosts:
+            host, answer = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+            known[host] = answer
+    return known
+
+
+def _answer(host: str, resolve: Resolve) -> tuple[str, str]:
+    try:
+        return resolve(host), ""
+    except (OSError, UnicodeError) as error:
+        return "", f"the host is not known here ({getattr(error, 'strerror', None) or error})"
+
+
+def _look(task: str, address: str, number: str, why: str) -> Place:
+    if not number:
+        return Place(task, address, fault=why)
+    fault = _fault_of_taking(number, 0)
+    if fault is not None and fault.errno == errno.EADDRNOTAVAIL:
+        return Place(task, address, number, here=False)
+    if fault is not None:
+        return Place(task, address, number, fault=f"cannot be used here ({fault.strerror or fault})")
+    # Nothing of Lockstep listens there: only what shows that the address is another program's counts.
+    port = _split(address)[1]
+    taken = _fault_of_taking(number, port)
+    user = _user_of(number, port) if taken is not None and taken.errno == errno.EADDRINUSE else ""
+    return Place(task, address, number, user=user)
+
+
+def _fault_of_taking(number: str, port: int) -> OSError | None:
+    """Take a port of this machine, and give it back; return what went wrong."""
+    family = socket.AF_INET6 if ":" in number else socket.AF_INET
+    try:
+        with socket.socket(family) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((number, port))
+    except OSError as error:
+        return error
+    return None
+
+
+def _user_of(number: str, port: int) -> str:
+    names = (number, "0.0.0.0", "::", f"::ffff:{number}")
+    with contextlib.suppress(psutil.Error, OSError):
+        found = [
+            connection
+            for connection in psutil.net_connections("tcp")
+            if connection.laddr and connection.laddr.port == port and connection.laddr.ip in names
+        ]
+        # Who listens there comes before who only speaks from there.
+        found.sort(key=lambda connection: connection.status != psutil.CONN_LISTEN)
+        pid = next((connection.pid for connection in found if connection.pid), None)
+        if pid is not None:
+            return _program(pid)
+        if found:
+            return "a process of another user (which one, only root is told)"
+    return "another program, which cannot be seen from here"
+
+
+def _program(pid: int) -> str:
+    try:
+        return f"{psutil.Process(pid).name()} (process {pid})"
+    except psutil.Error:
+        return f"process {pid}"
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(number: str) -> bool:
+    return bool(number) and ipaddress.ip_address(number.partition("%")[0]).is_loopback
+
+
+def _listed(tasks: Sequence[str]) -> str:
+    if len(tasks) > _MOST_NAMED:
+        return f"{', '.join(tasks[:_MOST_NAMED])} and {len(tasks) - _MOST_NAMED} more"
+    *most, last = tasks
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _fine(name: str, reason: str, **facts: object) -> Finding:
+    return Finding("environment", name, Verdict.FINE, reason, "", facts)
+
+
+def _warning(name: str, reason: str, remedy: str, **facts: object) -> Finding:
+    return Finding("environment", name, Verdict.WARNING, reason, remedy, facts)

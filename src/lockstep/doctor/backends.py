@@ -1,0 +1,118 @@
+"""What each installed backend does on this machine, found out by processes that import and use it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.gpus import Reading, judge_build
+from lockstep.doctor.programs import Ended
+
+_SECTION = "backends"
+_AGAIN = "run it by hand to see all that it says: python -m lockstep.keras.probing {}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a process has told of a backend, before it ended.
+
+    Attributes:
+        ended: how it ended.
+        built: the backend's version, and the CUDA and cuDNN it was built for; None if it came not so far.
+        devices: what the backend sees; None if it came not so far.
+        tried: for each device that was used, in order, what came of it.
+    """
+
+    ended: Ended
+    built: dict[str, str | None] | None = None
+    devices: tuple[str, ...] | None = None
+    tried: tuple[dict[str, Any], ...] = field(default=())
+
+    @classmethod
+    def of(cls, ended: Ended) -> "Answer":
+        """Read what `lockstep.keras.probing` has written."""
+        built, devices, tried = None, None, list[dict[str, Any]]()
+        for line in ended.output.splitlines():
+            try:
+                part = json.loads(line)
+            except ValueError:
+                # It was ended in the middle of a line.
+                break
+            built = part.get("built", built)
+            devices = part.get("devices", devices)
+            if "device" in part:
+                tried.append(part)
+        return cls(ended, built, None if devices is None else tuple(devices), tuple(tried))
+
+
+def judge(backend: str, answer: Answer, reading: Reading, gpus: int, *, chosen: bool) -> list[Finding]:
+    """Return the findings on one backend.
+
+    Args:
+        backend: its name.
+        answer: what was found out.
+        reading: what the driver says of GPUs.
+        gpus: how many of them CUDA shows.
+        chosen: whether a job would use this backend.
+    """
+    bad = Verdict.FAILURE if chosen else Verdict.WARNING
+    findings = []
+    if answer.built is not None:
+        findings.append(judge_build(reading, backend, answer.built["cuda"], answer.built["cudnn"]))
+        if answer.devices is not None and answer.built["cuda"] is not None and gpus:
+            findings.append(_sight(backend, answer.devices))
+    findings += [_trial(backend, tried, bad) for tried in answer.tried]
+    if answer.ended.status != 0:
+        findings.append(_end(backend, answer, bad))
+    return findings
+
+
+def _sight(backend: str, devices: Sequence[str]) -> Finding:
+    gpus = [device for device in devices if "cpu" not in device.lower()]
+    name, facts = f"{backend} sees the GPU", {"devices": list(devices)}
+    if gpus:
+        return Finding(_SECTION, name, Verdict.FINE, ", ".join(gpus), "", facts)
+    return Finding(
+        _SECTION,
+        name,
+        Verdict.WARNING,
+        f"it was built for CUDA, but sees {', '.join(devices)} only: it would compute on the CPU",
+        _AGAIN.format(backend),
+        facts,
+    )
+
+
+def _trial(backend: str, tried: dict[str, Any], bad: Verdict) -> Finding:
+    name = f"{backend} computes on {tried['device']}"
+    if tried["fault"]:
+        return Finding(_SECTION, name, bad, tried["fault"], _AGAIN.format(backend), tried)
+    if not tried["same"]:
+        return Finding(
+            _SECTION,
+            name,
+            Verdict.WARNING,
+            "the same computation gave other bits the second time",
+            "look for variables that switch deterministic operations off",
+            tried,
+        )
+    return Finding(_SECTION, name, Verdict.FINE, "the same bits twice", "", tried)
+
+
+def _end(backend: str, answer: Answer, bad: Verdict) -> Finding:
+    if answer.built is None:
+        where = "when it was imported"
+    elif answer.devices is None:
+        where = "when it was asked for its devices"
+    elif len(answer.tried) < len(answer.devices):
+        where = f"when it computed on {answer.devices[len(answer.tried)]}"
+    else:
+        where = "at its end"
+    remedy = _AGAIN.format(backend)
+    if answer.ended.status is None:
+        remedy = (
+            "the first import after an installation reads many files: try once more; if it is so again, "
+            + remedy
+        )
+    facts = {"status": answer.ended.status, "where": where}
+    return Finding(_SECTION, backend, bad, f"{where} it {answer.ended.how()}", remedy, facts)

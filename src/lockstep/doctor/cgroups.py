@@ -1,0 +1,60 @@
+"""What the control groups of this process allow it (versions 1 and 2), ancestors included."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def cpu_quota(membership: Path, mount: Path) -> float | None:
+    """Return the cores whose time this process may use, None if no group limits that.
+
+    Args:
+        membership: the file that names the groups, like `/proc/self/cgroup`.
+        mount: where the cgroup file systems are mounted.
+    """
+    shares = []
+    for group in _groups(membership, mount, "cpu"):
+        of_version_1 = [read(group / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        numbers = (read(group / "cpu.max") or " ".join(of_version_1)).split()
+        if len(numbers) == 2 and all(number.isdigit() for number in numbers):
+            shares.append(int(numbers[0]) / int(numbers[1]))
+    return min(shares, default=None)
+
+
+def processes_left(membership: Path, mount: Path) -> int | None:
+    """Return how many processes and threads may still be started, None if no group limits that.
+
+    Args:
+        membership: the file that names the groups, like `/proc/self/cgroup`.
+        mount: where the cgroup file systems are mounted.
+    """
+    left = []
+    for group in _groups(membership, mount, "pids"):
+        most, now = read(group / "pids.max").strip(), read(group / "pids.current").strip()
+        if most.isdigit() and now.isdigit():
+            left.append(max(0, int(most) - int(now)))
+    return min(left, default=None)
+
+
+def read(file: Path) -> str:
+    """Return what is in a file, nothing where it cannot be read."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
+
+
+def _groups(membership: Path, mount: Path, controller: str) -> Iterator[Path]:
+    for line in read(membership).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            tops = [mount]
+        elif controller in controllers.split(","):
+            # Several controllers in one place have a link each, but not everywhere.
+            tops = [mount / controller, mount / controllers]
+        else:
+            continue
+        for top in tops:
+            # In a container the path may be one of the host's that is not visible here; the limit is then
+            # that of the mount itself.
+            group = top / path.lstrip("/")
+            yield from (each for each in (group, *group.parents) if each == top or top in each.parents)

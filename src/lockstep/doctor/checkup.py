@@ -1,0 +1,113 @@
+"""The whole examination: what looks, in which order, and until when."""
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from platform import python_version
+
+from lockstep.config import device_variables, job_environment, visible_gpus
+from lockstep.control.backend import BACKENDS
+from lockstep.doctor import backends, training
+from lockstep.doctor.addresses import examine_tf_config
+from lockstep.doctor.environment import examine_environment
+from lockstep.doctor.finding import Finding, Verdict, worst
+from lockstep.doctor.gpus import Reading
+from lockstep.doctor.gpus import judge as judge_gpus
+from lockstep.doctor.machine import examine_machine
+from lockstep.doctor.programs import Program
+from lockstep.doctor.shown import shown
+from lockstep.doctor.versions import Packages, Wish, examine_versions
+
+_LISTED = "CUDA_VISIBLE_DEVICES"
+PROBE_SECONDS = 14.0
+"""For all backends, which are asked at once."""
+TRAINING_SECONDS = 13.0
+"""Together with the rest it ends in half a minute."""
+_UNTRAINED = Finding(
+    "training", "not tried", Verdict.FINE, "what has failed above would fail again", "mend that first"
+)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """Where the examination looks.
+
+    Attributes:
+        environment: variables.
+        wish: which backend is wanted.
+        installed: whether a module can be imported.
+        reading: what the driver says of GPUs.
+        say: hears what is being waited for.
+    """
+
+    environment: Mapping[str, str]
+    wish: Wish
+    installed: Callable[[str], bool]
+    reading: Reading
+    say: Callable[[str], None]
+
+
+def examine(around: Surroundings, *, train: bool) -> list[Finding]:
+    """Return all findings, section by section.
+
+    Args:
+        around: where to look.
+        train: whether to train for a second at the end, if nothing speaks against it.
+    """
+    packages = Packages.installed()
+    versions, chosen = examine_versions(
+        packages, sys.executable, python_version(), around.wish, around.installed
+    )
+    findings = list(versions)
+    with ExitStack() as stack:
+        probes = {}
+        for backend in filter(around.installed, BACKENDS):
+            probes[backend] = Program.start(_probe(backend), _as_in_a_job(around.environment, backend))
+            stack.callback(probes[backend].end)
+        deadline = time.monotonic() + PROBE_SECONDS
+        listed = around.environment.get(_LISTED)
+        findings += judge_gpus(around.reading, listed, around.environment.get("CUDA_DEVICE_ORDER"))
+        gpus = len(shown(around.reading.gpus, listed).places)
+        machine = examine_machine()
+        machine += examine_environment(around.environment)
+        machine += examine_tf_config(around.environment.get("TF_CONFIG"))
+        if probes:
+            names = " and ".join(probes)
+            around.say(f"{names} compute{'s' if len(probes) == 1 else ''}, for {PROBE_SECONDS:.0f} s at most")
+        for backend, program in probes.items():
+            answer = backends.Answer.of(program.result(deadline))
+            findings += backends.judge(backend, answer, around.reading, gpus, chosen=backend == chosen)
+    findings += machine
+    if train:
+        findings.append(
+            _train(chosen, around) if chosen and worst(findings) < Verdict.FAILURE else _UNTRAINED
+        )
+    return findings
+
+
+def _train(backend: str, around: Surroundings) -> Finding:
+    limit = f"for {TRAINING_SECONDS:.0f} s at most"
+    around.say(f"training on {backend} with {training.WORKERS} workers, {limit}")
+    with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
+        program = Program.start(training.command(backend, Path(name)), dict(around.environment))
+        try:
+            ended = program.result(time.monotonic() + TRAINING_SECONDS)
+        finally:
+            program.end()
+        return training.judge(backend, ended, Path(name))
+
+
+def _probe(backend: str) -> list[str]:
+    return [sys.executable, "-P", "-m", "lockstep.keras.probing", backend]
+
+
+def _as_in_a_job(environment: Mapping[str, str], backend: str) -> dict[str, str]:
+    """Return the environment in which a worker would compute on all GPUs that are visible."""
+    variables = job_environment(0, 1, environment, backend=backend)
+    if gpus := visible_gpus(environment):
+        variables |= device_variables(environment, environment.get(_LISTED, ",".join(gpus)), shared=False)
+    return variables

@@ -1,0 +1,351 @@
+"""What the variables of a shell do to jobs that are started there."""
+
+import re
+import site
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+
+from lockstep.cluster.hosts import expand_counts, expand_hosts
+from lockstep.config import slurm_variable, switched_off, visible_gpus
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.shadows import hidden_modules
+from lockstep.errors import ConfigError
+from lockstep.prose import count
+
+_LISTED = "CUDA_VISIBLE_DEVICES"
+_DRIVER = Path("/proc/driver/nvidia/gpus")
+_MOST_SHOWN = 120
+
+_THREADS = "Lockstep sets its own for workers; a script that is started without it computes with this"
+_SHARED_GPU = "Lockstep sets its own where workers share a GPU; else this holds"
+_BITS = "workers have it too; with it results may have other bits than without"
+EFFECTS: Mapping[str, str] = {
+    "KERAS_BACKEND": "the backend of jobs, unless lockstep run --backend names another",
+    "OMP_NUM_THREADS": _THREADS,
+    "MKL_NUM_THREADS": _THREADS,
+    "OPENBLAS_NUM_THREADS": _THREADS,
+    "TF_NUM_INTRAOP_THREADS": _THREADS,
+    "TF_NUM_INTEROP_THREADS": _THREADS,
+    "NPROC": _THREADS,
+    "PYTHONHASHSEED": "Lockstep sets its own for workers, from the seed of the job",
+    "XLA_FLAGS": f"{_BITS}, and JAX ends with a flag that it does not know",
+    "JAX_ENABLE_X64": f"JAX keeps numbers of 64 bits where it is true; {_BITS}",
+    "TF_FORCE_GPU_ALLOW_GROWTH": f"whether TensorFlow takes memory of a GPU little by little. {_SHARED_GPU}",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": f"whether JAX takes memory of a GPU at once. {_SHARED_GPU}",
+    "TF_DETERMINISTIC_OPS": "Lockstep keeps it for workers with a GPU",
+    "CUBLAS_WORKSPACE_CONFIG": "Lockstep keeps it for workers with a GPU",
+}
+"""What variables do that are as good as any other value of theirs."""
+
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+_PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
+_WITHOUT_GPU = "cpu"
+_OF_GPUS = {"cuda", "gpu"}
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_SECRET = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
+_LOCAL = ("localhost", "127.0.0.1")
+_STEP = ("PROCID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE")
+
+
+@dataclass(frozen=True)
+class Shell:
+    """What is judged.
+
+    Attributes:
+        environ: all variables.
+        folder: in which jobs would be started.
+        installed: folders where packages are installed.
+        driver: where the driver lists GPUs.
+    """
+
+    environ: Mapping[str, str]
+    folder: Path
+    installed: Sequence[Path]
+    driver: Path
+
+    def shown(self, name: str) -> str:
+        """Return the value of a variable for people."""
+        return plain(self.environ[name])
+
+
+def examine_environment(
+    environ: Mapping[str, str],
+    folder: Path = Path(),
+    installed: Sequence[Path] | None = None,
+    driver: Path = _DRIVER,
+) -> list[Finding]:
+    """Return the findings on all variables but `TF_CONFIG`, one for each thing that acts on a job.
+
+    Args:
+        environ: the variables.
+        folder: in which jobs would be started.
+        installed: folders where packages are installed; by default those of this Python.
+        driver: where the driver lists GPUs.
+    """
+    shell = Shell(environ, folder, _site_folders() if installed is None else installed, driver)
+    findings = [finding for check in _CHECKS for finding in check(shell)]
+    if not findings and "TF_CONFIG" not in environ:
+        return [_fine("variables", "none is set that acts on a job")]
+    return findings
+
+
+def plain(text: str) -> str:
+    """Return a text without what a terminal would obey, and not too long."""
+    text = "".join(sign if sign.isprintable() else "?" for sign in text)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def without_secrets(proxy: str) -> str:
+    """Return the address of a proxy without the name and the password of its user."""
+    return _SECRET.sub(lambda found: f"{found[1] or ''}***@", proxy)
+
+
+def leaves_out(no_proxy: str) -> list[str]:
+    """Return which names of this machine a `no_proxy` leaves out."""
+    entries = [entry.strip().lower() for entry in no_proxy.split(",")]
+    return [name for name in _LOCAL if not any(_covers(entry, name) for entry in entries)]
+
+
+def _visible_devices(shell: Shell) -> Iterator[Finding]:
+    if _LISTED not in shell.environ:
+        return
+    named = len(shell.environ[_LISTED].split(","))
+    shown, there = visible_gpus(shell.environ), visible_gpus({}, shell.driver)
+    facts = {"value": shell.shown(_LISTED), "shown": list(shown), "there": len(there)}
+    if not shown:
+        found = f", of which the driver has {len(there)}" if there else ""
+        yield _warning(
+            _LISTED,
+            f"{shell.shown(_LISTED)!r} hides all GPUs{found}: jobs compute on the CPU",
+            f"unset {_LISTED} to use GPUs, or name some with lockstep run --devices",
+            **facts,
+        )
+    elif len(shown) < named:
+        yield _warning(
+            _LISTED,
+            f"{shell.shown(_LISTED)!r} shows {count(len(shown), 'GPU')}, and hides what follows them",
+            f"let {_LISTED} name GPUs only",
+            **facts,
+        )
+    else:
+        reason = f"shows {count(len(shown), 'GPU')} ({plain(', '.join(shown))}), by default one a worker"
+        yield _fine(_LISTED, reason, **facts)
+
+
+def _table(shell: Shell) -> Iterator[Finding]:
+    off = switched_off(shell.environ)
+    for name, effect in EFFECTS.items():
+        value = shell.environ.get(name, "")
+        if name in off:
+            yield _warning(
+                name,
+                f"{plain(value)!r} switches deterministic operations off: no equal bits are promised on GPUs",
+                f"unset {name}, or take that out of it: Lockstep itself sets what is needed",
+                value=plain(value),
+            )
+        elif value.strip():
+            yield _fine(name, f"{plain(value)}: {effect}", value=plain(value))
+
+
+def _platforms(shell: Shell) -> Iterator[Finding]:
+    gpus = visible_gpus(shell.environ, shell.driver)
+    for name in _PLATFORMS:
+        names = [each.strip().lower() for each in shell.environ.get(name, "").split(",") if each.strip()]
+        if not names:
+            continue
+        value = shell.shown(name)
+        if names[0] == _WITHOUT_GPU and gpus:
+            reason = f"{value}: JAX computes on the CPU, though {count(len(gpus), 'GPU')} can be seen"
+            yield _warning(name, reason, f"unset {name} to use GPUs", value=value)
+        elif set(names) <= _OF_GPUS and not gpus:
+            reason = f"{value}: JAX is to use nothing but GPUs, and fails, since none can be seen"
+            yield _warning(name, reason, f"unset {name}, or let GPUs be seen", value=value)
+        else:
+            yield _fine(name, f"{value}: where JAX computes, in workers too", value=value)
+
+
+def _fractions(shell: Shell) -> Iterator[Finding]:
+    given = [name for name in _FRACTIONS if shell.environ.get(name)]
+    for name in given:
+        value = shell.shown(name)
+        if len(given) > 1:
+            reason = f"{value}: JAX refuses to use a GPU where both names of this variable are set"
+            yield _warning(name, reason, f"unset {_FRACTIONS[1]}, the old name", value=value)
+        elif not _is_number(shell.environ[name]):
+            reason = f"{value!r} is no number: JAX fails on a GPU"
+            yield _warning(name, reason, f"unset {name}, or give a part such as 0.5", value=value)
+        else:
+            reason = f"{value}: the part of a GPU's memory that JAX may take, in workers too"
+            yield _fine(name, reason, value=value)
+
+
+def _python_path(shell: Shell) -> Iterator[Finding]:
+    value = shell.environ.get("PYTHONPATH", "")
+    if not value:
+        return
+    folders = [Path(entry) if entry else shell.folder for entry in value.split(":")]
+    missing = [plain(str(folder)) for folder in folders if not _exists(folder)]
+    facts = {"folders": [plain(str(folder)) for folder in folders], "missing": missing}
+    hiding = {folder: modules for folder in folders if (modules := hidden_modules(folder, shell.installed))}
+    for folder, modules in hiding.items():
+        yield _warning(
+            "PYTHONPATH",
+            f"{plain(str(folder))} has {_modules(modules)}, which programs import in the place of what is "
+            "installed",
+            "take this folder out of PYTHONPATH, or rename what is there",
+            modules=list(modules),
+            **facts,
+        )
+    if not hiding:
+        absent = f"; {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there" if missing else ""
+        yield _fine("PYTHONPATH", f"workers look there before what is installed{absent}", **facts)
+
+
+def _current_folder(shell: Shell) -> Iterator[Finding]:
+    if modules := hidden_modules(shell.folder, shell.installed):
+        yield _warning(
+            "current folder",
+            f"it has {_modules(modules)}, which a script in this folder imports in the place of what is "
+            "installed",
+            "rename it",
+            modules=list(modules),
+        )
+
+
+def _preload(shell: Shell) -> Iterator[Finding]:
+    libraries = re.findall(r"[^\s:]+", shell.environ.get("LD_PRELOAD", ""))
+    missing = [each for each in libraries if "/" in each and "$" not in each and not _exists(Path(each))]
+    facts = {"libraries": libraries, "missing": missing}
+    if missing:
+        reason = f"{plain(', '.join(missing))} is not there: the loader says so whenever a process starts"
+        yield _warning("LD_PRELOAD", reason, "unset LD_PRELOAD, or correct it", **facts)
+    elif libraries:
+        yield _fine("LD_PRELOAD", f"{plain(', '.join(libraries))}: loaded into every worker", **facts)
+
+
+def _proxies(shell: Shell) -> Iterator[Finding]:
+    names = [name for each in _PROXIES for name in (each, each.upper()) if shell.environ.get(name)]
+    if not names:
+        return
+    shown = ", ".join(f"{name}={plain(without_secrets(shell.environ[name]))}" for name in names)
+    reason = f"{shown}: Lockstep's workers connect through none; downloads, gRPC and Kubernetes's client may"
+    out = leaves_out(shell.environ.get("no_proxy") or shell.environ.get("NO_PROXY", ""))
+    if not out:
+        yield _fine("proxies", reason, set=names, left_out=out)
+        return
+    yield _warning(
+        "proxies",
+        f"{reason}. no_proxy leaves out {' and '.join(out)}: a script asks the proxy for what is served on "
+        "this machine",
+        f"export no_proxy={','.join(out)}${{no_proxy:+,$no_proxy}}",
+        set=names,
+        left_out=out,
+    )
+
+
+def _own_variables(shell: Shell) -> Iterator[Finding]:
+    names = sorted(name for name in shell.environ if name.startswith("LOCKSTEP_"))
+    if names:
+        yield _warning(
+            "LOCKSTEP_*",
+            f"{plain(', '.join(names))}: only workers are told these, and forget them at their start; "
+            "lockstep run removes them",
+            "unset them: they are left over, or meant for another program",
+            names=names,
+        )
+
+
+def _slurm(shell: Shell) -> Iterator[Finding]:
+    if not any(name.startswith("SLURM_") for name in shell.environ):
+        return
+    told = {name: slurm_variable(name, shell.environ) for name in _STEP}
+    missing = [f"SLURM_{name}" for name, value in told.items() if value is None]
+    if missing:
+        reason = f"no task of a job step: SlurmClusterResolver misses {', '.join(missing)}, which srun sets"
+        yield _fine("SLURM_*", f"{reason}; lockstep run needs none of it", missing=missing)
+        return
+    rank, number, hosts, tasks = (value or "" for value in told.values())
+    try:
+        found = expand_hosts(hosts)
+        _check_step(rank, number, len(found), expand_counts(tasks))
+    except ConfigError as error:
+        yield _warning("SLURM_*", f"SlurmClusterResolver refuses them: {error}", "start the script with srun")
+        return
+    reason = (
+        f"to SlurmClusterResolver this is worker {rank} of {number} on {count(len(found), 'host')}; lockstep "
+        "run does not look at them, and begins a job of its own in each task that runs it"
+    )
+    yield _fine("SLURM_*", reason, rank=int(rank), tasks=int(number), hosts=len(found))
+
+
+def _check_step(rank: str, number: str, hosts: int, tasks: Sequence[int]) -> None:
+    for name, value in (("PROCID", rank), ("STEP_NUM_TASKS", number)):
+        if not (value.isascii() and value.isdigit() and len(value) < 10):
+            raise ConfigError(f"SLURM_{name} is {value!r}, expected a whole number, 0 or more")
+    if hosts != len(tasks):
+        raise ConfigError(
+            f"SLURM_STEP_NODELIST has {count(hosts, 'host')}, SLURM_STEP_TASKS_PER_NODE {len(tasks)}"
+        )
+    if int(number) != sum(tasks) or int(rank) >= sum(tasks):
+        raise ConfigError(
+            f"SLURM_PROCID {rank} of SLURM_STEP_NUM_TASKS {number} does not fit {sum(tasks)} on its hosts"
+        )
+
+
+_CHECKS: tuple[Callable[[Shell], Iterator[Finding]], ...] = (
+    _visible_devices,
+    _table,
+    _platforms,
+    _fractions,
+    _python_path,
+    _current_folder,
+    _preload,
+    _proxies,
+    _own_variables,
+    _slurm,
+)
+
+
+def _site_folders() -> tuple[Path, ...]:
+    names = (*site.getsitepackages(), sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    users = (site.getusersitepackages(),) if site.ENABLE_USER_SITE else ()
+    return tuple(dict.fromkeys(map(Path, (*names, *users))))
+
+
+def _covers(entry: str, name: str) -> bool:
+    if entry in ("*", name):
+        return True
+    try:
+        return ip_address(name) in ip_network(entry, strict=False)
+    except (ValueError, TypeError):
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _modules(names: Sequence[str]) -> str:
+    return f"{'a module' if len(names) == 1 else 'modules'} {' and '.join(names)}"
+
+
+def _fine(name: str, reason: str, **facts: object) -> Finding:
+    return Finding("environment", name, Verdict.FINE, reason, "", facts)
+
+
+def _warning(name: str, reason: str, remedy: str, **facts: object) -> Finding:
+    return Finding("environment", name, Verdict.WARNING, reason, remedy, facts)

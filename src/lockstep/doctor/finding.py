@@ -1,0 +1,44 @@
+"""What a check has found: a row of the report, with a verdict, the reason and the remedy. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+
+class Verdict(IntEnum):
+    """How well a job would go; the worst of a report is the exit status of the command."""
+
+    FINE = 0
+    WARNING = 1
+    FAILURE = 2
+
+    def __str__(self) -> str:
+        return ("fine", "warning", "failure")[self]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One row.
+
+    Attributes:
+        section: the part of the report: "versions", "gpus", "backends", "machine", "environment", "training".
+        name: what was looked at.
+        verdict: `FAILURE` where a job would not work, `WARNING` where it works but something is not as it
+            should be.
+        reason: what was found, in one sentence or less.
+        remedy: what to do about it; empty where nothing is to be done.
+        facts: the same in numbers and names, for programs; JSON.
+    """
+
+    section: str
+    name: str
+    verdict: Verdict
+    reason: str
+    remedy: str = ""
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def worst(findings: Iterable[Finding]) -> Verdict:
+    """Return the worst verdict, `FINE` if there is none."""
+    return max((finding.verdict for finding in findings), default=Verdict.FINE)

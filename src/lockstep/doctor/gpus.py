@@ -1,0 +1,350 @@
+"""What the driver tells of GPUs, and whether jobs can use them. Pure."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.shown import shown
+from lockstep.prose import count
+
+_SECTION = "gpus"
+_LISTED = "CUDA_VISIBLE_DEVICES"
+_ORDER = "PCI_BUS_ID"
+_GIB = 2**30
+_LITTLE = 0.1
+"""The part of a GPU's memory that is too little for training."""
+_ON_CPU = "workers compute on the CPU"
+_OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
+"""For each CUDA the first driver on which all of its minor versions work."""
+_MINORS_SINCE = 11
+_OLDEST_KINDS = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
+"""For each CUDA the first kind of GPU that it makes code for."""
+_OLDEST_INSTALLED = 12
+"""The oldest CUDA that backends are still built for."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes."""
+
+    total: int
+    used: int
+    free: int
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process on a GPU.
+
+    Attributes:
+        pid: its id.
+        name: empty where nobody tells.
+        memory: bytes of the GPU's memory; None where nobody tells.
+    """
+
+    pid: int
+    name: str
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU; None stands for what it does not tell.
+
+    Attributes:
+        index: NVML's number of it, in the order of the PCI bus.
+        name: of its kind.
+        uuid: as `CUDA_VISIBLE_DEVICES` takes it.
+        bus: its PCI address.
+        memory: its own, also called FB.
+        bar1: the part of it that others on the PCI bus can address.
+        temperature: degrees Celsius.
+        power: watts.
+        power_limit: watts.
+        utilization: percent of the time that something computed.
+        processes: those that have it open, as far as this process may see them.
+        fault: why it cannot be used; empty if it can.
+        denied: whether the fault is only that this process may not use it.
+        slowdown: degrees Celsius from which on it slows down.
+        hot: whether it slows down because of heat.
+        repair_pending: whether a defective part of its memory waits to be replaced.
+        repair_failed: whether a defective part of its memory could not be replaced.
+        capability: CUDA's version of its kind.
+        instances: the UUIDs of its MIG instances; None if it is not divided.
+    """
+
+    index: int
+    name: str | None = None
+    uuid: str | None = None
+    bus: str | None = None
+    memory: Memory | None = None
+    bar1: Memory | None = None
+    temperature: int | None = None
+    power: float | None = None
+    power_limit: float | None = None
+    utilization: int | None = None
+    processes: tuple[Process, ...] | None = None
+    fault: str = ""
+    denied: bool = False
+    slowdown: int | None = None
+    hot: bool = False
+    repair_pending: bool = False
+    repair_failed: bool = False
+    capability: tuple[int, int] | None = None
+    instances: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Driver:
+    """NVIDIA's driver.
+
+    Attributes:
+        version: its own.
+        cuda: the newest CUDA that it supports entirely; None if it does not tell.
+    """
+
+    version: str
+    cuda: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All that the driver tells.
+
+    Attributes:
+        driver: None if there is none that answers.
+        gpus: in the order of their indices.
+        missing: why there is no driver, or no GPU.
+        remedy: what to do about that; empty where nothing is to be done.
+    """
+
+    driver: Driver | None
+    gpus: tuple[Gpu, ...] = ()
+    missing: str = ""
+    remedy: str = ""
+
+
+def judge(reading: Reading, listed: str | None, order: str | None = None) -> list[Finding]:
+    """Return a row for the driver, one for `CUDA_VISIBLE_DEVICES` where it is set, and one for each GPU.
+
+    Args:
+        reading: what the driver tells.
+        listed: the value of `CUDA_VISIBLE_DEVICES`, None if it is not set.
+        order: the value of `CUDA_DEVICE_ORDER`, None if it is not set.
+    """
+    findings = []
+    if (driver := reading.driver) is not None:
+        reason = f"{driver.version}, for CUDA up to {_dotted(driver.cuda)}" if driver.cuda else driver.version
+        findings.append(Finding(_SECTION, "driver", Verdict.FINE, reason, "", asdict(driver)))
+    if not reading.gpus:
+        verdict = Verdict.WARNING if reading.remedy else Verdict.FINE
+        return [*findings, Finding(_SECTION, "GPUs", verdict, absence(reading), reading.remedy)]
+    # CUDA does not count those that this process may not use.
+    counted = [gpu for gpu in reading.gpus if not gpu.denied]
+    places, problem, by_number = shown(counted, listed)
+    indices = [counted[place].index for place in places]
+    if listed is not None and counted:
+        mixed = by_number and order != _ORDER and len({gpu.name for gpu in counted}) > 1
+        chosen = indices != [gpu.index for gpu in counted]
+        findings.append(_judge_list(listed, indices, problem, len(counted), guessed=mixed and chosen))
+    usable = [gpu for gpu in counted if not gpu.fault]
+    return findings + [_judge_gpu(gpu, usable, is_shown=gpu.index in indices) for gpu in reading.gpus]
+
+
+def judge_build(reading: Reading, backend: str, cuda: str | None, cudnn: str | None) -> Finding:
+    """Say whether a backend that was built for this CUDA can use the GPUs.
+
+    A driver runs programs for its own CUDA, for every older one, and for newer ones of the same major version
+    if they need no code that the driver makes. Otherwise the backend computes on the CPU, a warning.
+
+    Args:
+        reading: what the driver tells.
+        backend: its name.
+        cuda: such as "12.8", or "12" where the minor version does not matter; None if it was built without.
+        cudnn: such as "9.10.2" or "91002"; None if it was built without.
+    """
+    usable = [gpu for gpu in reading.gpus if not gpu.fault]
+    built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
+    if cuda and cudnn:
+        built += f" and cuDNN {_show_cudnn(cudnn)}"
+    driver = reading.driver
+    if driver is None or not usable:
+        verdict, said, remedy = Verdict.FINE, "and there is no GPU that it could use", ""
+    elif cuda:
+        verdict, said, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
+    else:
+        said = f"so it computes on the CPU, beside {count(len(usable), 'GPU')}"
+        verdict, remedy = Verdict.WARNING, _install(backend, driver)
+    facts = {"cuda": cuda, "cudnn": cudnn, "driver": None if driver is None else asdict(driver)}
+    return Finding("backends", f"{backend} and the driver", verdict, f"{built}, {said}", remedy, facts)
+
+
+def absence(reading: Reading) -> str:
+    """Say that there is no GPU, and why; empty if there is one."""
+    if reading.gpus:
+        return ""
+    if reading.remedy:
+        return f"{reading.missing}; {_ON_CPU}"
+    return f"no GPU ({reading.missing}); {_ON_CPU}" if reading.missing else f"no GPU; {_ON_CPU}"
+
+
+def quantities(gpu: Gpu) -> dict[str, str]:
+    """Return in words what a GPU tells of memory, temperature and so on; empty what it does not tell."""
+    limit = "" if gpu.power_limit is None else f" of {gpu.power_limit:.0f}"
+    return {
+        "memory": _show_memory(gpu.memory),
+        "BAR1": _show_memory(gpu.bar1),
+        "temperature": "" if gpu.temperature is None else f"{gpu.temperature} C",
+        "power": "" if gpu.power is None else f"{gpu.power:.0f}{limit} W",
+        "utilization": "" if gpu.utilization is None else f"{gpu.utilization} %",
+        "processes": "" if gpu.processes is None else ", ".join(map(_show_process, gpu.processes)) or "none",
+    }
+
+
+def describe(gpu: Gpu) -> str:
+    """Return all that a GPU tells, or its fault, in a sentence."""
+    if gpu.fault:
+        return ": ".join(filter(None, (title(gpu), gpu.fault)))
+    told = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
+    return ", ".join([gpu.name or "a kind that it does not tell", *told])
+
+
+def title(gpu: Gpu) -> str:
+    """Return the kind of a GPU, and where it is if it has a fault; empty if it tells neither."""
+    return " at ".join(filter(None, (gpu.name, gpu.bus if gpu.fault else None)))
+
+
+def _show_memory(memory: Memory | None) -> str:
+    return "" if memory is None else f"{memory.used / _GIB:.1f} of {memory.total / _GIB:.1f} GiB"
+
+
+def _show_process(process: Process) -> str:
+    memory = "" if process.memory is None else f" ({process.memory / _GIB:.1f} GiB)"
+    return f"{process.pid} {process.name}".rstrip() + memory
+
+
+def _judge_list(listed: str, indices: Sequence[int], problem: str, counted: int, *, guessed: bool) -> Finding:
+    names = "GPU " + " and ".join(map(str, indices)) if indices else "no GPU"
+    facts = {"listed": listed, "shown": list(indices)}
+    if problem:
+        reason = f"{problem}: it shows {names}"
+        remedy = f"name numbers from 0 to {counted - 1}, or UUIDs as nvidia-smi -L shows them, each once"
+        return Finding(_SECTION, _LISTED, Verdict.WARNING, reason, remedy, facts)
+    if guessed:
+        reason = f"{listed!r} may mean others than below: where kinds differ, CUDA counts the fastest first"
+        remedy = f"set CUDA_DEVICE_ORDER={_ORDER}, or name UUIDs"
+        return Finding(_SECTION, _LISTED, Verdict.WARNING, reason, remedy, facts)
+    reason = f"{listed!r} shows {names}" + ("" if indices else f": {_ON_CPU}")
+    return Finding(_SECTION, _LISTED, Verdict.FINE, reason, "", facts)
+
+
+def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
+    verdict, reasons = Verdict.FINE, [describe(gpu)]
+    remedies: list[str] = []
+    if gpu.denied:
+        # That is how a cluster gives some of a machine's GPUs to a job.
+        if not usable:
+            verdict = Verdict.WARNING
+            remedies.append(f"ask for access to /dev/nvidia{gpu.index}, or for GPUs for the job")
+    elif gpu.fault:
+        verdict = Verdict.FAILURE if is_shown else Verdict.WARNING
+        remedies.append("look for its Xid in the kernel's log (sudo dmesg | grep -i xid), and reboot")
+        if usable and is_shown:
+            remedies.append(f"until then name the UUIDs of the others in {_LISTED}")
+    elif is_shown and (problems := _problems(gpu)):
+        verdict = Verdict.WARNING
+        reasons += [problem for problem, _ in problems]
+        remedies += [remedy for _, remedy in problems]
+    if not is_shown and not gpu.denied:
+        reasons.append(f"{_LISTED} hides it")
+    facts = asdict(gpu) | {"shown": is_shown}
+    return Finding(_SECTION, f"GPU {gpu.index}", verdict, "; ".join(reasons), "; ".join(remedies), facts)
+
+
+def _problems(gpu: Gpu) -> list[tuple[str, str]]:
+    """Return what is not as it should be, and what to do about it."""
+    found: list[tuple[str, str]] = []
+    if gpu.instances == ():
+        switch = f"make some with nvidia-smi mig, or switch MIG off: sudo nvidia-smi -i {gpu.index} -mig 0"
+        found.append(("it is divided by MIG, but has no instance, so CUDA cannot use it", switch))
+    now, limit = gpu.temperature, gpu.slowdown
+    if gpu.hot or (now is not None and limit is not None and now >= limit):
+        since = "" if limit is None else f" (from {limit} C on)"
+        found.append((f"it is so hot that it slows down{since}", "look after its fans and the air around it"))
+    if gpu.repair_failed:
+        found.append(("a defective part of its memory could not be replaced", "have the GPU exchanged"))
+    if gpu.repair_pending:
+        reset = f"when nothing uses it, sudo nvidia-smi --gpu-reset -i {gpu.index}, or reboot"
+        found.append(("a defective part of its memory waits to be replaced", reset))
+    if gpu.memory is not None and gpu.memory.free < _LITTLE * gpu.memory.total:
+        found.append(_used_up(gpu.processes or (), gpu.memory))
+    return found
+
+
+def _used_up(processes: Sequence[Process], memory: Memory) -> tuple[str, str]:
+    reason = f"only {memory.free / _GIB:.1f} GiB of its memory are free"
+    if processes:
+        reason += f": {' and '.join(map(_show_process, processes))} have it"
+        end = f"end them if they are not needed: kill {' '.join(str(process.pid) for process in processes)}"
+    else:
+        end = "end what uses it, which may be another user's, or in another container"
+    return reason, f"{end}; or name other GPUs in {_LISTED}"
+
+
+def _compare(
+    backend: str, wanted: tuple[int, ...], driver: Driver, usable: Sequence[Gpu]
+) -> tuple[Verdict, str, str]:
+    if not _supports(driver, wanted):
+        oldest = _OLDEST_DRIVERS.get(wanted[0])
+        remedy = f"install a driver, {oldest} or newer" if oldest else "install a newer driver"
+        remedy += f", or a {backend} built for CUDA {driver.cuda[0]}" if driver.cuda else ""
+        return Verdict.WARNING, f"which the driver, {driver.version}, does not support", remedy
+    oldest_kind = _OLDEST_KINDS.get(wanted[0], (0, 0)) if wanted else (0, 0)
+    left = [gpu for gpu in usable if gpu.capability is not None and gpu.capability < oldest_kind]
+    if left:
+        names = " and ".join(sorted({gpu.name or f"GPU {gpu.index}" for gpu in left}))
+        remedy = f"install a {backend} built for an older CUDA"
+        return Verdict.WARNING, f"which has no code for {names}", remedy
+    if driver.cuda is not None and wanted > driver.cuda:
+        known = f"but the driver knows it up to {_dotted(driver.cuda)}"
+        return Verdict.FINE, f"{known}: all works except code that the driver would have to make (PTX)", ""
+    return Verdict.FINE, "which the driver supports", ""
+
+
+def _supports(driver: Driver, wanted: tuple[int, ...]) -> bool:
+    if not wanted or (driver.cuda is not None and wanted <= driver.cuda):
+        return True
+    if wanted[0] < _MINORS_SINCE or (driver.cuda is not None and wanted[0] > driver.cuda[0]):
+        return False
+    return _numbers(driver.version) >= _numbers(_OLDEST_DRIVERS.get(wanted[0], ""))
+
+
+def _install(backend: str, driver: Driver) -> str:
+    major = driver.cuda[0] if driver.cuda else _OLDEST_INSTALLED
+    if major < _OLDEST_INSTALLED:
+        oldest = _OLDEST_DRIVERS[_OLDEST_INSTALLED]
+        return f"install a driver, {oldest} or newer, and a {backend} built for CUDA"
+    major = min(major, max(_OLDEST_DRIVERS))
+    ways = {
+        "jax": f"pip install 'jax[cuda{major}]'",
+        "tensorflow": "pip install 'tensorflow[and-cuda]'",
+        "torch": f"install it for CUDA {major}, as pytorch.org/get-started says",
+    }
+    return ways.get(backend, f"install a {backend} built for CUDA {major}")
+
+
+def _show_cudnn(version: str) -> str:
+    if not version.isdecimal() or len(version) < 4:
+        return version
+    # 8902 is 8.9.2; since version 9, 91002 is 9.10.2.
+    major, rest = divmod(int(version), 1000 if len(version) == 4 else 10000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"[0-9]+", version)))

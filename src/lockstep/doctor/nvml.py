@@ -1,0 +1,255 @@
+"""What the GPUs of this machine tell through NVML, NVIDIA's library that comes with the driver."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.doctor.gpus import Driver, Gpu, Memory, Process, Reading
+
+PCI = Path("/sys/bus/pci/devices")
+_NVIDIA = "0x10de"
+_DISPLAY = "0x03"
+_FOR_GUESTS = "vfio-pci"
+"""The driver of GPUs that are for virtual machines."""
+_HEAT = 0x20 | 0x40
+"""The reasons for slow clocks that are heat, found out by software and by hardware."""
+_UNTOLD = 2**64 - 1
+_REFUSALS = {
+    "NVMLError_LibraryNotFound": (
+        "NVIDIA's driver is not installed: there is no libnvidia-ml.so.1",
+        "install NVIDIA's driver; for a container, start it with the GPUs (docker run --gpus all)",
+    ),
+    "NVMLError_DriverNotLoaded": (
+        "NVIDIA's driver is installed, but not loaded",
+        "load it: sudo modprobe nvidia; where that fails, the kernel's log (sudo dmesg) says why",
+    ),
+    "NVMLError_LibRmVersionMismatch": (
+        "the driver that is loaded has another version than its library: it was updated since it was loaded",
+        "reboot; for a container, start it anew",
+    ),
+    "NVMLError_NoPermission": (
+        "this user may not use NVIDIA's driver",
+        "ask for access to /dev/nvidiactl and /dev/nvidia0, or for GPUs for the job",
+    ),
+}
+_WITHOUT_DEVICE = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded")
+"""What is as it should be on a machine that has no GPU."""
+_NONE = "none on the PCI bus"
+_LOST = {
+    "NVMLError_GpuIsLost": "it has fallen off the bus",
+    "NVMLError_ResetRequired": "it must be reset before it can be used again",
+}
+
+
+def load() -> Any | None:
+    """Return the module pynvml, None if it is not installed."""
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        return None
+
+
+def read(library: Any | None, pci: Path = PCI) -> Reading:
+    """Ask for everything once.
+
+    Args:
+        library: the module pynvml, None if it is not installed.
+        pci: the folder of the devices on the PCI bus.
+    """
+    devices = _devices(pci)
+    if library is None:
+        install = "pip install nvidia-ml-py"
+        why = "nvidia-ml-py, through which the driver is asked, is not installed"
+        if devices:
+            return _nothing(devices, why, install)
+        return Reading(None, (), f"{_NONE}, and {why}: {install}")
+    try:
+        library.nvmlInit()
+    except library.NVMLError as error:
+        return _without_driver(error, devices)
+    try:
+        return _with_driver(library, devices)
+    finally:
+        with suppress(library.NVMLError):
+            library.nvmlShutdown()
+
+
+@contextmanager
+def reader(library: Any | None, pci: Path = PCI) -> Iterator[Callable[[], Reading]]:
+    """Give a function that does what `read` does; in between the driver stays awake, so that it is quick."""
+    awake = False
+    if library is not None:
+        with suppress(library.NVMLError):
+            library.nvmlInit()
+            awake = True
+    try:
+        yield lambda: read(library, pci)
+    finally:
+        if library is not None and awake:
+            with suppress(library.NVMLError):
+                library.nvmlShutdown()
+
+
+class _Questions:
+    """Asks NVML.
+
+    Attributes:
+        fault: why the GPU that is asked cannot be used, as far as its answers have shown.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self.fault = ""
+        self._library = library
+        # What is raised where the library is newer than the driver.
+        self._errors = (library.NVMLError, getattr(library, "NVMLLibraryMismatchError", library.NVMLError))
+
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """Return what a function gives; None where this device, driver or library does not tell."""
+        if not hasattr(self._library, function):
+            return None
+        try:
+            return getattr(self._library, function)(*arguments)
+        except self._errors as error:
+            self.fault = self.fault or _LOST.get(type(error).__name__, "")
+        except UnicodeDecodeError:
+            pass
+        return None
+
+    def text(self, function: str, *arguments: Any) -> str | None:
+        """Return an answer that is a text, in one line that is safe to print."""
+        told = self.ask(function, *arguments)
+        return None if told is None else _plain(told)
+
+
+def _without_driver(error: Exception, devices: tuple[str, ...]) -> Reading:
+    kind = type(error).__name__
+    other = (f"NVIDIA's driver does not answer: {error}", "see what nvidia-smi says")
+    why, remedy = _REFUSALS.get(kind, other)
+    if devices or kind not in _WITHOUT_DEVICE:
+        return _nothing(devices, why, remedy)
+    return Reading(None, (), f"{_NONE}, and no driver")
+
+
+def _nothing(devices: tuple[str, ...], why: str, remedy: str, driver: Driver | None = None) -> Reading:
+    present = f"there is an NVIDIA device ({', '.join(devices)}), but " if devices else ""
+    return Reading(driver, (), f"{present}{why}", remedy)
+
+
+def _with_driver(library: Any, devices: tuple[str, ...]) -> Reading:
+    questions = _Questions(library)
+    version = questions.text("nvmlSystemGetDriverVersion") or "of an unknown version"
+    # The first asks the CUDA that programs would find, which may be a newer one than the driver came with.
+    names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
+    number = next((told for told in map(questions.ask, names) if told), None)
+    driver = Driver(version, None if number is None else (number // 1000, number % 1000 // 10))
+    gpus = tuple(_gpu(library, index) for index in range(questions.ask("nvmlDeviceGetCount") or 0))
+    if devices and not gpus:
+        remedy = "the kernel's log says why: sudo dmesg | grep -i nvrm"
+        return _nothing(devices, "the driver does not take it", remedy, driver)
+    return Reading(driver, gpus)
+
+
+def _gpu(library: Any, index: int) -> Gpu:
+    try:
+        handle = library.nvmlDeviceGetHandleByIndex(index)
+    except library.NVMLError as error:
+        if type(error).__name__ == "NVMLError_NoPermission":
+            return Gpu(index, fault="this process may not use it", denied=True)
+        return Gpu(index, fault=_LOST.get(type(error).__name__, f"it does not answer: {error}"))
+    questions = _Questions(library)
+    ask, text = questions.ask, questions.text
+    bus, rates = ask("nvmlDeviceGetPciInfo", handle), ask("nvmlDeviceGetUtilizationRates", handle)
+    _, _, pending, failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+    kind = ask("nvmlDeviceGetCudaComputeCapability", handle)
+    return Gpu(
+        index,
+        name=text("nvmlDeviceGetName", handle),
+        uuid=text("nvmlDeviceGetUUID", handle),
+        bus=None if bus is None else _plain(bus.busId),
+        memory=_memory(ask("nvmlDeviceGetMemoryInfo", handle)),
+        bar1=_memory(ask("nvmlDeviceGetBAR1MemoryInfo", handle), "bar1Total", "bar1Used", "bar1Free"),
+        temperature=ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU),
+        power=_watts(ask("nvmlDeviceGetPowerUsage", handle)),
+        power_limit=_watts(ask("nvmlDeviceGetEnforcedPowerLimit", handle)),
+        utilization=None if rates is None else int(rates.gpu),
+        processes=_processes(questions, handle),
+        slowdown=ask(
+            "nvmlDeviceGetTemperatureThreshold", handle, library.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
+        ),
+        hot=bool((ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _HEAT),
+        repair_pending=bool(pending or ask("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
+        repair_failed=bool(failed),
+        capability=None if kind is None else (int(kind[0]), int(kind[1])),
+        instances=_instances(questions, handle),
+        # The last one: all that is asked above may show it.
+        fault=questions.fault,
+    )
+
+
+def _processes(questions: _Questions, handle: Any) -> tuple[Process, ...] | None:
+    """Return those that compute and those that draw, by their ids; None if the GPU tells of neither."""
+    kinds = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
+    told = [running for running in (questions.ask(kind, handle) for kind in kinds) if running is not None]
+    if not told:
+        return None
+    memory: dict[int, int | None] = {}
+    for process in (process for running in told for process in running):
+        # One that does both is told of twice, with the same memory.
+        used = None if process.usedGpuMemory == _UNTOLD else process.usedGpuMemory
+        memory[process.pid] = _most((memory.get(process.pid), used))
+    return tuple(Process(pid, _name(questions, pid), used) for pid, used in sorted(memory.items()))
+
+
+def _most(values: Iterable[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _name(questions: _Questions, pid: int) -> str:
+    try:
+        return _plain(psutil.Process(pid).name())
+    except psutil.Error:
+        return questions.text("nvmlSystemGetProcessName", pid) or ""
+
+
+def _instances(questions: _Questions, handle: Any) -> tuple[str, ...] | None:
+    now, _ = questions.ask("nvmlDeviceGetMigMode", handle) or (0, 0)
+    if not now:
+        return None
+    places = range(questions.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+    found = [questions.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+    names = [questions.text("nvmlDeviceGetUUID", instance) for instance in found if instance is not None]
+    return tuple(name for name in names if name is not None)
+
+
+def _memory(told: Any, total: str = "total", used: str = "used", free: str = "free") -> Memory | None:
+    return None if told is None else Memory(*(int(getattr(told, name)) for name in (total, used, free)))
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _plain(told: str | bytes) -> str:
+    # What a process is called is up to whoever started it.
+    text = told.decode(errors="replace") if isinstance(told, bytes) else told
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def _devices(pci: Path) -> tuple[str, ...]:
+    """Return the addresses of NVIDIA's GPUs on the PCI bus that are not for virtual machines."""
+    if not pci.is_dir():
+        return ()
+    return tuple(sorted(device.name for device in pci.iterdir() if _is_gpu(device)))
+
+
+def _is_gpu(device: Path) -> bool:
+    try:
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+    except OSError:
+        return False
+    taken = (device / "driver").resolve().name == _FOR_GUESTS
+    return vendor == _NVIDIA and kind.startswith(_DISPLAY) and not taken

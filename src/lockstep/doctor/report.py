@@ -1,0 +1,75 @@
+"""The findings as a table for a person, and as JSON for a program."""
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.doctor.finding import Finding, Verdict, worst
+from lockstep.prose import count
+
+_MARKS = {
+    Verdict.FINE: ("ok", "green"),
+    Verdict.WARNING: ("warn", "yellow"),
+    Verdict.FAILURE: ("FAIL", "bold red"),
+}
+_SUMMARY = {
+    Verdict.FINE: "this machine is fit",
+    Verdict.WARNING: "jobs work here",
+    Verdict.FAILURE: "jobs will not work here",
+}
+_NAME_WIDTH = 34
+_PLAIN_WIDTH = 120
+"""Columns where the output is no terminal."""
+
+
+def show(findings: Sequence[Finding], console: Console) -> None:
+    """Write a table a section, with a last line that sums up."""
+    for section, group in groupby(findings, key=lambda finding: finding.section):
+        table = Table(title=section, title_justify="left", title_style="bold", show_header=False, box=None)
+        table.add_column(width=4)
+        table.add_column(overflow="fold", width=_NAME_WIDTH)
+        table.add_column(overflow="fold")
+        for finding in group:
+            text, style = _MARKS[finding.verdict]
+            reason = Text(finding.reason)
+            if finding.remedy:
+                reason.append(f"\n-> {finding.remedy}", style="cyan")
+            table.add_row(Text(text, style=style), Text(finding.name), reason)
+        console.print(table)
+    console.print(Text(summary(findings), style=_MARKS[worst(findings)][1]))
+
+
+def console(is_terminal: bool) -> Console:
+    """Return what `show` writes to: stdout."""
+    return Console(highlight=False) if is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Say in a line what all findings come to."""
+    numbers = {
+        verdict: sum(finding.verdict == verdict for finding in findings)
+        for verdict in (Verdict.FAILURE, Verdict.WARNING)
+    }
+    counted = [count(number, str(verdict)) for verdict, number in numbers.items() if number]
+    verdict = _SUMMARY[worst(findings)]
+    return f"{verdict}: {' and '.join(counted)}" if counted else verdict
+
+
+def as_json(findings: Sequence[Finding]) -> str:
+    """Return `{"status", "findings": [{"section", "name", "verdict", "reason", "remedy", "facts"}]}`."""
+    rows = [
+        {
+            "section": finding.section,
+            "name": finding.name,
+            "verdict": str(finding.verdict),
+            "reason": finding.reason,
+            "remedy": finding.remedy,
+            "facts": finding.facts,
+        }
+        for finding in findings
+    ]
+    return json.dumps({"status": int(worst(findings)), "findings": rows}, indent=2)

@@ -1,0 +1,311 @@
+"""What this machine is and has, and what of it this process may use. Looks, and judges nothing."""
+
+import fcntl
+import mmap
+import os
+import platform
+import re
+import resource
+import sys
+import tempfile
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import psutil
+
+from lockstep.clock import Clock, SystemClock
+from lockstep.config import usable_cores
+from lockstep.doctor.cgroups import cpu_quota, processes_left, read
+from lockstep.memory import cgroup_rooms
+
+_PROBE = 2**24
+"""Bytes of shared memory that are taken and given back."""
+_LEAST_PROBE = mmap.PAGESIZE
+_PART_FOR_PROBE = 8
+_READINGS = 5000
+_UID = re.compile(r"^Uid:\s+(\d+)", re.MULTILINE)
+_THREADS = re.compile(r"^Threads:\s+(\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where `look` looks.
+
+    Attributes:
+        proc: the file system of processes.
+        cgroups: where the cgroup file systems are mounted.
+        shm: where programs make files in memory.
+        clock_source: the file that names it.
+        folder: in which jobs would be started.
+        installed: files that were written when Lockstep and what it needs were installed.
+    """
+
+    proc: Path = Path("/proc")
+    cgroups: Path = Path("/sys/fs/cgroup")
+    shm: Path = Path("/dev/shm")
+    clock_source: Path = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    folder: Path = Path()
+    installed: tuple[Path, ...] = (Path(__file__), Path(psutil.__file__), Path(sys.executable))
+
+
+HERE = Places()
+_CLOCK = SystemClock()
+
+
+@dataclass(frozen=True)
+class System:
+    """The system.
+
+    Attributes:
+        name: such as "Linux".
+        processor: such as "x86_64".
+        kernel: its version.
+        unwatched: why a process cannot be watched by a pidfd; empty if it can.
+    """
+
+    name: str
+    processor: str
+    kernel: str
+    unwatched: str
+
+
+@dataclass(frozen=True)
+class Cores:
+    """Cores.
+
+    Attributes:
+        all: of the machine.
+        usable: on which this process may run.
+        quota: the cores whose time its cgroups allow, None for no limit.
+    """
+
+    all: int
+    usable: int
+    quota: float | None
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Memory, in bytes.
+
+    Attributes:
+        total: of the machine.
+        available: that the machine has left.
+        room: that is left under the limits of the cgroups, None where there are none.
+    """
+
+    total: int
+    available: int
+    room: int | None
+
+    @property
+    def usable(self) -> int:
+        """What this process may still take."""
+        return max(0, self.available if self.room is None else min(self.available, self.room))
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Shared memory.
+
+    Attributes:
+        probed: bytes that were tried.
+        fault: why they cannot be had, empty if they can.
+        files_fault: why no file can be made in the place for files in memory, empty if it can.
+        files: bytes that are left there, None for no limit.
+    """
+
+    probed: int
+    fault: str
+    files_fault: str
+    files: int | None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many there may be; None for no limit.
+
+    Attributes:
+        files: that a process may open.
+        most_files: to how many it may raise that.
+        user_left: processes and threads that this user may still start.
+        group_left: those that the cgroups allow.
+    """
+
+    files: int | None
+    most_files: int | None
+    user_left: int | None
+    group_left: int | None
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Where runs keep their files.
+
+    Attributes:
+        has_runs: whether there is something of the name "runs" already.
+        fault: why nothing can be written, empty if it can.
+        free: bytes, None where that is not known.
+    """
+
+    has_runs: bool
+    fault: str
+    free: int | None
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Clocks.
+
+    Attributes:
+        source: what the kernel reads the time from; empty if it is not known.
+        cost: seconds that a reading takes.
+        back: seconds by which the clock for differences went back; 0 if it did not.
+        wall: seconds since 1970.
+        installed: the same for the newest file of the installation; 0 if there is none.
+    """
+
+    source: str
+    cost: float
+    back: float
+    wall: float
+    installed: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """All that `look` finds."""
+
+    system: System
+    cores: Cores
+    memory: Memory
+    shared: Shared
+    limits: Limits
+    disk: Disk
+    clocks: Clocks
+
+
+def look_at_system() -> System:
+    """Look at what every system can say of itself."""
+    return System(platform.system(), platform.machine(), platform.release(), _unwatched())
+
+
+def look(system: System, places: Places = HERE, clock: Clock = _CLOCK) -> Machine:
+    """Look at a Linux."""
+    membership = places.proc / "self" / "cgroup"
+    memory = _memory(membership, places.cgroups)
+    return Machine(
+        system,
+        Cores(os.cpu_count() or 1, usable_cores(), cpu_quota(membership, places.cgroups)),
+        memory,
+        _shared(places.shm, memory.usable),
+        _limits(places.proc, processes_left(membership, places.cgroups)),
+        _disk(places.folder),
+        _clocks(places, clock),
+    )
+
+
+def _unwatched() -> str:
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (OSError, AttributeError) as error:
+        return str(getattr(error, "strerror", None) or error)
+    return ""
+
+
+def _memory(membership: Path, mount: Path) -> Memory:
+    machine = psutil.virtual_memory()
+    # Version 1 writes a limit that is none as the greatest number.
+    rooms = [room for room in cgroup_rooms(membership, mount) if room < machine.total]
+    return Memory(int(machine.total), int(machine.available), min(rooms, default=None))
+
+
+def _shared(shm: Path, usable: int) -> Shared:
+    # What takes the last memory of a cgroup may be killed for it.
+    size = max(_LEAST_PROBE, min(_PROBE, usable // _PART_FOR_PROBE))
+    files_fault, files = _files_in_memory(shm)
+    return Shared(size, _fault_of_sharing(size), files_fault, files)
+
+
+def _fault_of_sharing(size: int) -> str:
+    """Take memory as the exchange between workers does, and give it back."""
+    try:
+        descriptor = os.memfd_create("lockstep-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        return f"memfd_create: {error.strerror}"
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        os.posix_fallocate(descriptor, 0, size)
+        mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE).close()
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def _files_in_memory(shm: Path) -> tuple[str, int | None]:
+    try:
+        found = os.statvfs(shm)
+    except OSError as error:
+        return error.strerror or str(error), None
+    if not os.access(shm, os.W_OK | os.X_OK):
+        return "no file can be made there", None
+    return "", found.f_bavail * found.f_frsize if found.f_blocks else None
+
+
+def _limits(proc: Path, group_left: int | None) -> Limits:
+    files, most_files = map(_number, resource.getrlimit(resource.RLIMIT_NOFILE))
+    processes = _number(resource.getrlimit(resource.RLIMIT_NPROC)[0])
+    # The kernel does not count those of root.
+    user_left = None
+    if processes is not None and os.getuid() != 0:
+        user_left = max(0, processes - threads_of(os.getuid(), proc))
+    return Limits(files, most_files, user_left, group_left)
+
+
+def threads_of(user: int, proc: Path) -> int:
+    """Return how many threads a user's processes have, main threads included."""
+    total = 0
+    for status in map(read, proc.glob("[0-9]*/status")):
+        owner, threads = _UID.search(status), _THREADS.search(status)
+        if owner and threads and int(owner[1]) == user:
+            total += int(threads[1])
+    return total
+
+
+def _number(limit: int) -> int | None:
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _disk(folder: Path) -> Disk:
+    runs = folder / "runs"
+    has_runs = os.path.lexists(runs)
+    place = runs if has_runs else folder
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"lockstep")
+            file.flush()
+        found = os.statvfs(place)
+    except OSError as error:
+        return Disk(has_runs, error.strerror or str(error), None)
+    return Disk(has_runs, "", found.f_bavail * found.f_frsize if found.f_blocks else None)
+
+
+def _clocks(places: Places, clock: Clock) -> Clocks:
+    readings = [clock.now() for _ in range(_READINGS)]
+    return Clocks(
+        source=read(places.clock_source).strip(),
+        cost=(readings[-1] - readings[0]) / (_READINGS - 1),
+        back=max(0.0, *(before - after for before, after in pairwise(readings))),
+        wall=clock.wall(),
+        installed=max(map(_modified, places.installed), default=0.0),
+    )
+
+
+def _modified(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0

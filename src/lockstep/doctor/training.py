@@ -1,0 +1,46 @@
+"""A training of a second with two workers: whether everything works together."""
+
+import json
+import sys
+from pathlib import Path
+
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.programs import Ended
+
+_SECTION = "training"
+WORKERS = 2
+RESULT = "result.json"
+
+
+def command(backend: str, folder: Path) -> list[str]:
+    """Return the command of the training, which keeps all that it writes in `folder`."""
+    options = ["-n", str(WORKERS), "--replicas", str(WORKERS), "--threads-per-worker", "1"]
+    options += ["--backend", backend, "--run-dir", str(folder / "run")]
+    return [
+        *(sys.executable, "-P", "-m", "lockstep", "run", *options),
+        *("-m", "lockstep.trial", str(folder / RESULT)),
+    ]
+
+
+def judge(backend: str, ended: Ended, folder: Path) -> Finding:
+    """Return what came of the training."""
+    name = f"{WORKERS} workers on {backend}"
+    if ended.status != 0:
+        return Finding(
+            _SECTION,
+            name,
+            Verdict.FAILURE,
+            f"the training {ended.how()}",
+            "the rows above may say why; else train the same by hand: "
+            f"lockstep run -n {WORKERS} --backend {backend} -m lockstep.trial result.json",
+            {"status": ended.status},
+        )
+    result = json.loads((folder / RESULT).read_text())
+    return Finding(
+        _SECTION,
+        name,
+        Verdict.FINE,
+        f"{result['images_per_second']:,.0f} images/s, hash {result['hash'][:16]}; {ended.seconds:.1f} s",
+        "",
+        {**result, "seconds": ended.seconds},
+    )

@@ -1,0 +1,208 @@
+"""Whether Python, Lockstep, Keras and the backends fit together, and which backend a job would use."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from lockstep.control.backend import BACKENDS, choose_backend
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.errors import LockstepError
+
+LOCKSTEP = "keras-lockstep"
+_CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")}
+"""The distributions that bring a backend, where there are several."""
+_FOLLOWED = ("keras", "jaxlib", "tf-keras")
+_PLUGINS = "jax-cuda"
+
+
+@dataclass(frozen=True)
+class Packages:
+    """What is installed for one Python.
+
+    Attributes:
+        versions: by canonical names.
+        requirements: what each asks for, as its metadata say it.
+    """
+
+    versions: Mapping[str, str]
+    requirements: Mapping[str, tuple[str, ...]]
+
+    @classmethod
+    def installed(cls) -> "Packages":
+        """Look at those of this process."""
+        found: dict[str, metadata.Distribution] = {}
+        for distribution in metadata.distributions():
+            # The first one on the path is the one that is imported.
+            found.setdefault(canonicalize_name(distribution.name), distribution)
+        return cls(
+            {name: each.version for name, each in found.items()},
+            {name: tuple(each.requires or ()) for name, each in found.items()},
+        )
+
+    def brings(self, backend: str) -> str | None:
+        """Return the distribution that brings a backend, None if none is installed."""
+        names = _CPU_BUILDS.get(backend, (backend,))
+        return next((name for name in names if name in self.versions), None)
+
+    def unmet(self, names: Iterable[str]) -> Iterator[str]:
+        """Say of these distributions, each in a sentence, what they ask for and do not find."""
+        for name in names:
+            for requirement in map(Requirement, self.requirements.get(name, ())):
+                if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                    continue
+                found = self._found(requirement.name)
+                if found is None:
+                    yield f"{name} {self.versions[name]} needs {requirement.name}, which is not installed"
+                elif not requirement.specifier.contains(found, prereleases=True):
+                    yield (
+                        f"{name} {self.versions[name]} needs {requirement.name}{requirement.specifier}, "
+                        f"not {found}"
+                    )
+
+    def lowest(self, name: str) -> Requirement | None:
+        """Return what Lockstep asks of a distribution, be it optional; None if nothing."""
+        for requirement in map(Requirement, self.requirements.get(LOCKSTEP, ())):
+            if canonicalize_name(requirement.name) == canonicalize_name(name) and requirement.specifier:
+                return requirement
+        return None
+
+    def _found(self, name: str) -> str | None:
+        name = canonicalize_name(name)
+        names = _CPU_BUILDS.get(name, (name,))
+        return next((self.versions[each] for each in names if each in self.versions), None)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What says which backend is wanted.
+
+    Attributes:
+        variable: `KERAS_BACKEND`; None if it is not set.
+        configured: the backend in Keras's configuration file; None if there is none.
+    """
+
+    variable: str | None
+    configured: str | None
+
+
+def examine_versions(
+    packages: Packages, python: str, version: str, wish: Wish, installed: Callable[[str], bool]
+) -> tuple[list[Finding], str | None]:
+    """Return the findings, and the backend that a job would use, None if it could not use any.
+
+    Args:
+        packages: what is installed.
+        python: the interpreter's path.
+        version: of Python.
+        wish: which backend is wanted.
+        installed: whether a backend can be imported.
+    """
+    findings = [
+        _fine("Python", f"{version}, {python}", version=version, executable=python),
+        _of_lockstep(packages),
+        _of_keras(packages),
+    ]
+    chosen, why = _choose(wish, installed, python)
+    findings += [_of_backend(packages, backend, installed(backend), chosen) for backend in BACKENDS]
+    findings.append(why)
+    followed = {
+        name
+        for name in (LOCKSTEP, *_FOLLOWED, *map(packages.brings, BACKENDS))
+        if name is not None and name in packages.versions
+    }
+    plugins = (name for name in packages.versions if name.startswith(_PLUGINS))
+    findings.append(_of_requirements(list(packages.unmet(sorted({*followed, *plugins})))))
+    return findings, chosen
+
+
+def _of_lockstep(packages: Packages) -> Finding:
+    version = packages.versions.get(LOCKSTEP)
+    if version is None:
+        return Finding(
+            "versions",
+            "Lockstep",
+            Verdict.WARNING,
+            "is imported, but not installed: what it needs is not known",
+            "pip install keras-lockstep, or pip install --editable in its folder",
+        )
+    return _fine("Lockstep", version, version=version)
+
+
+def _of_keras(packages: Packages) -> Finding:
+    version, wanted = packages.versions.get("keras"), packages.lowest("keras")
+    if version is None:
+        return Finding(
+            "versions", "Keras", Verdict.FAILURE, "is not installed", "pip install 'keras-lockstep[jax]'"
+        )
+    if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
+        return Finding(
+            "versions",
+            "Keras",
+            Verdict.FAILURE,
+            f"{version}, but Lockstep needs keras{wanted.specifier}",
+            f"pip install 'keras{wanted.specifier}'",
+            {"version": version},
+        )
+    return _fine("Keras", version, version=version)
+
+
+def _of_backend(packages: Packages, backend: str, importable: bool, chosen: str | None) -> Finding:
+    name = packages.brings(backend)
+    facts = {"installed": importable, "chosen": backend == chosen}
+    if not importable:
+        return Finding("versions", backend, Verdict.FINE, "not installed", "", facts)
+    version = packages.versions[name] if name is not None else None
+    wanted = packages.lowest(backend)
+    if version is None or wanted is None or wanted.specifier.contains(version, prereleases=True):
+        text = f"{version or 'of an unknown version'}{f', by {name}' if name != backend else ''}"
+        return Finding("versions", backend, Verdict.FINE, text, "", {**facts, "version": version})
+    return Finding(
+        "versions",
+        backend,
+        Verdict.FAILURE if backend == chosen else Verdict.WARNING,
+        f"{version}, but Lockstep needs {backend}{wanted.specifier}",
+        f"pip install '{backend}{wanted.specifier}'",
+        {**facts, "version": version},
+    )
+
+
+def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[str | None, Finding]:
+    try:
+        chosen = choose_backend(None, wish.variable, wish.configured, installed, python)
+    except LockstepError as error:
+        return None, Finding(
+            "versions",
+            "chosen backend",
+            Verdict.FAILURE,
+            str(error),
+            "set KERAS_BACKEND to a backend that is installed, or unset it",
+        )
+    if wish.variable:
+        source = f"KERAS_BACKEND={wish.variable} says so"
+    elif wish.configured == chosen:
+        source = "Keras's keras.json says so"
+    elif wish.configured:
+        source = f"Keras's keras.json says {wish.configured}, which is not installed"
+    else:
+        source = "the first that is installed; set KERAS_BACKEND to choose another"
+    return chosen, _fine("chosen backend", f"{chosen}: {source}", backend=chosen)
+
+
+def _of_requirements(unmet: list[str]) -> Finding:
+    if not unmet:
+        return _fine("requirements", "all packages find what they ask for")
+    return Finding(
+        "versions",
+        "requirements",
+        Verdict.WARNING,
+        "; ".join(unmet),
+        "pip check lists them; install versions that fit, in a fresh environment if need be",
+        {"unmet": unmet},
+    )
+
+
+def _fine(name: str, reason: str, **facts: object) -> Finding:
+    return Finding("versions", name, Verdict.FINE, reason, "", facts)

@@ -1,0 +1,262 @@
+"""What GPUs and cores do, shown again and again, and logged as CSV."""
+
+import csv
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import psutil
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from lockstep.clock import Clock, SystemClock
+from lockstep.doctor.gpus import Gpu, Process, Reading, absence, describe, quantities, title
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.files import AppendFile
+
+_CLOCK = SystemClock()
+_LONGEST = 86400.0
+_GIB = 2**30
+_MIB = 2**20
+_COLUMNS = (
+    "time",
+    "index",
+    "uuid",
+    "name",
+    "memory_total_mib",
+    "memory_used_mib",
+    "memory_free_mib",
+    "bar1_used_mib",
+    "temperature_c",
+    "power_w",
+    "utilization_percent",
+    "processes",
+    "fault",
+)
+_HEADINGS = ("GPU", "", "memory", "BAR1", "temp", "power", "util", "processes")
+"""Short ones for what `quantities` gives, since a terminal may have eighty columns."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this machine does besides: percent of its cores' time since the last look, and bytes of memory."""
+
+    cpu: float
+    used: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What was seen at one time.
+
+    Attributes:
+        wall: seconds since 1970.
+        host: the machine.
+        reading: its GPUs.
+    """
+
+    wall: float
+    host: Host
+    reading: Reading
+
+
+Show = Callable[[Sample], None]
+
+
+class GpuLog:
+    """A CSV file to which a line a GPU is added at each look."""
+
+    def __init__(self, file: AppendFile) -> None:
+        self._file = file
+
+    @classmethod
+    @contextmanager
+    def open(cls, path: Path) -> Iterator["GpuLog"]:
+        """Open or make the file at `path`, with a line of headings if it is empty.
+
+        Raises:
+            ConfigError: it cannot be opened, or has other columns.
+            UnfitError: it cannot be written.
+        """
+        try:
+            file = AppendFile.open(path, _give_up)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be opened: {error.strerror}; name another file") from None
+        try:
+            file.write(_missing_start(file))
+            yield cls(file)
+        finally:
+            file.close()
+
+    def add(self, reading: Reading, wall: float) -> None:
+        """Add a line for each GPU, in one write.
+
+        Args:
+            reading: what the driver tells.
+            wall: seconds since 1970.
+
+        Raises:
+            UnfitError: it cannot be written.
+        """
+        stamp = _local(wall).isoformat(timespec="milliseconds")
+        self._file.write(_csv(*((stamp, *_values(gpu)) for gpu in reading.gpus)))
+
+
+def log_once(log: Path, reading: Reading, clock: Clock = _CLOCK) -> None:
+    """Add what the GPUs do now to a CSV file.
+
+    Raises:
+        ConfigError: it cannot be opened, or has other columns.
+        UnfitError: it cannot be written.
+    """
+    with GpuLog.open(log) as file:
+        file.add(reading, clock.wall())
+
+
+def host_now() -> Host:
+    """Look at this machine."""
+    memory = psutil.virtual_memory()
+    return Host(float(psutil.cpu_percent()), int(memory.used), int(memory.total))
+
+
+def watch(
+    seconds: float,
+    log: Path | None,
+    read: Callable[[], Reading],
+    out: TextIO,
+    *,
+    host: Callable[[], Host] = host_now,
+    clock: Clock = _CLOCK,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Show what GPUs and cores do, in place on a terminal and line after line elsewhere, until Ctrl-C.
+
+    Args:
+        seconds: from one look to the next.
+        log: the CSV file to which each look is added, if any.
+        read: asks the driver.
+        out: where to write.
+        host: looks at the machine.
+        clock: tells when the next look is due, and the time in the log.
+        sleep: waits for so many seconds.
+
+    Raises:
+        ConfigError: so many seconds cannot be waited for, or the log cannot be opened, or has other columns.
+        UnfitError: the log cannot be written.
+    """
+    if not 0 < seconds <= _LONGEST:
+        raise ConfigError(f"--watch {seconds:g}: expected seconds, more than 0 and at most {_LONGEST:.0f}")
+    with suppress(KeyboardInterrupt), ExitStack() as stack:
+        file = stack.enter_context(GpuLog.open(log)) if log is not None else None
+        show = stack.enter_context(_screen(out))
+        due = clock.now()
+        while True:
+            sample = Sample(clock.wall(), host(), read())
+            show(sample)
+            if file is not None:
+                file.add(sample.reading, sample.wall)
+            # Looks that are late are left out, not made up for.
+            now = clock.now()
+            due = max(due + seconds, now)
+            sleep(due - now)
+
+
+@contextmanager
+def _screen(out: TextIO) -> Iterator[Show]:
+    console = Console(file=out, force_terminal=True, highlight=False) if out.isatty() else None
+    if console is None or console.is_dumb_terminal:
+        yield lambda sample: print(*_lines(sample), sep="\n", file=out, flush=True)
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda sample: live.update(_picture(sample), refresh=True)
+
+
+def _picture(sample: Sample) -> Group:
+    host = Text(_show_host(sample))
+    if reason := absence(sample.reading):
+        return Group(host, Text(reason))
+    table = Table(box=None, pad_edge=False)
+    for heading in _HEADINGS:
+        table.add_column(heading, overflow="fold")
+    for gpu in sample.reading.gpus:
+        kind = describe(gpu) if gpu.fault else title(gpu)
+        table.add_row(str(gpu.index), Text(kind), *(Text(text or "-") for text in quantities(gpu).values()))
+    return Group(host, table)
+
+
+def _lines(sample: Sample) -> list[str]:
+    if reason := absence(sample.reading):
+        return [_show_host(sample), reason]
+    gpus = (f"GPU {gpu.index}: {describe(gpu)}" for gpu in sample.reading.gpus)
+    return [_show_host(sample), *gpus]
+
+
+def _show_host(sample: Sample) -> str:
+    host, when = sample.host, f"{_local(sample.wall):%Y-%m-%d %H:%M:%S}"
+    memory = f"{host.used / _GIB:.1f} of {host.total / _GIB:.1f} GiB"
+    return f"{when}  cores {host.cpu:.0f} %, memory {memory}"
+
+
+def _values(gpu: Gpu) -> tuple[str | int, ...]:
+    """Return the columns of a GPU, without the time; empty what it does not tell."""
+    memory: tuple[str, ...] = ("", "", "")
+    if gpu.memory is not None:
+        memory = tuple(str(part // _MIB) for part in (gpu.memory.total, gpu.memory.used, gpu.memory.free))
+    return (
+        gpu.index,
+        gpu.uuid or "",
+        gpu.name or "",
+        *memory,
+        "" if gpu.bar1 is None else gpu.bar1.used // _MIB,
+        "" if gpu.temperature is None else gpu.temperature,
+        "" if gpu.power is None else f"{gpu.power:.1f}",
+        "" if gpu.utilization is None else gpu.utilization,
+        "; ".join(map(_show_process, gpu.processes or ())),
+        gpu.fault,
+    )
+
+
+def _show_process(process: Process) -> str:
+    memory = "" if process.memory is None else f"{process.memory // _MIB} MiB"
+    return " ".join(filter(None, (str(process.pid), process.name, memory)))
+
+
+def _local(wall: float) -> datetime:
+    return datetime.fromtimestamp(wall, UTC).astimezone()
+
+
+def _missing_start(file: AppendFile) -> bytes:
+    """Return what must be written before the first line that is added.
+
+    Raises:
+        ConfigError: the file has other columns.
+    """
+    heading = _csv(_COLUMNS)
+    if file.start == 0:
+        return heading
+    if os.pread(file.descriptor, len(heading), 0) != heading:
+        expected = heading.decode().strip()
+        raise ConfigError(
+            f"{file.path} has other columns: expected the first line {expected}; name another file"
+        )
+    # A disk that was full may have cut the last line off.
+    return b"" if os.pread(file.descriptor, 1, file.start - 1) == b"\n" else b"\n"
+
+
+def _csv(*rows: tuple[str | int, ...]) -> bytes:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()
+
+
+def _give_up(complaint: str) -> NoReturn:
+    raise UnfitError(f"{complaint}. Make room there, or name another file")

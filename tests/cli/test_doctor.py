@@ -1,0 +1,124 @@
+"""The real command, in environments that are whole and that are broken."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FRAMEWORKS = ("jax", "tensorflow", "torch")
+IN_PROCESS = """
+import sys
+from lockstep.cli import main
+sys.argv = ["lockstep", "doctor", "--json", "--no-train"]
+try:
+    main()
+finally:
+    print(sorted({"keras", "jax", "tensorflow", "torch"} & set(sys.modules)), file=sys.stderr)
+"""
+
+
+def doctor(folder: Path, *options: str, script: str = "", **variables: str) -> tuple[int, str, str]:
+    command = ["-c", script] if script else ["-m", "lockstep", "doctor", *options]
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+        env=os.environ | variables,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def rows(out: str) -> dict[str, dict[str, Any]]:
+    return {finding["name"]: finding for finding in json.loads(out)["findings"]}
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Path:
+    """A folder of modules that stand before the installed ones, each broken in its own way."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "jax.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (folder / "tensorflow.py").write_text("raise ImportError('libcudart.so.12: cannot open')\n")
+    (folder / "torch.py").write_text("import sys\nprint('hello from torch')\nsys.exit(3)\n")
+    return folder
+
+
+@pytest.fixture
+def only_jax(tmp_path: Path) -> Path:
+    """A folder of modules that hide the other backends, so that nobody waits for them."""
+    folder = tmp_path / "only-jax"
+    folder.mkdir()
+    for name in ("tensorflow", "torch"):
+        (folder / f"{name}.py").write_text(f"raise ImportError('no {name}')\n")
+    return folder
+
+
+def test_it_trains_and_tells_the_rate_and_the_hash(tmp_path: Path, only_jax: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    variables = {"KERAS_BACKEND": "jax", "PYTHONPATH": str(only_jax)}
+    first, second = (doctor(empty, "--json", **variables) for _ in range(2))
+    status, out, err = first
+    assert status == json.loads(out)["status"]
+    assert status < 2, err
+    found = rows(out)
+    assert found["jax computes on cpu:0"]["facts"]["same"]
+    trained = found["2 workers on jax"]["facts"]
+    assert trained["images_per_second"] > 0
+    assert len(trained["hash"]) == 64
+    assert rows(second[1])["2 workers on jax"]["facts"]["hash"] == trained["hash"]
+    assert "training on jax with 2 workers" in err
+    # It leaves nothing in the folder it was called in.
+    assert not list(empty.iterdir())
+
+
+def test_backends_that_crash_are_rows_and_not_the_end(tmp_path: Path, broken: Path) -> None:
+    status, out, _ = doctor(tmp_path, "--json", KERAS_BACKEND="jax", PYTHONPATH=str(broken))
+    assert status == 2
+    found = rows(out)
+    assert found["jax"]["verdict"] == "failure"
+    assert "SIGSEGV" in found["jax"]["reason"]
+    assert found["not tried"]["section"] == "training"
+    others = [
+        name for name in ("tensorflow", "torch") if name in found and found[name]["section"] == "backends"
+    ]
+    assert others == ["tensorflow", "torch"]
+    assert [found[name]["verdict"] for name in others] == ["warning"] * 2
+    assert found["tensorflow"]["reason"].endswith("libcudart.so.12: cannot open")
+    assert found["torch"]["reason"].endswith("ended with status 3: hello from torch")
+
+
+def test_a_training_that_cannot_work_is_a_failure(tmp_path: Path, broken: Path) -> None:
+    (broken / "jax.py").unlink()
+    # The probe computes without Keras; a job does not.
+    (broken / "keras.py").write_text("raise ImportError('half installed')\n")
+    status, out, _ = doctor(tmp_path, "--json", KERAS_BACKEND="jax", PYTHONPATH=str(broken))
+    assert status == 2
+    assert rows(out)["2 workers on jax"]["verdict"] == "failure"
+
+
+def test_a_backend_that_is_none_is_a_failure(tmp_path: Path, broken: Path) -> None:
+    status, out, _ = doctor(
+        tmp_path, "--no-train", KERAS_BACKEND="theano", PYTHONPATH=str(broken), COLUMNS="300"
+    )
+    assert status == 2
+    assert "KERAS_BACKEND=theano: expected one of" in " ".join(out.split())
+    assert out.splitlines()[-1].startswith("jobs will not work here")
+
+
+def test_no_framework_is_imported_into_the_command(tmp_path: Path, broken: Path) -> None:
+    _, out, err = doctor(tmp_path, script=IN_PROCESS, PYTHONPATH=str(broken))
+    assert "versions" in {finding["section"] for finding in json.loads(out)["findings"]}
+    assert err.splitlines()[-1] == "[]"
+
+
+def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+    status, _, err = doctor(tmp_path, "--watch", "1", "--json")
+    assert status == 2
+    assert "--watch and --csv go without" in err

@@ -1,0 +1,286 @@
+"""`TF_CONFIG` in a shell: what it does to a script, and whether its addresses serve."""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lockstep.cluster.tf_config import parse
+from lockstep.config import tf_config
+from lockstep.control.places import check_free, resolve
+from lockstep.control.waiting import Patient
+from lockstep.doctor import addresses
+from lockstep.doctor.addresses import LONGEST_WAIT, Place, examine_tf_config, judge
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.errors import ConfigError, PeerStuckError
+
+HOSTS = {"localhost": "127.0.0.1", "here": "127.0.0.1", "elsewhere": "192.0.2.1", "127.0.0.1": "127.0.0.1"}
+"""192.0.2.1 is no machine's."""
+
+
+def find(host: str) -> str:
+    if host not in HOSTS:
+        raise socket.gaierror(-2, "Name or service not known")
+    return HOSTS[host]
+
+
+def written(cluster: Any, kind: str = "worker", index: int = 0, **more: Any) -> str:
+    return json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}, **more})
+
+
+def rows(text: str | None, **options: Any) -> dict[str, Finding]:
+    findings = examine_tf_config(text, **{"resolve": find, **options})
+    assert {finding.section for finding in findings} <= {"environment"}
+    for finding in findings:
+        assert bool(finding.remedy) == (finding.verdict is Verdict.WARNING)
+        json.dumps(finding.facts)
+    return {finding.name: finding for finding in findings}
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def free() -> Callable[[], int]:
+    """Gives ports where nobody listens, each once."""
+    given: set[int] = set()
+
+    def port() -> int:
+        with listening() as number:
+            if number in given:
+                return port()
+            given.add(number)
+            return number
+
+    return port
+
+
+def test_not_set() -> None:
+    assert rows(None) == {}
+
+
+@pytest.mark.parametrize("text", ["", "{'cluster'", "[1]", '{"cluster": {"worker": ["a"]}}', written({})])
+def test_a_fault_is_named_as_a_script_would(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    finding = rows(text)["TF_CONFIG"]
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason == str(caught.value)
+
+
+def test_two_workers_of_this_machine(free: Callable[[], int]) -> None:
+    found = rows(written({"worker": [f"here:{free()}", f"here:{free()}"]}, index=1))
+    assert list(found) == ["TF_CONFIG", "TF_CONFIG: addresses"]
+    assert found["TF_CONFIG: addresses"].reason == "all 2 are this machine's, and their ports free"
+    finding = found["TF_CONFIG"]
+    assert finding.verdict is Verdict.WARNING
+    assert "worker 1, one of 2 tasks that train: a script that is started by hand waits for worker 0" in (
+        finding.reason
+    )
+    assert finding.reason.endswith("All addresses are loopback, as in an example")
+    assert finding.remedy.startswith("unset TF_CONFIG if it is left over")
+
+
+def test_a_script_waits_as_long_as_is_said() -> None:
+    patient = Patient("worker 0", 0.0)
+    patient.line(LONGEST_WAIT - 1)
+    with pytest.raises(PeerStuckError):
+        patient.line(LONGEST_WAIT)
+
+
+def test_other_addresses_of_this_machine_are_meant() -> None:
+    config = parse(written({"worker": ["a:1", "b:1"]}))
+    places = [Place("worker 0", "a:1", "10.0.0.1"), Place("worker 1", "b:1", "127.0.0.1")]
+    assert [finding.verdict for finding in judge(config, places)] == [Verdict.FINE] * 2
+    assert judge(config, places)[0].reason.startswith(
+        "this process is worker 0, one of 2 tasks that train: a "
+    )
+
+
+def test_many_others_are_counted() -> None:
+    config = parse(written({"chief": ["a:1"], "worker": [f"a:{port}" for port in range(2, 12)]}))
+    reason = judge(config, [])[0].reason
+    assert "waits for chief 0, worker 1, worker 2, worker 3 and 6 more" in reason
+
+
+def test_a_job_of_lockstep_run_has_left_it() -> None:
+    def never(host: str) -> str:
+        raise AssertionError(host)
+
+    [finding] = rows(tf_config(0, 2), resolve=never).values()
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith("comes from inside a job of lockstep run")
+
+
+def test_a_cluster_of_one(free: Callable[[], int]) -> None:
+    found = rows(written({"worker": [f"localhost:{free()}"]}))
+    assert found["TF_CONFIG"].verdict is Verdict.WARNING
+    assert found["TF_CONFIG"].reason.startswith("worker 0 is the only task that trains")
+    assert found["TF_CONFIG: addresses"].verdict is Verdict.FINE
+
+
+def test_an_address_that_nobody_uses_does_no_harm() -> None:
+    with listening() as port:
+        found = rows(written({"worker": ["nowhere:1"], "ps": [f"here:{port}", "elsewhere:1"]}))
+    assert [finding.verdict for finding in found.values()] == [Verdict.WARNING] + [Verdict.FINE] * 3
+    for name in ("worker 0", "ps 0", "ps 1"):
+        assert found[f"TF_CONFIG: {name}"].reason.endswith("; Lockstep does not use this address")
+
+
+def test_a_parameter_server_and_an_evaluator() -> None:
+    cluster = {"worker": ["here:1", "here:2"], "ps": ["here:3"]}
+    finding = rows(written(cluster, "ps"))["TF_CONFIG"]
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith("this process is ps 0, for which there is nothing to do")
+    finding = rows(written(cluster, "evaluator", 3))["TF_CONFIG"]
+    assert finding.verdict is Verdict.FINE
+    assert finding.reason.startswith("this process is the evaluator")
+
+
+def test_a_host_without_an_address(free: Callable[[], int]) -> None:
+    found = rows(written({"worker": [f"here:{free()}", "nowhere:2"]}))
+    finding = found["TF_CONFIG: worker 1"]
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith("nowhere:2: the host is not known here (Name or service not known)")
+    assert "waits" not in found["TF_CONFIG"].reason
+    assert "TF_CONFIG: worker 0" not in found
+
+
+def test_a_reserved_name_has_no_address() -> None:
+    finding = rows(written({"worker": ["host.invalid:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
+    assert finding["TF_CONFIG: worker 0"].verdict is Verdict.WARNING
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 64])
+def test_a_name_that_cannot_be_one(host: str) -> None:
+    found = rows(written({"worker": [f"{host}:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
+    assert "the host is not known here" in found["TF_CONFIG: worker 0"].reason
+
+
+def test_a_name_service_that_does_not_answer(free: Callable[[], int]) -> None:
+    answer, port = threading.Event(), free()
+
+    def slow(host: str) -> str:
+        if host == "slow":
+            answer.wait()
+        return "127.0.0.1"
+
+    hosts = [f"fast{number}:{port}" for number in range(40)]
+    try:
+        found = rows(written({"worker": ["slow:1", *hosts]}), resolve=slow, patience=0.5)
+    finally:
+        answer.set()
+    assert found["TF_CONFIG: worker 0"].reason.startswith("slow:1: no answer in 0.5 s")
+    assert list(found) == ["TF_CONFIG", "TF_CONFIG: worker 0"]
+
+
+def test_hosts_are_asked_for_at_once_and_once() -> None:
+    together, asked = threading.Barrier(3, timeout=30), []
+
+    def meet(host: str) -> str:
+        asked.append(host)
+        together.wait()
+        return "127.0.0.1"
+
+    rows(written({"worker": ["a:1", "b:1", "c:1", "a:2"]}), resolve=meet, patience=60.0)
+    assert sorted(asked) == ["a", "b", "c"]
+
+
+def test_an_address_of_another_machine_is_refused_as_a_script_does() -> None:
+    found = rows(written({"worker": ["here:1", "elsewhere:2"]}))
+    finding = found["TF_CONFIG: worker 1"]
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith(
+        "elsewhere:2 is no address of this machine: workers that are started by hand"
+    )
+    assert finding.facts["here"] is False
+    with pytest.raises(ConfigError, match="is not one of this host"):
+        resolve("192.0.2.1:2", "worker 1")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_port_that_is_taken_and_by_whom(free: Callable[[], int], index: int) -> None:
+    with listening() as port:
+        found = rows(written({"worker": [f"here:{free()}", f"here:{port}"]}, index=index))
+        with pytest.raises(ConfigError, match="is in use by"):
+            check_free(f"127.0.0.1:{port}", "worker 1")
+    finding = found["TF_CONFIG: worker 1"]
+    assert finding.verdict is Verdict.WARNING
+    name = psutil.Process().name()
+    assert finding.reason.startswith(f"here:{port} is in use by {name} (process {os.getpid()}): worker 1, ")
+    assert "TF_CONFIG: worker 0" not in found
+
+
+def test_a_port_that_another_process_has(free: Callable[[], int]) -> None:
+    script = (
+        "import socket, sys\n"
+        "server = socket.create_server(('0.0.0.0', 0))\n"
+        "print(server.getsockname()[1], flush=True)\n"
+        "sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        port = int(process.stdout.readline())
+        found = rows(written({"chief": [f"localhost:{port}"], "worker": [f"here:{free()}"]}, "chief"))
+        process.communicate()
+    assert f"(process {process.pid})" in found["TF_CONFIG: chief 0"].reason
+
+
+def test_who_listens_there_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as port:
+        [own] = [found for found in psutil.net_connections("tcp") if found.laddr.port == port]
+        elsewhere = own._replace(laddr=own.laddr._replace(ip="127.0.0.2"), pid=1)
+        speaks = own._replace(status=psutil.CONN_ESTABLISHED, pid=1)
+        monkeypatch.setattr(psutil, "net_connections", lambda kind: [elsewhere, speaks, own])
+        found = rows(written({"worker": [f"here:{port}", "here:1"]}))
+    assert f"(process {os.getpid()})" in found["TF_CONFIG: worker 0"].reason
+
+
+def test_whose_port_it_is_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening() as port:
+        text = written({"worker": [f"here:{port}", "here:1"]})
+        mine = [found._replace(pid=None) for found in psutil.net_connections("tcp")]
+        monkeypatch.setattr(psutil, "net_connections", lambda kind: mine)
+        assert "by a process of another user" in rows(text)["TF_CONFIG: worker 0"].reason
+        monkeypatch.setattr(psutil, "net_connections", lambda kind: [])
+        assert "by another program, which cannot be seen" in rows(text)["TF_CONFIG: worker 0"].reason
+
+        def refuse(kind: str) -> None:
+            raise psutil.AccessDenied
+
+        monkeypatch.setattr(psutil, "net_connections", refuse)
+        assert "by another program, which cannot be seen" in rows(text)["TF_CONFIG: worker 0"].reason
+
+
+def test_a_port_that_was_only_left_is_free(free: Callable[[], int]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        accepted.close()
+        client.close()
+    found = rows(written({"worker": [f"here:{port}", f"here:{free()}"]}))
+    assert "TF_CONFIG: addresses" in found
+
+
+def test_an_ipv6_address(free: Callable[[], int]) -> None:
+    text = written({"worker": [f"[::1]:{free()}", f"[::1]:{free()}"]})
+    found = rows(text, resolve=addresses.resolve_host)
+    if not Path("/proc/net/if_inet6").exists():
+        assert "cannot be used here" in found["TF_CONFIG: worker 0"].reason
+        return
+    assert found["TF_CONFIG: addresses"].verdict is Verdict.FINE
+    assert "loopback" in found["TF_CONFIG"].reason

@@ -1,0 +1,80 @@
+"""What becomes of what a backend's process tells, however far it came."""
+
+import json
+from typing import Any
+
+import pytest
+
+from lockstep.doctor import backends
+from lockstep.doctor.backends import Answer
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.gpus import Reading
+from lockstep.doctor.programs import Ended
+
+NO_GPU = Reading(None, (), "no NVIDIA driver", "")
+BUILT = {"built": {"version": "1.0", "cuda": None, "cudnn": None}}
+FOR_CUDA = {"built": {"version": "1.0", "cuda": "12.8", "cudnn": "91002"}}
+CPU = {"devices": ["cpu"]}
+COMPUTED = {"device": "cpu", "fault": "", "same": True}
+
+
+def answer(*parts: dict[str, Any], status: int | None = 0, errors: str = "") -> Answer:
+    return Answer.of(Ended(status, "".join(json.dumps(part) + "\n" for part in parts), errors, 14.0))
+
+
+def judged(answer: Answer, gpus: int = 0, *, chosen: bool = True) -> list[Finding]:
+    return backends.judge("jax", answer, NO_GPU, gpus, chosen=chosen)
+
+
+def test_a_backend_that_computes_is_fine() -> None:
+    findings = judged(answer(BUILT, CPU, COMPUTED))
+    assert [finding.verdict for finding in findings] == [Verdict.FINE] * 2
+    assert findings[-1].name == "jax computes on cpu"
+    assert findings[-1].reason == "the same bits twice"
+
+
+@pytest.mark.parametrize(("chosen", "verdict"), [(True, Verdict.FAILURE), (False, Verdict.WARNING)])
+def test_a_backend_that_cannot_be_imported(chosen: bool, verdict: Verdict) -> None:
+    (finding,) = judged(answer(status=1, errors="Traceback\nImportError: libfoo.so"), chosen=chosen)
+    assert finding.verdict == verdict
+    assert finding.reason == "when it was imported it ended with status 1: ImportError: libfoo.so"
+
+
+@pytest.mark.parametrize(
+    ("parts", "where"),
+    [
+        ([BUILT], "when it was asked for its devices"),
+        ([BUILT, CPU], "when it computed on cpu"),
+        ([BUILT, CPU, COMPUTED], "at its end"),
+    ],
+)
+def test_a_crash_is_a_row_that_says_how_far_it_came(parts: list[dict[str, Any]], where: str) -> None:
+    finding = judged(answer(*parts, status=-11))[-1]
+    assert finding.verdict == Verdict.FAILURE
+    assert finding.reason == f"{where} it was ended by SIGSEGV"
+
+
+def test_a_backend_that_hangs_is_told_with_the_time() -> None:
+    finding = judged(answer(BUILT, status=None))[-1]
+    assert finding.reason == "when it was asked for its devices it had not ended after 14 s"
+    assert "try once more" in finding.remedy
+
+
+def test_half_a_line_is_no_part() -> None:
+    cut = Ended(-9, json.dumps(BUILT) + "\n" + '{"devi', "", 1.0)
+    assert Answer.of(cut).devices is None
+
+
+def test_a_device_that_fails_and_one_that_gives_other_bits() -> None:
+    failed = {"device": "cuda:0", "fault": "RuntimeError: no kernel image", "same": False}
+    other = {"device": "cuda:1", "fault": "", "same": False}
+    devices = {"devices": ["cuda:0", "cuda:1"]}
+    first, second = judged(answer(BUILT, devices, failed, other))[-2:]
+    assert (first.verdict, first.reason) == (Verdict.FAILURE, "RuntimeError: no kernel image")
+    assert (second.verdict, second.name) == (Verdict.WARNING, "jax computes on cuda:1")
+
+
+def test_a_backend_for_cuda_that_does_not_see_a_gpu_that_is_shown() -> None:
+    findings = {finding.name: finding for finding in judged(answer(FOR_CUDA, CPU, COMPUTED), 1)}
+    assert findings["jax sees the GPU"].verdict == Verdict.WARNING
+    assert "jax sees the GPU" not in {finding.name for finding in judged(answer(FOR_CUDA, CPU, COMPUTED))}

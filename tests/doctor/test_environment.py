@@ -1,0 +1,352 @@
+"""Variables of a shell: what each does to a job is said, secrets are not."""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cluster.slurm import SlurmClusterResolver
+from lockstep.config import device_variables, job_environment, switched_off
+from lockstep.doctor.environment import EFFECTS, examine_environment, leaves_out, without_secrets
+from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.shadows import hidden_modules
+from lockstep.errors import ConfigError
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Path:
+    """Where the driver lists two GPUs."""
+    folder = tmp_path / "gpus"
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (folder / name).mkdir(parents=True)
+    return folder
+
+
+def findings(folder: Path, variables: dict[str, str], **options: Any) -> list[Finding]:
+    places = {"folder": folder, "installed": [], "driver": folder / "no driver"} | options
+    return examine_environment(variables, **places)
+
+
+def single(folder: Path, variables: dict[str, str], **options: Any) -> Finding:
+    [finding] = findings(folder, variables, **options)
+    assert finding.section == "environment"
+    assert bool(finding.remedy) == (finding.verdict is Verdict.WARNING)
+    json.dumps(finding.facts)
+    return finding
+
+
+def test_nothing_is_set(tmp_path: Path) -> None:
+    finding = single(tmp_path, {"HOME": "/home/me", "OMP_NUM_THREADS": ""})
+    assert (finding.name, finding.verdict) == ("variables", Verdict.FINE)
+    assert finding.reason == "none is set that acts on a job"
+
+
+def test_what_others_judge_is_not_nothing(tmp_path: Path) -> None:
+    assert findings(tmp_path, {"TF_CONFIG": "{}"}) == []
+
+
+def test_the_shell_of_this_test_is_judged() -> None:
+    assert examine_environment(os.environ)
+
+
+@pytest.mark.parametrize(
+    ("value", "verdict", "said"),
+    [
+        ("-1", Verdict.WARNING, "'-1' hides all GPUs: jobs compute on the CPU"),
+        ("", Verdict.WARNING, "'' hides all GPUs: jobs compute on the CPU"),
+        ("0", Verdict.FINE, "shows 1 GPU (0)"),
+        ("1, GPU-8932f937", Verdict.FINE, "shows 2 GPUs (1, GPU-8932f937)"),
+        ("0,-1,1", Verdict.WARNING, "'0,-1,1' shows 1 GPU, and hides what follows"),
+        ("0,", Verdict.WARNING, "'0,' shows 1 GPU, and hides what follows"),
+    ],
+)
+def test_visible_gpus(tmp_path: Path, value: str, verdict: Verdict, said: str) -> None:
+    finding = single(tmp_path, {"CUDA_VISIBLE_DEVICES": value})
+    assert said in finding.reason
+    assert (finding.name, finding.verdict) == ("CUDA_VISIBLE_DEVICES", verdict)
+
+
+def test_gpus_that_are_hidden_are_counted(tmp_path: Path, driver: Path) -> None:
+    finding = single(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}, driver=driver)
+    assert finding.reason == "'-1' hides all GPUs, of which the driver has 2: jobs compute on the CPU"
+
+
+def test_what_lockstep_sets_itself_is_said(tmp_path: Path) -> None:
+    own = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"}
+    own |= {"TF_NUM_INTEROP_THREADS", "NPROC", "PYTHONHASHSEED"}
+    for name in own:
+        finding = single(tmp_path, {name: "77"})
+        assert finding.verdict is Verdict.FINE
+        assert finding.reason.startswith("77: Lockstep sets its own for workers")
+        assert job_environment(0, 1, {name: "77"})[name] != "77"
+
+
+def test_what_workers_inherit_is_said(tmp_path: Path) -> None:
+    for name in ("XLA_FLAGS", "JAX_ENABLE_X64"):
+        assert "workers have it too" in single(tmp_path, {name: "77"}).reason
+        assert job_environment(0, 1, {name: "77"})[name] == "77"
+
+
+@pytest.mark.parametrize("name", ["TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_PREALLOCATE"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_where_workers_share_a_gpu(tmp_path: Path, name: str, shared: bool) -> None:
+    assert "Lockstep sets its own where workers share a GPU" in single(tmp_path, {name: "x"}).reason
+    assert (name in device_variables({name: "x"}, "0", shared)) is shared
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("XLA_FLAGS", "--xla_dump_to=/x --xla_gpu_deterministic_ops=false"),
+        ("TF_DETERMINISTIC_OPS", "0"),
+        ("TF_DETERMINISTIC_OPS", ""),
+        ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
+    ],
+)
+def test_deterministic_operations_switched_off(tmp_path: Path, name: str, value: str) -> None:
+    assert switched_off({name: value}) == (name,)
+    finding = single(tmp_path, {name: value})
+    assert (finding.name, finding.verdict) == (name, Verdict.WARNING)
+    assert finding.reason.startswith(f"'{value}' switches deterministic operations off")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("TF_DETERMINISTIC_OPS", "1"), ("CUBLAS_WORKSPACE_CONFIG", ":16:8")]
+)
+def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: str) -> None:
+    assert single(tmp_path, {name: value}).verdict is Verdict.FINE
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "gpus", "verdict", "said"),
+    [
+        (
+            "JAX_PLATFORMS",
+            "cpu",
+            True,
+            Verdict.WARNING,
+            "cpu: JAX computes on the CPU, though 2 GPUs can be seen",
+        ),
+        ("JAX_PLATFORM_NAME", "CPU", True, Verdict.WARNING, "CPU: JAX computes on the CPU"),
+        ("JAX_PLATFORMS", "cpu,cuda", True, Verdict.WARNING, "JAX computes on the CPU"),
+        ("JAX_PLATFORMS", "cpu", False, Verdict.FINE, "cpu: where JAX computes"),
+        ("JAX_PLATFORMS", "cuda", True, Verdict.FINE, "cuda: where JAX computes"),
+        (
+            "JAX_PLATFORMS",
+            "cuda",
+            False,
+            Verdict.WARNING,
+            "nothing but GPUs, and fails, since none can be seen",
+        ),
+        ("JAX_PLATFORM_NAME", "gpu", False, Verdict.WARNING, "nothing but GPUs, and fails"),
+        ("JAX_PLATFORMS", "cuda,cpu", False, Verdict.FINE, "where JAX computes"),
+    ],
+)
+def test_platforms_of_jax(
+    tmp_path: Path, driver: Path, name: str, value: str, gpus: bool, verdict: Verdict, said: str
+) -> None:
+    finding = single(tmp_path, {name: value}, driver=driver if gpus else tmp_path / "none")
+    assert said in finding.reason
+    assert (finding.name, finding.verdict) == (name, verdict)
+
+
+def test_gpus_that_are_hidden_from_jax_too(tmp_path: Path, driver: Path) -> None:
+    variables = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cuda"}
+    hidden, platforms = findings(tmp_path, variables, driver=driver)
+    assert (hidden.name, platforms.name) == ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
+    assert platforms.verdict is Verdict.WARNING
+
+
+def test_the_part_of_a_gpus_memory(tmp_path: Path) -> None:
+    name, other = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
+    assert single(tmp_path, {name: ".5"}).verdict is Verdict.FINE
+    assert "'half' is no number: JAX fails on a GPU" in single(tmp_path, {name: "half"}).reason
+    both = findings(tmp_path, {name: ".5", other: ".5"})
+    assert [finding.verdict for finding in both] == [Verdict.WARNING] * 2
+
+
+def test_a_long_value_is_shortened_and_harmless(tmp_path: Path) -> None:
+    reason = single(tmp_path, {"XLA_FLAGS": "\x1b[31m\n" + "x" * 5000}).reason
+    assert reason.startswith("?[31m?xxx")
+    assert len(reason) < 400
+
+
+def test_no_value_is_shown_of_what_is_not_known(tmp_path: Path) -> None:
+    variables = dict.fromkeys(EFFECTS, "1") | {"AWS_SECRET_ACCESS_KEY": "hidden", "LOCKSTEP_X": "hidden"}
+    assert "hidden" not in repr(findings(tmp_path, variables))
+
+
+@pytest.mark.parametrize(
+    ("make", "hides"),
+    [
+        ({"keras.py": ""}, ("keras",)),
+        ({"numpy/__init__.py": ""}, ("numpy",)),
+        ({"torch.py": "", "jax.py": ""}, ("jax", "torch")),
+        ({"tensorflow/notes.txt": "", "kerasx.py": "", "jax.txt": ""}, ()),
+        ({"jax/__init__.py": "", "jax-0.7.dist-info/METADATA": ""}, ()),
+    ],
+)
+def test_modules_that_hide_installed_ones(
+    tmp_path: Path, make: dict[str, str], hides: tuple[str, ...]
+) -> None:
+    for name, text in make.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert hidden_modules(tmp_path, [tmp_path / "elsewhere"]) == hides
+    assert hidden_modules(tmp_path, [tmp_path]) == ()
+
+
+def test_another_installation_is_hidden_too(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder / "keras").mkdir(parents=True)
+        (tmp_path / folder / "keras" / "__init__.py").write_text("")
+        (tmp_path / folder / "keras-3.12.dist-info").mkdir()
+    assert hidden_modules(tmp_path / "one", [tmp_path / "two"]) == ("keras",)
+
+
+def test_an_archive_may_hide_modules(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        archive.writestr("torch/__init__.py", "")
+    (tmp_path / "broken.zip").write_text("PK")
+    assert hidden_modules(tmp_path / "all.zip", []) == ("torch",)
+    assert hidden_modules(tmp_path / "broken.zip", []) == ()
+
+
+def test_looking_for_modules_imports_none(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
+    assert hidden_modules(tmp_path, []) == ("torch",)
+
+
+def test_python_path(tmp_path: Path) -> None:
+    good, bad, absent = tmp_path / "good", tmp_path / "bad", tmp_path / "absent"
+    for folder in (good, bad):
+        folder.mkdir()
+    (bad / "numpy.py").write_text("")
+    finding = single(tmp_path, {"PYTHONPATH": f"{good}:{absent}"})
+    assert finding.verdict is Verdict.FINE
+    assert finding.reason.endswith(f"; {absent} is not there")
+    finding = single(tmp_path, {"PYTHONPATH": f"{good}:{bad}"})
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith(f"{bad} has a module numpy")
+    assert single(tmp_path, {"PYTHONPATH": f"{bad}"}, installed=[bad]).verdict is Verdict.FINE
+
+
+def test_a_script_beside_a_module_of_that_name(tmp_path: Path) -> None:
+    (tmp_path / "keras.py").write_text("")
+    finding = single(tmp_path, {})
+    assert (finding.name, finding.verdict) == ("current folder", Verdict.WARNING)
+    assert finding.facts["modules"] == ["keras"]
+
+
+def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert single(Path(), {"PYTHONPATH": "here::"}).verdict is Verdict.FINE
+
+
+def test_libraries_that_are_loaded_first(tmp_path: Path) -> None:
+    there, absent = tmp_path / "there.so", tmp_path / "absent.so"
+    there.write_text("")
+    assert single(tmp_path, {"LD_PRELOAD": f"{there} libc.so.6:$LIB/x.so"}).verdict is Verdict.FINE
+    finding = single(tmp_path, {"LD_PRELOAD": f"{there} {absent}"})
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith(f"{absent} is not there")
+    assert single(tmp_path, {"LD_PRELOAD": " "}).name == "variables"
+
+
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("http://proxy:3128", "http://proxy:3128"),
+        ("http://me:secret@proxy:3128", "http://***@proxy:3128"),
+        ("http://me:se@cr/et@proxy:3128", "http://***@proxy:3128"),
+        ("me:secret@proxy:3128", "***@proxy:3128"),
+        ("socks5h://me:sec\nret@proxy", "socks5h://***@proxy"),
+        ("http://secret@proxy", "http://***@proxy"),
+    ],
+)
+def test_secrets_are_not_shown(tmp_path: Path, given: str, shown: str) -> None:
+    assert without_secrets(given) == shown
+    finding = single(tmp_path, {"HTTPS_PROXY": given})
+    assert f"HTTPS_PROXY={shown}" in finding.reason
+    assert "secret" not in repr(finding)
+
+
+@pytest.mark.parametrize(
+    ("no_proxy", "out"),
+    [
+        ("", ["localhost", "127.0.0.1"]),
+        ("example.org,localhost", ["127.0.0.1"]),
+        ("127.0.0.1", ["localhost"]),
+        (" LOCALHOST , 127.0.0.0/8", []),
+        ("*", []),
+        ("localhost:80,127.0.0.10,::1/128", ["localhost", "127.0.0.1"]),
+    ],
+)
+def test_what_is_asked_for_at_a_proxy(tmp_path: Path, no_proxy: str, out: list[str]) -> None:
+    assert leaves_out(no_proxy) == out
+    for name in ("no_proxy", "NO_PROXY"):
+        finding = single(tmp_path, {"http_proxy": "http://proxy:1", name: no_proxy})
+        assert finding.name == "proxies"
+        assert finding.verdict is (Verdict.WARNING if out else Verdict.FINE)
+        assert finding.facts["left_out"] == out
+
+
+def test_no_proxy_alone_does_nothing(tmp_path: Path) -> None:
+    assert single(tmp_path, {"no_proxy": "x", "http_proxy": ""}).name == "variables"
+
+
+def test_variables_of_a_worker_are_left_over(tmp_path: Path) -> None:
+    finding = single(tmp_path, {"LOCKSTEP_WORKER": "1", "LOCKSTEP_SEED": "0"})
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith("LOCKSTEP_SEED, LOCKSTEP_WORKER: only workers are told these")
+    assert "LOCKSTEP_WORKER" not in job_environment(0, 1, {"LOCKSTEP_WORKER": "1"})
+
+
+STEP = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+}
+
+
+def test_a_task_of_slurm(tmp_path: Path) -> None:
+    finding = single(tmp_path, STEP)
+    assert finding.verdict is Verdict.FINE
+    assert "this is worker 2 of 3 on 2 hosts" in finding.reason
+
+
+def test_an_allocation_of_slurm_without_a_step(tmp_path: Path) -> None:
+    finding = single(tmp_path, {"SLURM_JOB_ID": "1"})
+    assert finding.verdict is Verdict.FINE
+    assert "misses SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST" in finding.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("PROCID", "x", "SLURM_PROCID is 'x', expected a whole number"),
+        ("PROCID", "3", "SLURM_PROCID 3 of SLURM_STEP_NUM_TASKS 3 does not fit 3"),
+        ("STEP_NUM_TASKS", "4", "SLURM_PROCID 2 of SLURM_STEP_NUM_TASKS 4 does not fit 3"),
+        ("STEP_NODELIST", "n[1", "is not a list of hosts"),
+        ("STEP_NODELIST", "n1", "SLURM_STEP_NODELIST has 1 host, SLURM_STEP_TASKS_PER_NODE 2"),
+        ("STEP_TASKS_PER_NODE", "x", "Slurm's list of tasks is 'x'"),
+    ],
+)
+def test_what_the_resolver_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+) -> None:
+    broken = STEP | {f"SLURM_{name}": value}
+    finding = single(tmp_path, broken)
+    assert finding.verdict is Verdict.WARNING
+    assert said in finding.reason
+    for variable, text in broken.items():
+        monkeypatch.setenv(variable, text)
+    with pytest.raises(ConfigError):
+        SlurmClusterResolver()

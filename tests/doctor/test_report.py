@@ -1,0 +1,49 @@
+"""The table and the JSON."""
+
+import io
+import json
+
+from rich.console import Console
+
+from lockstep.doctor import report
+from lockstep.doctor.finding import Finding, Verdict
+
+FINE = Finding("versions", "Keras", Verdict.FINE, "3.15.1", "", {"version": "3.15.1"})
+WARNING = Finding("environment", "TF_CONFIG", Verdict.WARNING, "is left over [here]", "unset TF_CONFIG")
+FAILURE = Finding("training", "2 workers on jax", Verdict.FAILURE, "it ended with status 1", "look above")
+
+
+def shown(*findings: Finding) -> str:
+    out = io.StringIO()
+    report.show(findings, Console(file=out, width=100, highlight=False))
+    return out.getvalue()
+
+
+def test_a_row_has_the_verdict_the_reason_and_the_remedy() -> None:
+    lines = [line.split() for line in shown(FINE, WARNING).splitlines()]
+    assert ["ok", "Keras", "3.15.1"] in lines
+    # What is in brackets is no markup.
+    assert ["warn", "TF_CONFIG", "is", "left", "over", "[here]"] in lines
+    assert ["->", "unset", "TF_CONFIG"] in lines
+
+
+def test_the_last_line_sums_up() -> None:
+    assert shown(FINE).splitlines()[-1] == "this machine is fit"
+    assert shown(FINE, WARNING).splitlines()[-1] == "jobs work here: 1 warning"
+    assert (
+        shown(FAILURE, WARNING, WARNING).splitlines()[-1]
+        == "jobs will not work here: 1 failure and 2 warnings"
+    )
+
+
+def test_json_has_the_exit_status_and_all_rows() -> None:
+    read = json.loads(report.as_json([FINE, WARNING]))
+    assert read["status"] == 1
+    assert read["findings"][0] == {
+        "section": "versions",
+        "name": "Keras",
+        "verdict": "fine",
+        "reason": "3.15.1",
+        "remedy": "",
+        "facts": {"version": "3.15.1"},
+    }

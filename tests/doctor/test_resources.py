@@ -1,0 +1,274 @@
+"""What is found of a machine, in real and made-up places, and what is said of it then."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.clock import VirtualClock
+from lockstep.doctor import resources
+from lockstep.doctor.cgroups import cpu_quota, processes_left
+from lockstep.doctor.finding import Finding, Verdict, worst
+from lockstep.doctor.machine import examine_machine
+from lockstep.doctor.resources import Places, look, look_at_system, threads_of
+
+NOW = 2e9
+
+
+def found(name: str, **places: Any) -> Finding:
+    """What is said of this machine, seen from other places."""
+    findings = examine_machine(Places(**places), VirtualClock(NOW))
+    return {finding.name: finding for finding in findings}[name]
+
+
+def test_this_machine_works(tmp_path: Path) -> None:
+    assert worst(examine_machine(Places(folder=tmp_path))) < Verdict.FAILURE
+    system = look_at_system()
+    assert system.name == "Linux"
+    machine = look(system)
+    assert machine.cores.usable == len(os.sched_getaffinity(0))
+    assert 0 < machine.memory.usable <= machine.memory.total
+    assert machine.clocks.installed > 1e9
+    assert 0 < machine.clocks.cost < 1e-3
+
+
+class Groups:
+    """A tree of control groups, as the kernel shows it."""
+
+    def __init__(self, folder: Path, membership: str) -> None:
+        self.proc, self.mount = folder / "proc", folder / "cgroup"
+        self.membership = self.proc / "self" / "cgroup"
+        self.membership.parent.mkdir(parents=True)
+        self.membership.write_text(membership)
+
+    def add(self, path: str, **files: str) -> None:
+        (self.mount / path).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (self.mount / path / name.replace("__", ".")).write_text(f"{text}\n")
+
+    def quota(self) -> float | None:
+        return cpu_quota(self.membership, self.mount)
+
+    def left(self) -> int | None:
+        return processes_left(self.membership, self.mount)
+
+
+def test_limits_of_version_2(tmp_path: Path) -> None:
+    groups = Groups(tmp_path, "0::/a/b\n")
+    assert (groups.quota(), groups.left()) == (None, None)
+    groups.add("a/b", cpu__max="max 100000", pids__max="max", pids__current="7")
+    assert (groups.quota(), groups.left()) == (None, None)
+    groups.add("a", cpu__max="150000 100000", pids__max="100", pids__current="90")
+    groups.add("", cpu__max="400000 100000", pids__max="5000", pids__current="95")
+    assert (groups.quota(), groups.left()) == (1.5, 10)
+
+
+def test_limits_of_version_1(tmp_path: Path) -> None:
+    groups = Groups(tmp_path, "5:pids:/job\n4:cpu,cpuacct:/host/only\n1:name=systemd:/\n0::/\n")
+    groups.add("cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert (groups.quota(), groups.left()) == (None, None)
+    # The path of the host is not visible in the container.
+    groups.add("cpu,cpuacct", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    groups.add("pids/job", pids__max="20", pids__current="25")
+    assert (groups.quota(), groups.left()) == (0.5, 0)
+
+
+def test_a_container_with_limits(tmp_path: Path) -> None:
+    groups = Groups(tmp_path, "0::/\n")
+    groups.add(
+        "",
+        cpu__max="50000 100000",
+        memory__max="1500000000",
+        memory__current="500000000",
+        pids__max="64",
+        pids__current="4",
+    )
+    places = {"proc": groups.proc, "cgroups": groups.mount}
+    cores, memory, threads = (found(name, **places) for name in ("cores", "memory", "processes and threads"))
+    assert "allows the time of 0.5" in cores.reason
+    assert "let workers times threads be 1 at most" in cores.remedy
+    assert memory.reason.startswith("1.0 GB of ")
+    assert "60 more may be started" in threads.reason
+    assert {cores.verdict, memory.verdict, threads.verdict} == {Verdict.WARNING}
+
+
+def test_a_limit_that_is_none_is_not_shown(tmp_path: Path) -> None:
+    groups = Groups(tmp_path, "4:memory:/\n")
+    groups.add("memory", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes="0")
+    assert found("memory", proc=groups.proc, cgroups=groups.mount).facts["room"] is None
+
+
+def test_threads_are_counted_by_user(tmp_path: Path) -> None:
+    for pid, user, threads in ((1, 0, 5), (20, 7, 3), (21, 7, 40)):
+        (tmp_path / str(pid)).mkdir()
+        status = f"Name:\tx\nUid:\t{user}\t9\t9\t9\nThreads:\t{threads}\n"
+        (tmp_path / str(pid) / "status").write_text(status)
+    (tmp_path / "22").mkdir()
+    assert threads_of(7, tmp_path) == 43
+
+
+def test_affinity_is_what_counts() -> None:
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        finding = found("cores")
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert finding.verdict is Verdict.WARNING
+    assert finding.facts["usable"] == 1
+
+
+def limited(limits: str, name: str) -> Finding:
+    """What a process says that has limited itself."""
+    script = (
+        "import os, resource\n"
+        "from lockstep.doctor.machine import examine_machine\n"
+        f"{limits}\n"
+        f"[finding] = [each for each in examine_machine() if each.name == {name!r}]\n"
+        "print(int(finding.verdict), finding.reason, finding.remedy, sep='|')"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    verdict, reason, remedy = result.stdout.strip().split("|")
+    return Finding("machine", name, Verdict(int(verdict)), reason, remedy)
+
+
+def test_too_few_open_files() -> None:
+    finding = limited("resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))", "open files")
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith("100 a process")
+    assert finding.remedy.startswith("raise the hard limit")
+
+
+def test_shared_memory_that_cannot_be_had() -> None:
+    finding = limited("resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))", "shared memory")
+    assert finding.verdict is Verdict.FAILURE
+    assert "File too large" in finding.reason
+    assert "ulimit -f" in finding.remedy
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
+def test_a_user_with_few_processes() -> None:
+    limits = "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50)); os.setuid(61234)"
+    finding = limited(limits, "processes and threads")
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith("49 more")
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="this user is not root")
+def test_root_may_start_more_than_its_limit() -> None:
+    script = (
+        "import resource\n"
+        "from lockstep.doctor.resources import look, look_at_system\n"
+        "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))\n"
+        "print(look(look_at_system()).limits.user_left)"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout == "None\n"
+
+
+def test_a_sandbox_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(resources.os, "memfd_create", refuse)
+    finding = found("shared memory")
+    assert finding.verdict is Verdict.FAILURE
+    assert "memfd_create: Operation not permitted" in finding.reason
+
+
+def test_nothing_is_left_of_the_probe() -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = descriptors()
+    examine_machine()
+    assert descriptors() == before
+
+
+def test_no_place_for_files_in_memory(tmp_path: Path) -> None:
+    finding = found("/dev/shm", shm=tmp_path / "absent")
+    assert finding.verdict is Verdict.WARNING
+    assert finding.reason.startswith("No such file or directory: Lockstep needs nothing there")
+
+
+def test_a_file_in_the_place_of_the_folder_for_runs(tmp_path: Path) -> None:
+    assert found("disk", folder=tmp_path).verdict is Verdict.FINE
+    (tmp_path / "runs").write_text("")
+    finding = found("disk", folder=tmp_path)
+    assert finding.verdict is Verdict.FAILURE
+    assert finding.reason.startswith("nothing can be written to runs/ in the current folder")
+    assert finding.reason.endswith("Not a directory")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert found("disk", folder=tmp_path).verdict is Verdict.FAILURE
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    finding = found("disk", folder=tmp_path / "absent")
+    assert finding.verdict is Verdict.FAILURE
+    assert finding.reason.endswith("No such file or directory")
+
+
+def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    finding = found("disk")
+    assert finding.verdict is Verdict.FAILURE
+    assert finding.reason.startswith("nothing can be written to the current folder")
+
+
+def test_looking_leaves_no_file(tmp_path: Path) -> None:
+    found("disk", folder=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_slow_clock(tmp_path: Path) -> None:
+    source = tmp_path / "current_clocksource"
+    source.write_text("acpi_pm\n")
+    assert found("monotonic clock", clock_source=source).verdict is Verdict.WARNING
+    source.write_text("kvm-clock\n")
+    assert found("monotonic clock", clock_source=source).verdict is Verdict.FINE
+    assert found("monotonic clock", clock_source=tmp_path / "absent").verdict is Verdict.FINE
+
+
+class Jumping(VirtualClock):
+    """A clock that jumps now and then, and never returns from it."""
+
+    def __init__(self, jump: float) -> None:
+        super().__init__(NOW)
+        self._jump = jump
+        self._readings = 0
+
+    def now(self) -> float:
+        self._readings += 1
+        return super().now() + self._readings * 1e-6 + self._readings // 1000 * self._jump
+
+
+@pytest.mark.parametrize(
+    ("jump", "verdict"), [(-0.5, Verdict.WARNING), (-0.0005, Verdict.FINE), (0.5, Verdict.FINE)]
+)
+def test_a_clock_that_goes_back(jump: float, verdict: Verdict) -> None:
+    finding = {each.name: each for each in examine_machine(clock=Jumping(jump))}["monotonic clock"]
+    assert finding.verdict is verdict
+    assert ("it went back by 0.5 s" in finding.reason) == (verdict is Verdict.WARNING)
+    assert finding.facts["seconds_back"] == pytest.approx(max(0.0, -jump), abs=1e-5)
+
+
+def test_a_clock_that_is_behind_the_installation(tmp_path: Path) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    for file, age in ((new, NOW + 3600), (old, NOW - 3600)):
+        file.write_text("")
+        os.utime(file, (age, age))
+    assert found("wall clock", installed=(old, tmp_path / "absent")).verdict is Verdict.FINE
+    finding = found("wall clock", installed=(old, new))
+    assert finding.verdict is Verdict.WARNING
+    assert time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(NOW + 3600)) in finding.reason

@@ -1,0 +1,96 @@
+"""Which versions fit together: judged from stated metadata, and read from a real installation."""
+
+from collections.abc import Callable
+
+import pytest
+
+from lockstep.doctor.finding import Finding, Verdict, worst
+from lockstep.doctor.versions import LOCKSTEP, Packages, Wish, examine_versions
+
+NEEDS = ("keras>=3.12", 'jax>=0.7; extra == "jax"', 'torch>=2.6; extra == "torch"', "numpy>=1.26")
+VERSIONS = {LOCKSTEP: "0.1", "keras": "3.15.1", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.3"}
+REQUIREMENTS = {LOCKSTEP: NEEDS, "jax": ("jaxlib<=0.10.2,>=0.10.2",), "keras": ("numpy",)}
+NOTHING = Wish(None, None)
+
+
+def having(*names: str) -> Callable[[str], bool]:
+    return lambda name: name in names
+
+
+def examine(
+    versions: dict[str, str] = VERSIONS, wish: Wish = NOTHING, installed: tuple[str, ...] = ("jax",)
+) -> tuple[dict[str, Finding], str | None]:
+    findings, chosen = examine_versions(
+        Packages(versions, REQUIREMENTS), "/python", "3.11.7", wish, having(*installed)
+    )
+    assert {finding.section for finding in findings} == {"versions"}
+    return {finding.name: finding for finding in findings}, chosen
+
+
+def test_versions_that_fit_are_fine() -> None:
+    findings, chosen = examine()
+    assert chosen == "jax"
+    assert worst(findings.values()) == Verdict.FINE
+    assert findings["Keras"].facts == {"version": "3.15.1"}
+    assert findings["jax"].facts == {"installed": True, "chosen": True, "version": "0.10.2"}
+    assert findings["torch"].reason == "not installed"
+
+
+def test_a_keras_that_is_too_old_is_a_failure_with_the_remedy() -> None:
+    findings, _ = examine({**VERSIONS, "keras": "3.11.3"})
+    assert findings["Keras"].verdict == Verdict.FAILURE
+    assert findings["Keras"].reason == "3.11.3, but Lockstep needs keras>=3.12"
+    assert findings["Keras"].remedy == "pip install 'keras>=3.12'"
+
+
+def test_without_keras_nothing_works() -> None:
+    versions = {name: version for name, version in VERSIONS.items() if name != "keras"}
+    assert examine(versions)[0]["Keras"].verdict == Verdict.FAILURE
+
+
+@pytest.mark.parametrize(("variable", "verdict"), [("torch", Verdict.FAILURE), ("jax", Verdict.WARNING)])
+def test_a_backend_that_is_too_old_fails_a_job_only_if_it_is_chosen(variable: str, verdict: Verdict) -> None:
+    findings, chosen = examine({**VERSIONS, "torch": "2.1.0"}, Wish(variable, None), ("jax", "torch"))
+    assert chosen == variable
+    assert findings["torch"].verdict == verdict
+    assert "needs torch>=2.6" in findings["torch"].reason
+
+
+@pytest.mark.parametrize("variable", ["tensorflow", "theano"])
+def test_a_backend_that_cannot_be_had_is_a_failure(variable: str) -> None:
+    findings, chosen = examine(wish=Wish(variable, None))
+    assert chosen is None
+    assert findings["chosen backend"].verdict == Verdict.FAILURE
+    assert f"KERAS_BACKEND={variable}" in findings["chosen backend"].reason
+
+
+def test_who_chooses_the_backend_is_said() -> None:
+    both = ("jax", "torch")
+    versions = {**VERSIONS, "torch": "2.13.0"}
+    assert (
+        "KERAS_BACKEND=torch says so"
+        in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
+    )
+    assert "keras.json says so" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
+    text = examine(versions, Wish(None, "tensorflow"), both)[0]["chosen backend"].reason
+    assert text == "jax: Keras's keras.json says tensorflow, which is not installed"
+
+
+def test_packages_that_do_not_find_what_they_ask_for_are_named() -> None:
+    findings, _ = examine({**VERSIONS, "jaxlib": "0.9.0"})
+    assert findings["requirements"].verdict == Verdict.WARNING
+    assert findings["requirements"].facts["unmet"] == ["jax 0.10.2 needs jaxlib<=0.10.2,>=0.10.2, not 0.9.0"]
+
+
+def test_tensorflow_may_be_brought_by_its_build_for_cpus() -> None:
+    findings, _ = examine({**VERSIONS, "tensorflow-cpu": "2.21.0"}, installed=("jax", "tensorflow"))
+    assert findings["tensorflow"].reason == "2.21.0, by tensorflow-cpu"
+
+
+def test_what_is_installed_here_is_read() -> None:
+    packages = Packages.installed()
+    assert packages.versions.keys() >= {"keras", "numpy", LOCKSTEP}
+    lowest = packages.lowest("keras")
+    assert lowest is not None
+    assert str(lowest.specifier) == ">=3.12"
+    assert not list(packages.unmet([LOCKSTEP]))

@@ -1,0 +1,318 @@
+"""What is shown again and again, and logged."""
+
+import csv
+import errno
+import io
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.clock import VirtualClock
+from lockstep.doctor.gpus import Driver, Gpu, Memory, Process, Reading
+from lockstep.doctor.watching import Host, host_now, log_once, watch
+from lockstep.errors import ConfigError, UnfitError
+
+GIB = 2**30
+START = 1_700_000_000.0
+HOST = Host(12.4, 3 * GIB, 8 * GIB)
+H100 = Gpu(
+    0,
+    "NVIDIA [h100]",
+    "GPU-aa",
+    "00000000:1B:00.0",
+    Memory(80 * GIB, 20 * GIB, 60 * GIB),
+    Memory(128 * GIB, GIB, 127 * GIB),
+    34,
+    75.54,
+    700.0,
+    3,
+    (Process(41, "a, [b]", 12 * GIB), Process(42, "", None)),
+)
+LOST = Gpu(1, fault="it has fallen off the bus")
+BOTH = Reading(Driver("570.124.06", (12, 8)), (H100, LOST))
+NONE = Reading(None, (), "none on the PCI bus, and no driver")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(text: str) -> list[str]:
+    """Return the lines that a terminal shows at the end, of what goes up and down in them."""
+    lines, row = [""], 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", text):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part[0] not in "\r\x1b":
+            lines[row] += part
+    return [line.rstrip() for line in lines]
+
+
+class Sleep:
+    """Moves the clock; after so many times somebody presses Ctrl-C."""
+
+    def __init__(self, clock: VirtualClock, times: int) -> None:
+        self.slept: list[float] = []
+        self._clock = clock
+        self._times = times
+
+    def __call__(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        if len(self.slept) == self._times:
+            raise KeyboardInterrupt
+        self._clock.advance(seconds)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    return Terminal()
+
+
+def watched(
+    readings: Sequence[Reading | Exception],
+    *,
+    seconds: float = 2.0,
+    log: Path | None = None,
+    out: io.StringIO | None = None,
+    took: float = 0.0,
+) -> tuple[str, list[float]]:
+    """Watch as long as there are readings; return what was shown, and the pauses."""
+    clock = VirtualClock(START)
+    sleep = Sleep(clock, len(readings))
+    left: Iterator[Reading | Exception] = iter(readings)
+    out = io.StringIO() if out is None else out
+
+    def read() -> Reading:
+        clock.advance(took)
+        reading = next(left)
+        if isinstance(reading, Exception):
+            raise reading
+        return reading
+
+    watch(seconds, log, read, out, host=lambda: HOST, clock=clock, sleep=sleep)
+    return out.getvalue(), sleep.slept
+
+
+def rows(log: Path) -> list[dict[str, str]]:
+    with log.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_where_there_is_no_terminal_each_look_is_plain_lines() -> None:
+    shown, slept = watched([BOTH, BOTH])
+    lines = shown.splitlines()
+    assert len(lines) == 6
+    assert lines[0].endswith("  cores 12 %, memory 3.0 of 8.0 GiB")
+    assert lines[1].startswith("GPU 0: NVIDIA [h100], memory 20.0 of 80.0 GiB, BAR1 1.0 of 128.0 GiB, ")
+    assert lines[1].endswith("utilization 3 %, processes 41 a, [b] (12.0 GiB), 42")
+    assert lines[2] == "GPU 1: it has fallen off the bus"
+    assert lines[4:] == lines[1:3]
+    assert lines[3] != lines[0]
+    assert "\x1b" not in shown
+    assert slept == [2.0, 2.0]
+
+
+def test_without_a_gpu_it_says_so_and_shows_the_host() -> None:
+    shown, _ = watched([NONE])
+    host, why = shown.splitlines()
+    assert "cores 12 %" in host
+    assert why == "no GPU (none on the PCI bus, and no driver); workers compute on the CPU"
+
+
+def test_on_a_terminal_it_is_shown_in_place(terminal: Terminal) -> None:
+    hot = Reading(BOTH.driver, (replace(H100, temperature=99), LOST))
+    watched([BOTH, hot, BOTH, hot], out=terminal)
+    host, headings, first, *_, last, end = screen(terminal.getvalue())
+    assert host.endswith("cores 12 %, memory 3.0 of 8.0 GiB")
+    assert headings.split() == ["GPU", "memory", "BAR1", "temp", "power", "util", "processes"]
+    assert first.split()[:3] == ["0", "NVIDIA", "[h100]"]
+    assert "20.0 of 80.0 GiB" in first
+    assert "99 C" in first
+    assert last.split() == ["1", *LOST.fault.split(), *"------"]
+    assert "41 a, [b] (12.0 GiB), 42" in first
+    assert end == ""
+    # Each was shown in its time.
+    assert terminal.getvalue().count("34 C") == 2
+
+
+def test_on_a_terminal_without_a_gpu(terminal: Terminal) -> None:
+    watched([NONE, NONE], out=terminal)
+    host, why, _ = screen(terminal.getvalue())
+    assert "cores 12 %" in host
+    assert why == "no GPU (none on the PCI bus, and no driver); workers compute on the CPU"
+
+
+def test_a_terminal_that_cannot_go_back_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    shown, _ = watched([BOTH], out=Terminal())
+    assert "\x1b" not in shown
+    assert shown.splitlines()[2] == "GPU 1: it has fallen off the bus"
+
+
+def test_the_pause_ends_when_the_next_look_is_due() -> None:
+    assert watched([BOTH] * 3, took=0.5)[1] == [1.5, 1.5, 1.5]
+    # Looks that come late are not made up for.
+    assert watched([BOTH] * 3, took=5.0)[1] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 86401.0])
+def test_a_pause_that_is_none_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"--watch .*: expected seconds"):
+        watched([BOTH], seconds=seconds)
+
+
+def test_an_error_of_ours_is_not_taken_for_ctrl_c() -> None:
+    with pytest.raises(UnfitError, match="broken"):
+        watched([BOTH, UnfitError("broken")])
+
+
+def test_the_log_has_a_line_a_gpu_a_look(tmp_path: Path) -> None:
+    log = tmp_path / "gpus.csv"
+    watched([BOTH, BOTH], log=log)
+    written = rows(log)
+    assert len(written) == 4
+    stamps = [datetime.fromisoformat(row.pop("time")) for row in written]
+    assert [(stamp - datetime.fromtimestamp(START, UTC)).total_seconds() for stamp in stamps] == [0, 0, 2, 2]
+    assert written[0] == {
+        "index": "0",
+        "uuid": "GPU-aa",
+        "name": "NVIDIA [h100]",
+        "memory_total_mib": "81920",
+        "memory_used_mib": "20480",
+        "memory_free_mib": "61440",
+        "bar1_used_mib": "1024",
+        "temperature_c": "34",
+        "power_w": "75.5",
+        "utilization_percent": "3",
+        "processes": "41 a, [b] 12288 MiB; 42",
+        "fault": "",
+    }
+    assert written[1] == dict.fromkeys(written[0], "") | {"index": "1", "fault": "it has fallen off the bus"}
+    assert written[2:] == written[:2]
+
+
+def test_each_look_is_in_the_log_before_the_pause(tmp_path: Path) -> None:
+    log = tmp_path / "gpus.csv"
+    seen = []
+
+    class Look(Sleep):
+        def __call__(self, seconds: float) -> None:
+            seen.append(len(rows(log)))
+            super().__call__(seconds)
+
+    clock = VirtualClock(START)
+    watch(1.0, log, lambda: BOTH, io.StringIO(), host=lambda: HOST, clock=clock, sleep=Look(clock, 2))
+    assert seen == [2, 4]
+
+
+def test_a_log_goes_on_without_a_second_heading(tmp_path: Path) -> None:
+    log = tmp_path / "gpus.csv"
+    for _ in range(2):
+        log_once(log, BOTH, VirtualClock(START))
+    assert len(rows(log)) == 4
+    assert log.read_text().count("memory_total_mib") == 1
+
+
+def test_without_a_gpu_the_log_has_its_heading_only(tmp_path: Path) -> None:
+    log = tmp_path / "gpus.csv"
+    for _ in range(2):
+        log_once(log, NONE)
+    assert log.read_text().count("\n") == 1
+
+
+def test_a_line_that_was_cut_off_ends_there(tmp_path: Path) -> None:
+    log = tmp_path / "gpus.csv"
+    log_once(log, BOTH, VirtualClock(START))
+    whole = log.read_text()
+    log.write_text(whole[:-10])
+    log_once(log, BOTH, VirtualClock(START))
+    assert log.read_text() == whole[:-10] + "\n" + "".join(whole.splitlines(keepends=True)[1:])
+
+
+@pytest.mark.parametrize("content", ["time,index\n1,2\n", "my notes", "time"])
+def test_a_file_with_something_else_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+    log = tmp_path / "gpus.csv"
+    log.write_text(content)
+    for add in (lambda: log_once(log, BOTH), lambda: watched([BOTH], log=log)):
+        with pytest.raises(
+            ConfigError, match=r"gpus.csv has other columns: expected the first line time,index,"
+        ):
+            add()
+    assert log.read_text() == content
+    assert not [each for each in Path("/proc/self/fd").iterdir() if each.resolve() == log]
+
+
+def test_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none/gpus.csv cannot be opened: No such file or directory"):
+        log_once(tmp_path / "none" / "gpus.csv", BOTH)
+    with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
+        log_once(tmp_path, BOTH)
+
+
+def test_a_full_disk_is_told() -> None:
+    with pytest.raises(
+        UnfitError, match=r"cannot write /dev/full: No space left on device.* name another file"
+    ):
+        watched([BOTH], log=Path("/dev/full"))
+
+
+def test_a_disk_that_becomes_full_is_told_and_the_cursor_is_back(
+    tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[bytes] = []
+
+    def write(descriptor: int, data: bytes) -> int:
+        lines.append(data)
+        if len(lines) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(data)
+
+    monkeypatch.setattr("lockstep.files.os.write", write)
+    with pytest.raises(UnfitError, match="No space left on device"):
+        watched([BOTH] * 3, log=tmp_path / "gpus.csv", out=terminal)
+    assert len(lines) == 3
+    shown = terminal.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
+
+
+def test_a_name_with_commas_and_quotes_comes_back(tmp_path: Path) -> None:
+    log = tmp_path / "gpus.csv"
+    name = 'a "b", c; d'
+    log_once(log, Reading(BOTH.driver, (Gpu(0, name),)))
+    assert rows(log)[0]["name"] == name
+
+
+def test_this_machine_can_be_looked_at() -> None:
+    host = host_now()
+    assert 0 <= host.cpu <= 100
+    assert 0 < host.used < host.total
+
+
+@pytest.mark.parametrize("where", ["read", "host", "sleep"])
+def test_ctrl_c_at_any_time_ends_it_well(where: str, terminal: Terminal) -> None:
+    def interrupt(*_: float) -> Any:
+        raise KeyboardInterrupt
+
+    steps: dict[str, Callable[..., Any]] = {
+        "read": lambda: BOTH,
+        "host": lambda: HOST,
+        "sleep": interrupt,
+        where: interrupt,
+    }
+    watch(1.0, None, steps["read"], terminal, host=steps["host"], sleep=steps["sleep"])
+    shown = terminal.getvalue()
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
