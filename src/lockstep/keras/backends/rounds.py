@@ -6,7 +6,7 @@ the new weights. That last round also gives metrics, layer state and logs. Nothi
 round but totals, so a step stays a pure function of state, examples and seed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from lockstep.errors import ModelError
 from lockstep.keras.backends.fused import Kernel, fused, kernel_of
 from lockstep.keras.backends.steps import replaced
-from lockstep.keras.state.variables import optimizers_of
 
 
 class Left(BaseException):
@@ -140,14 +139,14 @@ class Recording:
         self._noted(update)
 
     @contextmanager
-    def of(self, model: Any) -> Iterator[None]:
-        """Within the block this stands for `apply` of a model's optimizers.
+    def of(self, model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
+        """Within the block this stands for `apply` of the optimizers of a model.
 
         Raises:
             ModelError: the block has trained without any.
         """
         with ExitStack() as stack:
-            for optimizer in optimizers_of(model):
+            for optimizer in optimizers:
                 stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer)))
             yield
         if not self._applications and model.trainable_variables:

@@ -317,7 +317,7 @@ class TensorFlowProgram(VariableState):
         recording = Recording(number, leaves, self._updates, repeat, noted)
         logs = None
         with ExitStack() as stack:
-            stack.enter_context(recording.of(self._model))
+            stack.enter_context(recording.of(self._model, optimizers_of(self._model)))
             with suppress(Left):
                 logs = self._model.train_step(data)
         for variable, value in after.values():

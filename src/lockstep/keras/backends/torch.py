@@ -35,7 +35,7 @@ from lockstep.keras.backends.tensors import (
     weighted,
 )
 from lockstep.keras.state import randomness
-from lockstep.keras.state.variables import seed_positions
+from lockstep.keras.state.variables import optimizers_of, seed_positions
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
@@ -143,6 +143,8 @@ class TorchProgram(TorchState):
         self._trainable = [variable.value for variable in model.trainable_variables]
         self._metrics = [variable.value for variable in model.metrics_variables]
         self._changing: list[int] | None = None
+        # To look for them takes longer than a small layer.
+        self._optimizers = optimizers_of(model)
         self._rounds = Rounds()
         self._updates: list[Update] = []
         self._metric_names: frozenset[str] | None = None
@@ -225,7 +227,7 @@ class TorchProgram(TorchState):
                 lambda index: self._repeat(self._updates[index], earlier[index], before),
                 lambda update: stack.enter_context(hidden(update)),
             )
-            stack.enter_context(recording.of(self._model))
+            stack.enter_context(recording.of(self._model, self._optimizers))
             weighed = stack.enter_context(weighed_gradients(self._model, weight))
             with suppress(Left):
                 logs = self._model.train_step(data)
