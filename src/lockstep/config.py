@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from lockstep.cgroups import cpu_quota
 from lockstep.errors import ConfigError
 
 _PREFIX = "LOCKSTEP_"
@@ -286,9 +287,11 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(base) / "lockstep"
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of cores whose time this process may use, by its affinity and by its cgroups."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(proc / "self" / "cgroup", cgroups)
+    return cores if quota is None else max(1, min(cores, int(quota)))
 
 
 def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """What workers find in their environment, and what Lockstep reads in its own."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lockstep.config import (
     read_worker,
     switched_off,
     tf_config,
+    usable_cores,
     visible_gpus,
     worker_environment,
 )
@@ -84,6 +86,20 @@ def test_backend_and_devices_only_if_asked() -> None:
 @pytest.mark.parametrize(("backend", "kept"), [("tensorflow", True), ("torch", True), ("jax", False)])
 def test_glibc_keeps_the_memory_of_backends_that_take_it_from_there(backend: str, kept: bool) -> None:
     assert ("MALLOC_TRIM_THRESHOLD_" in worker_environment(CONFIG, {}, backend=backend)) == kept
+
+
+@pytest.mark.parametrize(
+    ("quota", "counted"), [("max 100000", None), ("150000 100000", 1), ("50000 100000", 1)]
+)
+def test_cores_are_counted_by_affinity_and_by_the_time_that_cgroups_allow(
+    tmp_path: Path, quota: str, counted: int | None
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/job\n")
+    (tmp_path / "cgroup" / "job").mkdir(parents=True)
+    (tmp_path / "cgroup" / "job" / "cpu.max").write_text(f"{quota}\n")
+    found = usable_cores(tmp_path / "proc", tmp_path / "cgroup")
+    assert found == (counted or len(os.sched_getaffinity(0)))
 
 
 def test_workers_that_share_a_gpu_take_memory_on_demand() -> None:

@@ -46,14 +46,15 @@ def test_a_good_machine() -> None:
     [
         ({"cores": Cores(8, 4, None)}, "cores", Verdict.FINE, "4 of 8 cores"),
         ({"cores": Cores(8, 8, 8.0)}, "cores", Verdict.FINE, "8 cores"),
-        ({"cores": Cores(1, 1, None)}, "cores", Verdict.WARNING, "1 core: all workers share it"),
-        ({"cores": Cores(8, 1, None)}, "cores", Verdict.WARNING, "1 of 8 cores: all workers share it"),
+        ({"cores": Cores(1, 1, None)}, "cores", Verdict.WARNING, "1 core: all workers share one"),
+        ({"cores": Cores(8, 1, None)}, "cores", Verdict.WARNING, "1 of 8 cores: all workers share one"),
         (
             {"cores": Cores(8, 8, 2.5)},
             "cores",
-            Verdict.WARNING,
-            "the cgroup allows the time of 2.5: Lockstep",
+            Verdict.FINE,
+            "8 cores by affinity, of which the cgroup allows the time of 2.5",
         ),
+        ({"cores": Cores(8, 8, 1.9)}, "cores", Verdict.WARNING, "the time of 1.9: all workers share one"),
         (
             {"memory": Memory(32 * 10**9, 20 * 10**9, 25 * 10**9)},
             "memory",

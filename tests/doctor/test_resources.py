@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.clock import VirtualClock
 from lockstep.doctor import resources
-from lockstep.doctor.cgroups import cpu_quota, processes_left
+from lockstep.cgroups import cpu_quota, processes_left
 from lockstep.doctor.finding import Finding, Verdict, worst
 from lockstep.doctor.machine import examine_machine
 from lockstep.doctor.resources import Places, look, look_at_system, threads_of
@@ -90,7 +90,7 @@ def test_a_container_with_limits(tmp_path: Path) -> None:
     places = {"proc": groups.proc, "cgroups": groups.mount}
     cores, memory, threads = (found(name, **places) for name in ("cores", "memory", "processes and threads"))
     assert "allows the time of 0.5" in cores.reason
-    assert "let workers times threads be 1 at most" in cores.remedy
+    assert "the time of 0.5: all workers share one" in cores.reason
     assert memory.reason.startswith("1.0 GB of ")
     assert "60 more may be started" in threads.reason
     assert {cores.verdict, memory.verdict, threads.verdict} == {Verdict.WARNING}

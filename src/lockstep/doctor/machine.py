@@ -89,21 +89,15 @@ def _cores(cores: Cores) -> Finding:
     shown = f"{cores.usable} of {cores.all} cores"
     if cores.usable == cores.all:
         shown = count(cores.all, "core")
+    counted = cores.usable
     if cores.quota is not None and cores.quota < cores.usable:
-        most = max(1, int(cores.quota))
+        counted = max(1, int(cores.quota))
+        shown += f" by affinity, of which the cgroup allows the time of {cores.quota:.3g}"
+    if counted < 2:
         return _warning(
             "cores",
-            f"{shown} by affinity, but the cgroup allows the time of {cores.quota:.3g}: Lockstep counts by "
-            "affinity, so the threads of a job would be held up again and again",
-            f"let workers times threads be {most} at most (lockstep run -n, --threads-per-worker), or raise "
-            "the quota of the container",
-            **facts,
-        )
-    if cores.usable < 2:
-        return _warning(
-            "cores",
-            f"{shown}: all workers share it, so two are no faster than one",
-            "let this process use more cores (taskset, docker run --cpuset-cpus, srun --cpus-per-task)",
+            f"{shown}: all workers share one, so two are no faster than one",
+            "let this process use more (taskset, docker run --cpuset-cpus and --cpus, srun --cpus-per-task)",
             **facts,
         )
     return _fine("cores", shown, **facts)
@@ -139,7 +133,7 @@ def _shared_memory(shared: Shared) -> Finding:
         )
     return _fine(
         "shared memory",
-        f"{_size(shared.probed)} of it could be had; what workers exchange counts as memory of theirs",
+        f"{_size(shared.probed)} could be taken; what workers exchange counts as memory of theirs",
         **facts,
     )
 

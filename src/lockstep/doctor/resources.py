@@ -14,9 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from lockstep.cgroups import cpu_quota, processes_left, read
 from lockstep.clock import Clock, SystemClock
-from lockstep.config import usable_cores
-from lockstep.doctor.cgroups import cpu_quota, processes_left, read
 from lockstep.memory import cgroup_rooms
 
 _PROBE = 2**24
@@ -197,7 +196,7 @@ def look(system: System, places: Places = HERE, clock: Clock = _CLOCK) -> Machin
     memory = _memory(membership, places.cgroups)
     return Machine(
         system,
-        Cores(os.cpu_count() or 1, usable_cores(), cpu_quota(membership, places.cgroups)),
+        Cores(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cpu_quota(membership, places.cgroups)),
         memory,
         _shared(places.shm, memory.usable),
         _limits(places.proc, processes_left(membership, places.cgroups)),
