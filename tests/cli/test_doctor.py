@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -122,3 +123,81 @@ def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     status, _, err = doctor(tmp_path, "--watch", "1", "--json")
     assert status == 2
     assert "--watch and --csv go without" in err
+
+
+def test_a_report_that_cannot_be_written_is_a_failure_in_one_line(tmp_path: Path, broken: Path) -> None:
+    command = f"{shlex.quote(sys.executable)} -m lockstep doctor --no-train"
+    for output, status in ((">/dev/full", 2), (">&-", 2), ("--json >/dev/full", 2), ("| true", 2)):
+        done = subprocess.run(
+            ["bash", "-o", "pipefail", "-c", f"{command} {output}"],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+            env=os.environ | {"KERAS_BACKEND": "jax", "PYTHONPATH": str(broken)},
+        )
+        assert done.returncode == status
+        assert "Traceback" not in done.stderr
+        assert ("cannot be written: No space left" in done.stderr) == ("full" in output)
+
+
+def test_a_watch_that_nobody_can_read_ends_in_one_line(tmp_path: Path) -> None:
+    for output, status in ((">/dev/full", 2), ("| head -1", 0)):
+        done = subprocess.run(
+            [
+                "bash",
+                "-o",
+                "pipefail",
+                "-c",
+                f"{shlex.quote(sys.executable)} -m lockstep doctor --watch 0.1 {output}",
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            cwd=tmp_path,
+        )
+        assert done.returncode == status
+        assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_that_cannot_show_a_sign_is_no_hindrance(tmp_path: Path, broken: Path) -> None:
+    (tmp_path / "\xe9").mkdir()
+    path = f"{broken}:{tmp_path}/\xe9-gone"
+    status, out, err = doctor(
+        tmp_path, "--no-train", KERAS_BACKEND="jax", PYTHONPATH=path, PYTHONIOENCODING="ascii"
+    )
+    assert status == 2, err
+    assert out.isascii()
+
+
+def test_a_machine_that_can_start_no_process_is_told_in_rows(tmp_path: Path, broken: Path) -> None:
+    script = """
+import resource
+from lockstep.cli import main
+import lockstep.doctor.command, sys
+sys.argv = ["lockstep", "doctor", "--json"]
+resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
+main()
+"""
+    status, out, err = doctor(tmp_path, script=script, KERAS_BACKEND="jax", PYTHONPATH=str(broken))
+    assert status == 2, err
+    assert rows(out)["jax"]["reason"] == "it could not be started: Too many open files"
+
+
+def test_a_check_that_fails_itself_is_no_warning(tmp_path: Path, broken: Path) -> None:
+    script = """
+import sys
+from lockstep.cli import main
+from lockstep.doctor import checkup
+
+def fail():
+    raise KeyError("unforeseen")
+
+checkup.examine_machine = fail
+sys.argv = ["lockstep", "doctor", "--no-train"]
+main()
+"""
+    status, out, err = doctor(tmp_path, script=script, PYTHONPATH=str(broken))
+    assert (status, out) == (2, "")
+    assert "KeyError: 'unforeseen'" in err
+    assert err.splitlines()[-1] == "lockstep: the examination itself has failed: 'unforeseen'"

@@ -131,3 +131,8 @@ def test_a_long_text_is_shortened() -> None:
     with pytest.raises(ConfigError) as caught:
         parse("x" * 100_000)
     assert len(str(caught.value)) < 500
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(ConfigError, match="which is not JSON"):
+        parse("[" * 100_000)

@@ -78,3 +78,33 @@ def test_a_backend_for_cuda_that_does_not_see_a_gpu_that_is_shown() -> None:
     findings = {finding.name: finding for finding in judged(answer(FOR_CUDA, CPU, COMPUTED), 1)}
     assert findings["jax sees the GPU"].verdict == Verdict.WARNING
     assert "jax sees the GPU" not in {finding.name for finding in judged(answer(FOR_CUDA, CPU, COMPUTED))}
+
+
+@pytest.mark.parametrize(
+    ("parts", "where"),
+    [
+        ([], "when it was imported"),
+        ([BUILT], "when it was asked for its devices"),
+        ([BUILT, CPU], "when it computed on cpu"),
+    ],
+)
+def test_an_end_without_an_error_before_all_is_told_is_no_good_end(
+    parts: list[dict[str, Any]], where: str
+) -> None:
+    finding = judged(answer(*parts))[-1]
+    assert finding.verdict == Verdict.FAILURE
+    assert finding.reason == f"{where} it ended with status 0"
+
+
+def test_what_others_write_between_is_passed_over() -> None:
+    noise = ["welcome", "5", "null", "[1]", '{"built": 3}', '{"device": 1}', '{"devices": 2}', "[" * 10**5]
+    told = [json.dumps(part) for part in (BUILT, CPU, COMPUTED)]
+    lines = [line for part in told for line in (*noise, part)]
+    findings = judged(Answer.of(Ended(0, "\n".join(lines), "", 1.0)))
+    assert [finding.verdict for finding in findings] == [Verdict.FINE] * 2
+
+
+def test_what_cannot_be_started_is_told() -> None:
+    (finding,) = judged(Answer.of(Ended(None, "", "", 0.0, "Too many open files")))
+    assert finding.reason == "it could not be started: Too many open files"
+    assert "ulimit" in finding.remedy

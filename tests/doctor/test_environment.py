@@ -57,8 +57,8 @@ def test_the_shell_of_this_test_is_judged() -> None:
     [
         ("-1", Verdict.WARNING, "'-1' hides all GPUs: jobs compute on the CPU"),
         ("", Verdict.WARNING, "'' hides all GPUs: jobs compute on the CPU"),
-        ("0", Verdict.FINE, "shows 1 GPU (0)"),
-        ("1, GPU-8932f937", Verdict.FINE, "shows 2 GPUs (1, GPU-8932f937)"),
+        ("0", Verdict.FINE, "names 1 GPU (0)"),
+        ("1, GPU-8932f937", Verdict.FINE, "names 2 GPUs (1, GPU-8932f937)"),
         ("0,-1,1", Verdict.WARNING, "'0,-1,1' shows 1 GPU, and hides what follows"),
         ("0,", Verdict.WARNING, "'0,' shows 1 GPU, and hides what follows"),
     ],

@@ -1,11 +1,16 @@
 """Programs that crash, hang and write: real processes."""
 
 import os
+import select
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
-from lockstep.doctor.programs import Ended, Program
+import pytest
+
+from lockstep.doctor.programs import Ended, Program, results
 
 
 def started(script: str) -> Program:
@@ -22,7 +27,68 @@ def test_what_a_program_writes_is_told() -> None:
 
 
 def test_more_than_a_pipe_holds_is_no_hindrance() -> None:
-    assert len(after("print('x' * 10_000_000)").output) == 10_000_001
+    ended = after("print('first' + 'x' * 10_000_000 + 'last')")
+    assert ended.status == 0
+    assert ended.output.startswith("firstx")
+    assert ended.output.endswith("xlast\n")
+    assert len(ended.output) < 4_000_000
+
+
+def test_what_writes_without_an_end_does_not_fill_the_memory() -> None:
+    ended = after("import os\nwhile True: os.write(1, b'x' * 2**20); os.write(2, b'y' * 2**20)", 1.0)
+    assert ended.status is None
+    assert len(ended.output) + len(ended.errors) < 8_000_000
+
+
+def test_the_time_is_that_of_all_programs_together() -> None:
+    ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    begun = time.monotonic()
+    programs = [started(ignoring) for _ in range(3)]
+    ended = results([*programs, started("print('done')")], begun + 2.0)
+    assert [each.status for each in ended] == [None, None, None, 0]
+    assert all(each.seconds < 3.0 for each in ended)
+    assert time.monotonic() - begun < 4.0
+
+
+@pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
+def test_a_program_ends_with_the_command_that_started_it(number: str, status: int) -> None:
+    script = """
+import os, sys, time
+from lockstep.doctor.programs import Program, nothing_left
+hangs = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+with nothing_left():
+    program = Program.start([sys.executable, "-c", hangs], dict(os.environ))
+    print(program._process.pid, flush=True)
+    time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as command:
+        assert command.stdout is not None
+        left = os.pidfd_open(int(command.stdout.readline()))
+        try:
+            command.send_signal(signal.Signals[number])
+            assert command.wait(30) == status
+            assert select.select([left], [], [], 10)[0]
+        finally:
+            os.close(left)
+
+
+def test_what_leaves_its_session_is_ended_too() -> None:
+    script = """
+import os, sys, time
+from lockstep.doctor.programs import Program, nothing_left
+child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+leaves = (
+    "import subprocess, sys\\n"
+    f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True).poll()\\n"
+    "import time; time.sleep(1)"
+)
+with nothing_left():
+    program = Program.start([sys.executable, "-c", leaves], dict(os.environ))
+    print(program.result(time.monotonic() + 10).output)
+"""
+    told = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=30, check=True)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(told.stdout), 0)
 
 
 def test_an_exception_is_told_by_its_last_line() -> None:
@@ -33,6 +99,10 @@ def test_a_crash_is_told_by_its_signal() -> None:
     ended = after("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert ended.status == -11
     assert ended.how() == "was ended by SIGSEGV"
+
+
+def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+    assert after("import os; os.kill(os.getpid(), 40)").how() == "was ended by signal 40"
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
@@ -56,8 +126,6 @@ time.sleep(600)
         assert ended.status is None
         assert ended.output == "halfway\n"
         assert "had not ended after" in ended.how()
-        import select
-
         assert select.select([child], [], [], 10)[0]
     finally:
         os.close(child)

@@ -47,3 +47,7 @@ def test_json_has_the_exit_status_and_all_rows() -> None:
         "remedy": "",
         "facts": {"version": "3.15.1"},
     }
+
+
+def test_what_a_terminal_would_obey_is_not_shown() -> None:
+    assert "\x1b" not in shown(Finding("backends", "jax\x1b[31m", Verdict.FAILURE, "\x1b]0;x\x07", "\x1b[2J"))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.cgroups import cpu_quota, processes_left
 from lockstep.clock import VirtualClock
 from lockstep.doctor import resources
-from lockstep.cgroups import cpu_quota, processes_left
 from lockstep.doctor.finding import Finding, Verdict, worst
 from lockstep.doctor.machine import examine_machine
 from lockstep.doctor.resources import Places, look, look_at_system, threads_of

@@ -1,6 +1,7 @@
 """Which versions fit together: judged from stated metadata, and read from a real installation."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -34,6 +35,23 @@ def test_versions_that_fit_are_fine() -> None:
     assert findings["Keras"].facts == {"version": "3.15.1"}
     assert findings["jax"].facts == {"installed": True, "chosen": True, "version": "0.10.2"}
     assert findings["torch"].reason == "not installed"
+
+
+def test_metadata_that_cannot_be_read_are_a_warning() -> None:
+    packages = Packages(VERSIONS, {**REQUIREMENTS, "jax": ("foo (>=x broken",)})
+    findings, chosen = examine_versions(packages, "/python", "3.11.7", NOTHING, having("jax"))
+    (row,) = (finding for finding in findings if finding.name == "requirements")
+    assert chosen == "jax"
+    assert row.verdict == Verdict.WARNING
+    assert "jax 0.10.2 cannot be checked" in row.reason
+
+
+def test_an_installation_that_was_broken_off_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "~eras-3.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "keras" in Packages.installed().versions
 
 
 def test_a_keras_that_is_too_old_is_a_failure_with_the_remedy() -> None:

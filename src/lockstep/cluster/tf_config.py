@@ -78,7 +78,7 @@ def load(text: str) -> dict[str, Any]:
     """
     try:
         fields = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _wrong(f"is {_short(text)}, which is not JSON ({error})") from None
     if not isinstance(fields, dict):
         raise _wrong(f"is {_short(text)}, which is JSON, but not an object")

@@ -1,7 +1,10 @@
 """What each installed backend does on this machine, found out by processes that import and use it."""
 
 import json
-from collections.abc import Sequence
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +13,8 @@ from lockstep.doctor.gpus import Reading, judge_build
 from lockstep.doctor.programs import Ended
 
 _SECTION = "backends"
-_AGAIN = "run it by hand to see all that it says: python -m lockstep.keras.probing {}"
+_COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.keras.probing"])
+_AGAIN = f"run it by hand to see all that it says: {_COMMAND} {{}}"
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,24 @@ class Answer:
     @classmethod
     def of(cls, ended: Ended) -> "Answer":
         """Read what `lockstep.keras.probing` has written."""
-        built, devices, tried = None, None, list[dict[str, Any]]()
-        for line in ended.output.splitlines():
-            try:
-                part = json.loads(line)
-            except ValueError:
-                # It was ended in the middle of a line.
-                break
-            built = part.get("built", built)
-            devices = part.get("devices", devices)
-            if "device" in part:
-                tried.append(part)
-        return cls(ended, built, None if devices is None else tuple(devices), tuple(tried))
+        built: dict[str, str | None] | None = None
+        devices: tuple[str, ...] | None = None
+        tried: list[dict[str, Any]] = []
+        for part in _parts(ended.output):
+            match part:
+                case {"built": {"version": _, "cuda": str() | None, "cudnn": str() | None} as told}:
+                    built = told
+                case {"devices": list() as told}:
+                    devices = tuple(map(str, told))
+                case {"device": str(), "fault": str(), "same": bool()}:
+                    tried.append(part)
+        return cls(ended, built, devices, tuple(tried))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it came to its end, and that well."""
+        devices = () if self.devices is None else self.devices
+        return self.ended.status == 0 and 0 < len(devices) <= len(self.tried)
 
 
 def judge(backend: str, answer: Answer, reading: Reading, gpus: int, *, chosen: bool) -> list[Finding]:
@@ -63,7 +73,7 @@ def judge(backend: str, answer: Answer, reading: Reading, gpus: int, *, chosen: 
         if answer.devices is not None and answer.built["cuda"] is not None and gpus:
             findings.append(_sight(backend, answer.devices))
     findings += [_trial(backend, tried, bad) for tried in answer.tried]
-    if answer.ended.status != 0:
+    if not answer.is_whole:
         findings.append(_end(backend, answer, bad))
     return findings
 
@@ -109,10 +119,20 @@ def _end(backend: str, answer: Answer, bad: Verdict) -> Finding:
     else:
         where = "at its end"
     remedy = _AGAIN.format(backend)
-    if answer.ended.status is None:
+    if answer.ended.fault:
+        remedy = "raise the limits of this shell (ulimit -a) on files, processes and memory"
+    elif answer.ended.status is None:
         remedy = (
             "the first import after an installation reads many files: try once more; if it is so again, "
             + remedy
         )
     facts = {"status": answer.ended.status, "where": where}
-    return Finding(_SECTION, backend, bad, f"{where} it {answer.ended.how()}", remedy, facts)
+    reason = f"it {answer.ended.how()}" if answer.ended.fault else f"{where} it {answer.ended.how()}"
+    return Finding(_SECTION, backend, bad, reason, remedy, facts)
+
+
+def _parts(output: str) -> Iterator[Any]:
+    """Return what can be read: it may have been ended in the middle of a line, and others write there too."""
+    for line in output.splitlines():
+        with suppress(ValueError, RecursionError):
+            yield json.loads(line)

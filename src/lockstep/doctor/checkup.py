@@ -3,11 +3,12 @@
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from platform import python_version
+from subprocess import SubprocessError
 
 from lockstep.config import device_variables, job_environment, visible_gpus
 from lockstep.control.backend import BACKENDS
@@ -18,7 +19,7 @@ from lockstep.doctor.finding import Finding, Verdict, worst
 from lockstep.doctor.gpus import Reading
 from lockstep.doctor.gpus import judge as judge_gpus
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.programs import Program
+from lockstep.doctor.programs import Ended, Program, results
 from lockstep.doctor.shown import shown
 from lockstep.doctor.versions import Packages, Wish, examine_versions
 
@@ -27,6 +28,7 @@ PROBE_SECONDS = 14.0
 """For all backends, which are asked at once."""
 TRAINING_SECONDS = 13.0
 """Together with the rest it ends in half a minute."""
+_GRACE = 1.0
 _UNTRAINED = Finding(
     "training", "not tried", Verdict.FINE, "what has failed above would fail again", "mend that first"
 )
@@ -58,47 +60,66 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
         around: where to look.
         train: whether to train for a second at the end, if nothing speaks against it.
     """
-    packages = Packages.installed()
-    versions, chosen = examine_versions(
-        packages, sys.executable, python_version(), around.wish, around.installed
+    findings, chosen = examine_versions(
+        Packages.installed(), sys.executable, python_version(), around.wish, around.installed
     )
-    findings = list(versions)
     with ExitStack() as stack:
-        probes = {}
-        for backend in filter(around.installed, BACKENDS):
-            probes[backend] = Program.start(_probe(backend), _as_in_a_job(around.environment, backend))
-            stack.callback(probes[backend].end)
         deadline = time.monotonic() + PROBE_SECONDS
+        probes = {
+            backend: _started(_probe(backend), _as_in_a_job(around.environment, backend))
+            for backend in filter(around.installed, BACKENDS)
+        }
+        for probe in probes.values():
+            if isinstance(probe, Program):
+                stack.callback(probe.end)
         listed = around.environment.get(_LISTED)
         findings += judge_gpus(around.reading, listed, around.environment.get("CUDA_DEVICE_ORDER"))
-        gpus = len(shown(around.reading.gpus, listed).places)
-        machine = examine_machine()
-        machine += examine_environment(around.environment)
-        machine += examine_tf_config(around.environment.get("TF_CONFIG"))
+        # While the backends are imported.
+        surroundings = [
+            *examine_machine(),
+            *examine_environment(around.environment),
+            *examine_tf_config(around.environment.get("TF_CONFIG")),
+        ]
         if probes:
-            names = " and ".join(probes)
-            around.say(f"{names} compute{'s' if len(probes) == 1 else ''}, for {PROBE_SECONDS:.0f} s at most")
-        for backend, program in probes.items():
-            answer = backends.Answer.of(program.result(deadline))
+            around.say(f"asking {', '.join(probes)} to compute, for {PROBE_SECONDS:.0f} s at most")
+        gpus = len(shown(around.reading.gpus, listed).places)
+        for backend, ended in _outcomes(probes, deadline).items():
+            answer = backends.Answer.of(ended)
             findings += backends.judge(backend, answer, around.reading, gpus, chosen=backend == chosen)
-    findings += machine
+    findings += surroundings
     if train:
-        findings.append(
-            _train(chosen, around) if chosen and worst(findings) < Verdict.FAILURE else _UNTRAINED
-        )
+        able = chosen is not None and worst(findings) < Verdict.FAILURE
+        findings.append(_train(chosen, around) if able and chosen else _UNTRAINED)
     return findings
+
+
+def _outcomes(probes: Mapping[str, Program | Ended], deadline: float) -> dict[str, Ended]:
+    running = {backend: probe for backend, probe in probes.items() if isinstance(probe, Program)}
+    ended = dict(zip(running, results(list(running.values()), deadline), strict=True))
+    return {
+        backend: probe if isinstance(probe, Ended) else ended[backend] for backend, probe in probes.items()
+    }
 
 
 def _train(backend: str, around: Surroundings) -> Finding:
     limit = f"for {TRAINING_SECONDS:.0f} s at most"
     around.say(f"training on {backend} with {training.WORKERS} workers, {limit}")
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
-        program = Program.start(training.command(backend, Path(name)), dict(around.environment))
+        program = _started(training.command(backend, Path(name)), around.environment, _GRACE)
+        if isinstance(program, Ended):
+            return training.judge(backend, program, Path(name))
         try:
             ended = program.result(time.monotonic() + TRAINING_SECONDS)
         finally:
             program.end()
         return training.judge(backend, ended, Path(name))
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str], grace: float = 0.0) -> Program | Ended:
+    try:
+        return Program.start(command, environment, grace)
+    except (OSError, SubprocessError) as error:
+        return Ended(None, "", "", 0.0, getattr(error, "strerror", None) or str(error))
 
 
 def _probe(backend: str) -> list[str]:

@@ -1,35 +1,58 @@
 """`lockstep doctor`, as the command line calls it. No logic: it composes and calls."""
 
+import contextlib
 import importlib.util
+import io
+import os
 import sys
+import traceback
 from pathlib import Path
 
 import click
 
 from lockstep.config import environment_at_start, keras_backend
+from lockstep.control.command import fill_standard_descriptors
 from lockstep.doctor import report
 from lockstep.doctor.checkup import Surroundings, examine
 from lockstep.doctor.finding import worst
 from lockstep.doctor.gpus import absence
 from lockstep.doctor.nvml import load, read, reader
+from lockstep.doctor.programs import nothing_left
 from lockstep.doctor.versions import Wish
 from lockstep.doctor.watching import log_once, watch
+from lockstep.errors import InternalError, LockstepError, UnfitError
 
 
 def check(*, as_json: bool, train: bool) -> int:
-    """Examine the machine, show what was found, and return the exit status."""
+    """Examine the machine, show what was found, and return the exit status.
+
+    Raises:
+        UnfitError: it cannot be shown.
+        InternalError: a check has failed in a way that it does not know.
+    """
+    fill_standard_descriptors()
     around = Surroundings(
         environment=environment_at_start(),
         wish=Wish(*keras_backend()),
         installed=lambda name: importlib.util.find_spec(name) is not None,
         reading=read(load()),
-        say=lambda text: click.echo(f"lockstep: {text}", err=True),
+        say=_say,
     )
-    findings = examine(around, train=train)
+    try:
+        with nothing_left():
+            findings = examine(around, train=train)
+    except LockstepError:
+        raise
+    except Exception as error:
+        # Python's own status for this is 1, which says that jobs work.
+        traceback.print_exception(error)
+        raise InternalError(f"the examination itself has failed: {error}") from error
     if as_json:
-        click.echo(report.as_json(findings))
+        _write(report.as_json(findings) + "\n")
     else:
-        report.show(findings, report.console(sys.stdout.isatty()))
+        table = io.StringIO()
+        report.show(findings, report.console(table, sys.stdout is not None and sys.stdout.isatty()))
+        _write(table.getvalue())
     return worst(findings)
 
 
@@ -39,11 +62,43 @@ def follow(seconds: float | None, log: Path | None) -> None:
     Raises:
         LockstepError: see `watch`.
     """
+    fill_standard_descriptors()
     with reader(load()) as look:
         if seconds is not None:
-            watch(seconds, log, look, sys.stdout)
+            if sys.stdout is None and log is None:
+                raise UnfitError("stdout is closed, and no --csv given: nobody could see anything")
+            try:
+                with Path(os.devnull).open("w") as nowhere:
+                    watch(seconds, log, look, sys.stdout or nowhere)
+            except OSError as error:
+                _let_go(error)
         elif log is not None:
             reading = look()
             log_once(log, reading)
             if not reading.gpus:
                 click.echo(f"lockstep: {absence(reading)}", err=True)
+
+
+def _say(text: str) -> None:
+    # What is said on the way is not worth an end.
+    with contextlib.suppress(OSError):
+        click.echo(f"lockstep: {text}", err=True)
+
+
+def _write(text: str) -> None:
+    # None is what Python makes of a stdout that the caller has closed.
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.buffer.write(text.encode(sys.stdout.encoding, "backslashreplace"))
+        sys.stdout.flush()
+    except OSError as error:
+        _let_go(error)
+
+
+def _let_go(error: OSError) -> None:
+    # What could not be written would be written again at the end of this process.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    # Who reads no further, as head does, has what it wants.
+    if not isinstance(error, BrokenPipeError):
+        raise UnfitError(f"the report cannot be written: {error.strerror}") from None

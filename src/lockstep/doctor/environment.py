@@ -131,7 +131,7 @@ def _visible_devices(shell: Shell) -> Iterator[Finding]:
             **facts,
         )
     else:
-        reason = f"shows {count(len(shown), 'GPU')} ({plain(', '.join(shown))}), by default one a worker"
+        reason = f"names {count(len(shown), 'GPU')} ({plain(', '.join(shown))}), by default one a worker"
         yield _fine(_LISTED, reason, **facts)
 
 

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from itertools import groupby
+from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
@@ -35,17 +36,18 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         table.add_column(overflow="fold")
         for finding in group:
             text, style = _MARKS[finding.verdict]
-            reason = Text(finding.reason)
+            reason = Text(_harmless(finding.reason))
             if finding.remedy:
-                reason.append(f"\n-> {finding.remedy}", style="cyan")
-            table.add_row(Text(text, style=style), Text(finding.name), reason)
+                reason.append(f"\n-> {_harmless(finding.remedy)}", style="cyan")
+            table.add_row(Text(text, style=style), Text(_harmless(finding.name)), reason)
         console.print(table)
     console.print(Text(summary(findings), style=_MARKS[worst(findings)][1]))
 
 
-def console(is_terminal: bool) -> Console:
-    """Return what `show` writes to: stdout."""
-    return Console(highlight=False) if is_terminal else Console(highlight=False, width=_PLAIN_WIDTH)
+def console(out: TextIO, is_terminal: bool) -> Console:
+    """Return what `show` writes to: `out`, as the terminal of this process takes it, or plain."""
+    width = None if is_terminal else _PLAIN_WIDTH
+    return Console(file=out, highlight=False, force_terminal=is_terminal, width=width)
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -57,6 +59,11 @@ def summary(findings: Sequence[Finding]) -> str:
     counted = [count(number, str(verdict)) for verdict, number in numbers.items() if number]
     verdict = _SUMMARY[worst(findings)]
     return f"{verdict}: {' and '.join(counted)}" if counted else verdict
+
+
+def _harmless(text: str) -> str:
+    """Return a text without what a terminal would obey: programs that failed may have written it."""
+    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
 
 
 def as_json(findings: Sequence[Finding]) -> str:

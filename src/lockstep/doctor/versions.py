@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion
 
 from lockstep.control.backend import BACKENDS, choose_backend
 from lockstep.doctor.finding import Finding, Verdict
@@ -36,7 +37,10 @@ class Packages:
         found: dict[str, metadata.Distribution] = {}
         for distribution in metadata.distributions():
             # The first one on the path is the one that is imported.
-            found.setdefault(canonicalize_name(distribution.name), distribution)
+            # An installation that was broken off leaves a folder without a name or a version.
+            told = distribution.metadata
+            if told["Name"] and told["Version"]:
+                found.setdefault(canonicalize_name(told["Name"]), distribution)
         return cls(
             {name: each.version for name, each in found.items()},
             {name: tuple(each.requires or ()) for name, each in found.items()},
@@ -50,17 +54,23 @@ class Packages:
     def unmet(self, names: Iterable[str]) -> Iterator[str]:
         """Say of these distributions, each in a sentence, what they ask for and do not find."""
         for name in names:
-            for requirement in map(Requirement, self.requirements.get(name, ())):
-                if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-                    continue
-                found = self._found(requirement.name)
-                if found is None:
-                    yield f"{name} {self.versions[name]} needs {requirement.name}, which is not installed"
-                elif not requirement.specifier.contains(found, prereleases=True):
-                    yield (
-                        f"{name} {self.versions[name]} needs {requirement.name}{requirement.specifier}, "
-                        f"not {found}"
-                    )
+            try:
+                yield from self._unmet(name)
+            except (InvalidRequirement, InvalidVersion) as error:
+                yield f"{name} {self.versions[name]} cannot be checked ({str(error).splitlines()[0]})"
+
+    def _unmet(self, name: str) -> Iterator[str]:
+        for requirement in map(Requirement, self.requirements.get(name, ())):
+            if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+                continue
+            found = self._found(requirement.name)
+            if found is None:
+                yield f"{name} {self.versions[name]} needs {requirement.name}, which is not installed"
+            elif not requirement.specifier.contains(found, prereleases=True):
+                yield (
+                    f"{name} {self.versions[name]} needs {requirement.name}{requirement.specifier}, "
+                    f"not {found}"
+                )
 
     def lowest(self, name: str) -> Requirement | None:
         """Return what Lockstep asks of a distribution, be it optional; None if nothing."""
