@@ -350,3 +350,14 @@ def test_what_the_resolver_refuses(
         monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError):
         SlurmClusterResolver()
+
+
+@pytest.mark.parametrize("value", ["1", "True"])
+def test_the_keras_of_before_is_a_trap(tmp_path: Path, value: str) -> None:
+    finding = single(tmp_path, {"TF_USE_LEGACY_KERAS": value})
+    assert finding.verdict is Verdict.WARNING
+    assert "tf.keras is Keras 2" in finding.reason
+
+
+def test_the_keras_of_now_is_none(tmp_path: Path) -> None:
+    assert single(tmp_path, {"TF_USE_LEGACY_KERAS": "0"}).name == "variables"

@@ -44,6 +44,7 @@ _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 _WITHOUT_GPU = "cpu"
 _OF_GPUS = {"cuda", "gpu"}
+_OLD_KERAS = "TF_USE_LEGACY_KERAS"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _SECRET = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("localhost", "127.0.0.1")
@@ -182,6 +183,13 @@ def _fractions(shell: Shell) -> Iterator[Finding]:
             yield _fine(name, reason, value=value)
 
 
+def _old_keras(shell: Shell) -> Iterator[Finding]:
+    value = shell.environ.get(_OLD_KERAS, "")
+    if value.lower() in ("1", "true"):
+        reason = f"{shell.shown(_OLD_KERAS)}: tf.keras is Keras 2, whose models Lockstep does not distribute"
+        yield _warning(_OLD_KERAS, reason, f"unset {_OLD_KERAS}, or write keras for tf.keras", value=value)
+
+
 def _python_path(shell: Shell) -> Iterator[Finding]:
     value = shell.environ.get("PYTHONPATH", "")
     if not value:
@@ -300,6 +308,7 @@ _CHECKS: tuple[Callable[[Shell], Iterator[Finding]], ...] = (
     _table,
     _platforms,
     _fractions,
+    _old_keras,
     _python_path,
     _current_folder,
     _preload,
