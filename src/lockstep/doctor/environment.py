@@ -186,7 +186,7 @@ def _fractions(shell: Shell) -> Iterator[Finding]:
 def _old_keras(shell: Shell) -> Iterator[Finding]:
     value = shell.environ.get(_OLD_KERAS, "")
     if value.lower() in ("1", "true"):
-        reason = f"{shell.shown(_OLD_KERAS)}: tf.keras is Keras 2, whose models Lockstep does not distribute"
+        reason = f"{shell.shown(_OLD_KERAS)}: tf.keras is Keras 2, whose models each worker trains alone"
         yield _warning(_OLD_KERAS, reason, f"unset {_OLD_KERAS}, or write keras for tf.keras", value=value)
 
 
