@@ -5,6 +5,7 @@ import os
 import selectors
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Self
 import psutil
 
 from lockstep.control.descendants import LinuxDescendants, children_now
-from lockstep.control.prctl import adopt_orphans, die_with
+from lockstep.control.prctl import adopt_orphans
 from lockstep.control.wording import signal_name
 
 _ENDING = 1.0
@@ -78,28 +79,22 @@ class Program:
         """Start it, in a session of its own, so that all of it can be ended.
 
         Args:
-            command: the program and its arguments.
+            command: the program's path and its arguments.
             environment: its variables.
             grace: seconds that it has after SIGTERM to end what it has started.
 
         Raises:
             OSError: the machine cannot.
         """
-        own = os.getpid()
-
-        def bind() -> None:
-            # Else what hangs would outlive a command that is killed.
-            with contextlib.suppress(OSError):
-                die_with(own)
-
+        # Else what hangs would outlive a command that is killed.
+        bound = [sys.executable, "-P", "-m", "lockstep.doctor.bound", str(os.getpid())]
         process = subprocess.Popen(
-            command,
+            [*bound, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             env=environment,
             start_new_session=True,
-            preexec_fn=bind,
         )
         return cls(process, time.monotonic(), grace)
 
