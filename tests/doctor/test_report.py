@@ -51,3 +51,12 @@ def test_json_has_the_exit_status_and_all_rows() -> None:
 
 def test_what_a_terminal_would_obey_is_not_shown() -> None:
     assert "\x1b" not in shown(Finding("backends", "jax\x1b[31m", Verdict.FAILURE, "\x1b]0;x\x07", "\x1b[2J"))
+
+
+def test_a_narrow_terminal_shows_the_reasons_too() -> None:
+    out = io.StringIO()
+    report.show([WARNING], Console(file=out, width=40, highlight=False))
+    text = "".join(out.getvalue().split())
+    assert "TF_CONFIG" in text
+    assert "isleftover[here]" in text
+    assert "->unsetTF_CONFIG" in text

@@ -32,7 +32,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     for section, group in groupby(findings, key=lambda finding: finding.section):
         table = Table(title=section, title_justify="left", title_style="bold", show_header=False, box=None)
         table.add_column(width=4)
-        table.add_column(overflow="fold", width=_NAME_WIDTH)
+        table.add_column(overflow="fold", width=min(_NAME_WIDTH, console.width // 3))
         table.add_column(overflow="fold")
         for finding in group:
             text, style = _MARKS[finding.verdict]
