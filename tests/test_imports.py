@@ -35,7 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "paths": {"errors"},
     "files": set(),
     "cgroups": set(),
-    "memory": set(),
+    "memory": {"cgroups"},
     "locks": set(),
     "prose": set(),
     "program": set(),

@@ -12,7 +12,7 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
         mount: where the cgroup file systems are mounted.
     """
     shares = []
-    for group in _groups(membership, mount, "cpu"):
+    for group in groups(membership, mount, "cpu"):
         of_version_1 = [read(group / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
         numbers = (read(group / "cpu.max") or " ".join(of_version_1)).split()
         if len(numbers) == 2 and all(number.isdigit() for number in numbers):
@@ -28,7 +28,7 @@ def processes_left(membership: Path, mount: Path) -> int | None:
         mount: where the cgroup file systems are mounted.
     """
     left = []
-    for group in _groups(membership, mount, "pids"):
+    for group in groups(membership, mount, "pids"):
         most, now = read(group / "pids.max").strip(), read(group / "pids.current").strip()
         if most.isdigit() and now.isdigit():
             left.append(max(0, int(most) - int(now)))
@@ -43,7 +43,14 @@ def read(file: Path) -> str:
         return ""
 
 
-def _groups(membership: Path, mount: Path, controller: str) -> Iterator[Path]:
+def groups(membership: Path, mount: Path, controller: str) -> Iterator[Path]:
+    """Give the folders of this process's groups that a controller has, ancestors included.
+
+    Args:
+        membership: the file that names the groups, like `/proc/self/cgroup`.
+        mount: where the cgroup file systems are mounted.
+        controller: such as "memory".
+    """
     for line in read(membership).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":

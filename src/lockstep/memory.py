@@ -5,6 +5,14 @@ from typing import Protocol
 
 import psutil
 
+from lockstep.cgroups import groups, read
+
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+"""Of versions 2 and 1: the limit, what is used, and what of that the kernel gives back, in `memory.stat`."""
+
 
 class Available(Protocol):
     """Says how much memory may be taken."""
@@ -27,39 +35,17 @@ def cgroup_rooms(membership: Path, mount: Path) -> list[int]:
         mount: where the cgroup file systems are mounted.
     """
     rooms = []
-    for line in _read(membership).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            rooms += _rooms(mount, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            rooms += _rooms(mount / "memory", path, *names)
-    return rooms
-
-
-def _rooms(top: Path, path: str, limit: str, usage: str, cache: str) -> list[int]:
-    # A limit of any ancestor counts. In a container the path may be one of the host's that is not
-    # visible here; the limit is then that of the mount itself.
-    group = top / path.lstrip("/")
-    groups = [each for each in (group, *group.parents) if each == top or top in each.parents]
-    rooms = []
-    for each in groups:
-        most, used = _read(each / limit).strip(), _read(each / usage).strip()
-        if most.isdigit() and used.isdigit():
-            rooms.append(int(most) - int(used) + _statistic(each / "memory.stat", cache))
+    for group in groups(membership, mount, "memory"):
+        for limit, usage, cache in _FILES:
+            most, used = read(group / limit).strip(), read(group / usage).strip()
+            if most.isdigit() and used.isdigit():
+                rooms.append(int(most) - int(used) + _statistic(group / "memory.stat", cache))
     return rooms
 
 
 def _statistic(file: Path, name: str) -> int:
-    for line in _read(file).splitlines():
+    for line in read(file).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)
     return 0
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text()
-    except OSError:
-        return ""

@@ -10,6 +10,11 @@ def name_workers(workers: Sequence[int]) -> str:
     return f"workers {', '.join(map(str, workers[:-1]))} and {workers[-1]}"
 
 
+def printable(text: str, kept: str = "") -> str:
+    """Return a text with a question mark for whatever a terminal would obey, but for the signs in `kept`."""
+    return "".join(sign if sign.isprintable() or sign in kept else "?" for sign in text)
+
+
 def count(number: int, noun: str) -> str:
     """Return "1 worker", "2 workers"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")

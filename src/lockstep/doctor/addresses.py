@@ -17,9 +17,11 @@ import psutil
 
 from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tasks
 from lockstep.config import RUN
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Section, Verdict
 from lockstep.errors import ConfigError
 from lockstep.prose import count
+
+_ROWS = Section("environment")
 
 Resolve = Callable[[str], str]
 """Returns the number of a host; raises OSError or UnicodeError where it has none."""
@@ -76,7 +78,7 @@ def examine_tf_config(
         config = parse(text)
     except ConfigError as error:
         return [
-            _warning(
+            _ROWS.warning(
                 _NAME,
                 str(error),
                 "correct it, or unset TF_CONFIG: lockstep run sets its own, but a script that is started by "
@@ -125,31 +127,31 @@ def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example
     facts = {"task": own, "training": list(trainers), "environment": config.environment}
     if config.environment == RUN:
         reason = "comes from inside a job of lockstep run: a script that is started by hand trains alone"
-        return _warning(_NAME, reason, "unset TF_CONFIG", **facts)
+        return _ROWS.warning(_NAME, reason, "unset TF_CONFIG", **facts)
     if config.task_type == "ps":
         reason = (
             f"this process is {own}, for which there is nothing to do: a script that is started by hand ends "
             "where it makes a strategy"
         )
         remedy = "give it a task of type chief or worker, or unset TF_CONFIG; lockstep run sets its own"
-        return _warning(_NAME, reason, remedy, **facts)
+        return _ROWS.warning(_NAME, reason, remedy, **facts)
     if config.task_type not in TRAINING:
         reason = (
             "this process is the evaluator: a script that is started by hand evaluates the checkpoints of "
             f"{count(len(trainers), 'task')}; lockstep run sets its own TF_CONFIG"
         )
-        return _fine(_NAME, reason, **facts)
+        return _ROWS.fine(_NAME, reason, **facts)
     if len(trainers) == 1:
         reason = f"{own} is the only task that trains: a script that is started by hand trains alone"
-        return _warning(_NAME, reason, "unset TF_CONFIG if it is left over in this shell", **facts)
+        return _ROWS.warning(_NAME, reason, "unset TF_CONFIG if it is left over in this shell", **facts)
     reason = f"this process is {own}, one of {len(trainers)} tasks that train"
     if serve:
         others = _listed([task for task in trainers if task != own])
         reason += f": a script that is started by hand waits for {others}, {LONGEST_WAIT} s at most"
     reason += "; lockstep run sets its own TF_CONFIG"
     if not example:
-        return _fine(_NAME, reason, **facts)
-    return _warning(
+        return _ROWS.fine(_NAME, reason, **facts)
+    return _ROWS.warning(
         _NAME,
         f"{reason}. All addresses are loopback, as in an example",
         "unset TF_CONFIG if it is left over in this shell; else start the others too",
@@ -175,15 +177,15 @@ def _of_place(place: Place, used: bool) -> Finding | None:
         return None
     name, facts = f"{_NAME}: {place.task}", asdict(place)
     if not used:
-        return _fine(name, f"{reason}; Lockstep does not use this address", **facts)
-    return _warning(name, f"{reason}: {refuse}", remedy, **facts)
+        return _ROWS.fine(name, f"{reason}; Lockstep does not use this address", **facts)
+    return _ROWS.warning(name, f"{reason}: {refuse}", remedy, **facts)
 
 
 def _of_good_places(places: Sequence[Place]) -> Finding:
     name, facts = f"{_NAME}: addresses", {"numbers": {place.address: place.number for place in places}}
     if len(places) == 1:
-        return _fine(name, f"{places[0].address} is this machine's, and its port free", **facts)
-    return _fine(name, f"all {len(places)} are this machine's, and their ports free", **facts)
+        return _ROWS.fine(name, f"{places[0].address} is this machine's, and its port free", **facts)
+    return _ROWS.fine(name, f"all {len(places)} are this machine's, and their ports free", **facts)
 
 
 def _resolved(hosts: Sequence[str], resolve: Resolve, patience: float) -> dict[str, tuple[str, str]]:
@@ -284,11 +286,3 @@ def _listed(tasks: Sequence[str]) -> str:
         return f"{', '.join(tasks[:_MOST_NAMED])} and {len(tasks) - _MOST_NAMED} more"
     *most, last = tasks
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def _fine(name: str, reason: str, **facts: object) -> Finding:
-    return Finding("environment", name, Verdict.FINE, reason, "", facts)
-
-
-def _warning(name: str, reason: str, remedy: str, **facts: object) -> Finding:
-    return Finding("environment", name, Verdict.WARNING, reason, remedy, facts)

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from lockstep.cluster.hosts import expand_counts, expand_hosts
 from lockstep.config import slurm_variable, switched_off, visible_gpus
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Section
 from lockstep.doctor.shadows import hidden_modules
 from lockstep.errors import ConfigError
-from lockstep.prose import count
+from lockstep.prose import count, printable
+
+_ROWS = Section("environment")
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -89,13 +91,13 @@ def examine_environment(
     shell = Shell(environ, folder, _site_folders() if installed is None else installed, driver)
     findings = [finding for check in _CHECKS for finding in check(shell)]
     if not findings and "TF_CONFIG" not in environ:
-        return [_fine("variables", "none is set that acts on a job")]
+        return [_ROWS.fine("variables", "none is set that acts on a job")]
     return findings
 
 
 def plain(text: str) -> str:
     """Return a text without what a terminal would obey, and not too long."""
-    text = "".join(sign if sign.isprintable() else "?" for sign in text)
+    text = printable(text)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
@@ -118,14 +120,14 @@ def _visible_devices(shell: Shell) -> Iterator[Finding]:
     facts = {"value": shell.shown(_LISTED), "shown": list(shown), "there": len(there)}
     if not shown:
         found = f", of which the driver has {len(there)}" if there else ""
-        yield _warning(
+        yield _ROWS.warning(
             _LISTED,
             f"{shell.shown(_LISTED)!r} hides all GPUs{found}: jobs compute on the CPU",
             f"unset {_LISTED} to use GPUs, or name some with lockstep run --devices",
             **facts,
         )
     elif len(shown) < named:
-        yield _warning(
+        yield _ROWS.warning(
             _LISTED,
             f"{shell.shown(_LISTED)!r} shows {count(len(shown), 'GPU')}, and hides what follows them",
             f"let {_LISTED} name GPUs only",
@@ -133,7 +135,7 @@ def _visible_devices(shell: Shell) -> Iterator[Finding]:
         )
     else:
         reason = f"names {count(len(shown), 'GPU')} ({plain(', '.join(shown))}), by default one a worker"
-        yield _fine(_LISTED, reason, **facts)
+        yield _ROWS.fine(_LISTED, reason, **facts)
 
 
 def _table(shell: Shell) -> Iterator[Finding]:
@@ -141,14 +143,14 @@ def _table(shell: Shell) -> Iterator[Finding]:
     for name, effect in EFFECTS.items():
         value = shell.environ.get(name, "")
         if name in off:
-            yield _warning(
+            yield _ROWS.warning(
                 name,
                 f"{plain(value)!r} switches deterministic operations off: no equal bits are promised on GPUs",
                 f"unset {name}, or take that out of it: Lockstep itself sets what is needed",
                 value=plain(value),
             )
         elif value.strip():
-            yield _fine(name, f"{plain(value)}: {effect}", value=plain(value))
+            yield _ROWS.fine(name, f"{plain(value)}: {effect}", value=plain(value))
 
 
 def _platforms(shell: Shell) -> Iterator[Finding]:
@@ -160,12 +162,12 @@ def _platforms(shell: Shell) -> Iterator[Finding]:
         value = shell.shown(name)
         if names[0] == _WITHOUT_GPU and gpus:
             reason = f"{value}: JAX computes on the CPU, though {count(len(gpus), 'GPU')} can be seen"
-            yield _warning(name, reason, f"unset {name} to use GPUs", value=value)
+            yield _ROWS.warning(name, reason, f"unset {name} to use GPUs", value=value)
         elif set(names) <= _OF_GPUS and not gpus:
             reason = f"{value}: JAX is to use nothing but GPUs, and fails, since none can be seen"
-            yield _warning(name, reason, f"unset {name}, or let GPUs be seen", value=value)
+            yield _ROWS.warning(name, reason, f"unset {name}, or let GPUs be seen", value=value)
         else:
-            yield _fine(name, f"{value}: where JAX computes, in workers too", value=value)
+            yield _ROWS.fine(name, f"{value}: where JAX computes, in workers too", value=value)
 
 
 def _fractions(shell: Shell) -> Iterator[Finding]:
@@ -174,20 +176,22 @@ def _fractions(shell: Shell) -> Iterator[Finding]:
         value = shell.shown(name)
         if len(given) > 1:
             reason = f"{value}: JAX refuses to use a GPU where both names of this variable are set"
-            yield _warning(name, reason, f"unset {_FRACTIONS[1]}, the old name", value=value)
+            yield _ROWS.warning(name, reason, f"unset {_FRACTIONS[1]}, the old name", value=value)
         elif not _is_number(shell.environ[name]):
             reason = f"{value!r} is no number: JAX fails on a GPU"
-            yield _warning(name, reason, f"unset {name}, or give a part such as 0.5", value=value)
+            yield _ROWS.warning(name, reason, f"unset {name}, or give a part such as 0.5", value=value)
         else:
             reason = f"{value}: the part of a GPU's memory that JAX may take, in workers too"
-            yield _fine(name, reason, value=value)
+            yield _ROWS.fine(name, reason, value=value)
 
 
 def _old_keras(shell: Shell) -> Iterator[Finding]:
     value = shell.environ.get(_OLD_KERAS, "")
     if value.lower() in ("1", "true"):
         reason = f"{shell.shown(_OLD_KERAS)}: tf.keras is Keras 2, whose models each worker trains alone"
-        yield _warning(_OLD_KERAS, reason, f"unset {_OLD_KERAS}, or write keras for tf.keras", value=value)
+        yield _ROWS.warning(
+            _OLD_KERAS, reason, f"unset {_OLD_KERAS}, or write keras for tf.keras", value=value
+        )
 
 
 def _python_path(shell: Shell) -> Iterator[Finding]:
@@ -199,7 +203,7 @@ def _python_path(shell: Shell) -> Iterator[Finding]:
     facts = {"folders": [plain(str(folder)) for folder in folders], "missing": missing}
     hiding = {folder: modules for folder in folders if (modules := hidden_modules(folder, shell.installed))}
     for folder, modules in hiding.items():
-        yield _warning(
+        yield _ROWS.warning(
             "PYTHONPATH",
             f"{plain(str(folder))} has {_modules(modules)}, which programs import in the place of what is "
             "installed",
@@ -209,12 +213,12 @@ def _python_path(shell: Shell) -> Iterator[Finding]:
         )
     if not hiding:
         absent = f"; {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there" if missing else ""
-        yield _fine("PYTHONPATH", f"workers look there before what is installed{absent}", **facts)
+        yield _ROWS.fine("PYTHONPATH", f"workers look there before what is installed{absent}", **facts)
 
 
 def _current_folder(shell: Shell) -> Iterator[Finding]:
     if modules := hidden_modules(shell.folder, shell.installed):
-        yield _warning(
+        yield _ROWS.warning(
             "current folder",
             f"it has {_modules(modules)}, which a script in this folder imports in the place of what is "
             "installed",
@@ -229,9 +233,9 @@ def _preload(shell: Shell) -> Iterator[Finding]:
     facts = {"libraries": libraries, "missing": missing}
     if missing:
         reason = f"{plain(', '.join(missing))} is not there: the loader says so whenever a process starts"
-        yield _warning("LD_PRELOAD", reason, "unset LD_PRELOAD, or correct it", **facts)
+        yield _ROWS.warning("LD_PRELOAD", reason, "unset LD_PRELOAD, or correct it", **facts)
     elif libraries:
-        yield _fine("LD_PRELOAD", f"{plain(', '.join(libraries))}: loaded into every worker", **facts)
+        yield _ROWS.fine("LD_PRELOAD", f"{plain(', '.join(libraries))}: loaded into every worker", **facts)
 
 
 def _proxies(shell: Shell) -> Iterator[Finding]:
@@ -242,9 +246,9 @@ def _proxies(shell: Shell) -> Iterator[Finding]:
     reason = f"{shown}: Lockstep's workers connect through none; downloads, gRPC and Kubernetes's client may"
     out = leaves_out(shell.environ.get("no_proxy") or shell.environ.get("NO_PROXY", ""))
     if not out:
-        yield _fine("proxies", reason, set=names, left_out=out)
+        yield _ROWS.fine("proxies", reason, set=names, left_out=out)
         return
-    yield _warning(
+    yield _ROWS.warning(
         "proxies",
         f"{reason}. no_proxy leaves out {' and '.join(out)}: a script asks the proxy for what is served on "
         "this machine",
@@ -257,7 +261,7 @@ def _proxies(shell: Shell) -> Iterator[Finding]:
 def _own_variables(shell: Shell) -> Iterator[Finding]:
     names = sorted(name for name in shell.environ if name.startswith("LOCKSTEP_"))
     if names:
-        yield _warning(
+        yield _ROWS.warning(
             "LOCKSTEP_*",
             f"{plain(', '.join(names))}: only workers are told these, and forget them at their start; "
             "lockstep run removes them",
@@ -273,20 +277,22 @@ def _slurm(shell: Shell) -> Iterator[Finding]:
     missing = [f"SLURM_{name}" for name, value in told.items() if value is None]
     if missing:
         reason = f"no task of a job step: SlurmClusterResolver misses {', '.join(missing)}, which srun sets"
-        yield _fine("SLURM_*", f"{reason}; lockstep run needs none of it", missing=missing)
+        yield _ROWS.fine("SLURM_*", f"{reason}; lockstep run needs none of it", missing=missing)
         return
     rank, number, hosts, tasks = (value or "" for value in told.values())
     try:
         found = expand_hosts(hosts)
         _check_step(rank, number, len(found), expand_counts(tasks))
     except ConfigError as error:
-        yield _warning("SLURM_*", f"SlurmClusterResolver refuses them: {error}", "start the script with srun")
+        yield _ROWS.warning(
+            "SLURM_*", f"SlurmClusterResolver refuses them: {error}", "start the script with srun"
+        )
         return
     reason = (
         f"to SlurmClusterResolver this is worker {rank} of {number} on {count(len(found), 'host')}; lockstep "
         "run does not look at them, and begins a job of its own in each task that runs it"
     )
-    yield _fine("SLURM_*", reason, rank=int(rank), tasks=int(number), hosts=len(found))
+    yield _ROWS.fine("SLURM_*", reason, rank=int(rank), tasks=int(number), hosts=len(found))
 
 
 def _check_step(rank: str, number: str, hosts: int, tasks: Sequence[int]) -> None:
@@ -350,11 +356,3 @@ def _is_number(text: str) -> bool:
 
 def _modules(names: Sequence[str]) -> str:
     return f"{'a module' if len(names) == 1 else 'modules'} {' and '.join(names)}"
-
-
-def _fine(name: str, reason: str, **facts: object) -> Finding:
-    return Finding("environment", name, Verdict.FINE, reason, "", facts)
-
-
-def _warning(name: str, reason: str, remedy: str, **facts: object) -> Finding:
-    return Finding("environment", name, Verdict.WARNING, reason, remedy, facts)

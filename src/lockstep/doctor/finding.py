@@ -39,6 +39,25 @@ class Finding:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Section:
+    """A part of the report, which makes its findings."""
+
+    name: str
+
+    def fine(self, name: str, reason: str, **facts: Any) -> Finding:
+        """Return a row on what is as it should be."""
+        return Finding(self.name, name, Verdict.FINE, reason, "", facts)
+
+    def warning(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:
+        """Return a row on what is not as it should be."""
+        return Finding(self.name, name, Verdict.WARNING, reason, remedy, facts)
+
+    def failure(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:
+        """Return a row on what keeps jobs from working."""
+        return Finding(self.name, name, Verdict.FAILURE, reason, remedy, facts)
+
+
 def worst(findings: Iterable[Finding]) -> Verdict:
     """Return the worst verdict, `FINE` if there is none."""
     return max((finding.verdict for finding in findings), default=Verdict.FINE)

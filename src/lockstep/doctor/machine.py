@@ -1,10 +1,9 @@
 """Whether this machine can run a job: cores, memory, limits, disk and clocks."""
 
 import time
-from typing import Any
 
 from lockstep.clock import Clock, SystemClock
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Section
 from lockstep.doctor.resources import (
     HERE,
     Clocks,
@@ -20,6 +19,8 @@ from lockstep.doctor.resources import (
     look_at_system,
 )
 from lockstep.prose import count
+
+_ROWS = Section("machine")
 
 _PROCESSORS = ("x86_64", "aarch64")
 _LEAST_MEMORY, _ENOUGH_MEMORY = 300 * 10**6, 2 * 10**9
@@ -67,7 +68,7 @@ def judge_system(system: System) -> Finding:
     """Return the finding on a system, of whatever kind. Pure."""
     facts = {"system": system.name, "processor": system.processor, "kernel": system.kernel}
     if system.name != "Linux" or system.processor not in _PROCESSORS:
-        return _failure(
+        return _ROWS.failure(
             "system",
             f"workers exchange data on Linux only, on {' and '.join(_PROCESSORS)}; this is {system.name} on "
             f"{system.processor}",
@@ -75,13 +76,13 @@ def judge_system(system: System) -> Finding:
             **facts,
         )
     if system.unwatched:
-        return _failure(
+        return _ROWS.failure(
             "system",
             f"workers cannot be watched: pidfd_open says {system.unwatched!r} (kernel {system.kernel})",
             "use Linux 5.3 or newer; a sandbox has to allow pidfd_open",
             **facts,
         )
-    return _fine("system", f"Linux {system.kernel} on {system.processor}", **facts)
+    return _ROWS.fine("system", f"Linux {system.kernel} on {system.processor}", **facts)
 
 
 def _cores(cores: Cores) -> Finding:
@@ -94,13 +95,13 @@ def _cores(cores: Cores) -> Finding:
         counted = max(1, int(cores.quota))
         shown += f" by affinity, of which the cgroup allows the time of {cores.quota:.3g}"
     if counted < 2:
-        return _warning(
+        return _ROWS.warning(
             "cores",
             f"{shown}: all workers share one, so two are no faster than one",
             "let this process use more (taskset, docker run --cpuset-cpus and --cpus, srun --cpus-per-task)",
             **facts,
         )
-    return _fine("cores", shown, **facts)
+    return _ROWS.fine("cores", shown, **facts)
 
 
 def _memory(memory: Memory) -> Finding:
@@ -110,28 +111,28 @@ def _memory(memory: Memory) -> Finding:
     shown = f"{_size(memory.usable)} of {_size(memory.total)} {where}"
     remedy = "end other programs, or raise the memory limit of the container"
     if memory.usable < _LEAST_MEMORY:
-        return _failure("memory", f"{shown}: too little for a worker and its backend", remedy, **facts)
+        return _ROWS.failure("memory", f"{shown}: too little for a worker and its backend", remedy, **facts)
     if memory.usable < _ENOUGH_MEMORY:
-        return _warning(
+        return _ROWS.warning(
             "memory",
             f"{shown}: each worker has the model, its optimizer and the backend for itself",
             f"use few workers; {remedy}",
             **facts,
         )
-    return _fine("memory", shown, **facts)
+    return _ROWS.fine("memory", shown, **facts)
 
 
 def _shared_memory(shared: Shared) -> Finding:
     facts = {"bytes": shared.probed, "fault": shared.fault}
     if shared.fault:
-        return _failure(
+        return _ROWS.failure(
             "shared memory",
             f"workers cannot exchange gradients: {_size(shared.probed)} of it cannot be had: {shared.fault}",
             "raise the limits on the size of files (ulimit -f) and processes (ulimit -v); a sandbox has to "
             "allow memfd_create",
             **facts,
         )
-    return _fine(
+    return _ROWS.fine(
         "shared memory",
         f"{_size(shared.probed)} could be taken; what workers exchange counts as memory of theirs",
         **facts,
@@ -145,7 +146,7 @@ def _files_in_memory(shared: Shared) -> Finding:
         "use DataLoader(num_workers=0)"
     )
     if shared.files_fault:
-        return _warning(
+        return _ROWS.warning(
             "/dev/shm",
             f"{shared.files_fault}: Lockstep needs nothing there, but multiprocessing and the workers of "
             "PyTorch's DataLoader do",
@@ -153,7 +154,7 @@ def _files_in_memory(shared: Shared) -> Finding:
             **facts,
         )
     if shared.files is not None and shared.files < _ENOUGH_IN_SHM:
-        return _warning(
+        return _ROWS.warning(
             "/dev/shm",
             f"{_size(shared.files)} are left: Lockstep needs nothing there, but the workers of PyTorch's "
             "DataLoader share tensors there, and end with a bus error where it is full",
@@ -161,16 +162,16 @@ def _files_in_memory(shared: Shared) -> Finding:
             **facts,
         )
     shown = "no limit" if shared.files is None else f"{_size(shared.files)} are left"
-    return _fine("/dev/shm", shown, **facts)
+    return _ROWS.fine("/dev/shm", shown, **facts)
 
 
 def _open_files(limits: Limits) -> Finding:
     facts = {"soft": limits.files, "hard": limits.most_files}
     if limits.files is None or limits.files >= _ENOUGH_FILES:
         shown = "no limit" if limits.files is None else f"{limits.files:,} a process"
-        return _fine("open files", shown, **facts)
+        return _ROWS.fine("open files", shown, **facts)
     raised = limits.most_files is None or limits.most_files >= _ENOUGH_FILES
-    return _warning(
+    return _ROWS.warning(
         "open files",
         f"{limits.files:,} a process: many workers, or an input of many files, need more",
         f"ulimit -n {min(limits.most_files or _MANY_FILES, _MANY_FILES)}"
@@ -184,12 +185,12 @@ def _threads(limits: Limits) -> Finding:
     facts = {"user_left": limits.user_left, "group_left": limits.group_left}
     left = [each for each in (limits.user_left, limits.group_left) if each is not None]
     if not left:
-        return _fine("processes and threads", "no limit", **facts)
+        return _ROWS.fine("processes and threads", "no limit", **facts)
     shown = f"{min(left):,} more may be started"
     if min(left) >= _ENOUGH_THREADS:
-        return _fine("processes and threads", shown, **facts)
+        return _ROWS.fine("processes and threads", shown, **facts)
     by_user = limits.user_left == min(left)
-    return _warning(
+    return _ROWS.warning(
         "processes and threads",
         f"{shown}: each worker takes some dozens",
         "raise the limit of this user (ulimit -u, limits.conf), or end other programs of this user"
@@ -203,56 +204,56 @@ def _disk(disk: Disk) -> Finding:
     facts = {"free": disk.free, "fault": disk.fault}
     where = "runs/ in the current folder" if disk.has_runs else "the current folder"
     if disk.fault:
-        return _failure(
+        return _ROWS.failure(
             "disk",
             f"nothing can be written to {where}, where a run keeps its logs: {disk.fault}",
             "start jobs in a folder of yours, or give lockstep run --run-dir",
             **facts,
         )
     if disk.free is None:
-        return _fine("disk", f"{where} can be written to", **facts)
+        return _ROWS.fine("disk", f"{where} can be written to", **facts)
     if disk.free < _ENOUGH_DISK:
-        return _warning(
+        return _ROWS.warning(
             "disk",
             f"{_size(disk.free)} are free in {where}, where a run keeps its logs",
             "make room, or give lockstep run --run-dir; checkpoints go where --checkpoint says",
             **facts,
         )
-    return _fine("disk", f"{_size(disk.free)} are free in {where}", **facts)
+    return _ROWS.fine("disk", f"{_size(disk.free)} are free in {where}", **facts)
 
 
 def _monotonic_clock(clocks: Clocks) -> Finding:
     facts = {"source": clocks.source, "seconds_a_reading": clocks.cost, "seconds_back": clocks.back}
     shown = f"{clocks.source or 'of an unknown source'}, {clocks.cost * 1e9:,.0f} ns a reading"
     if clocks.back > _TOO_FAR_BACK:
-        return _warning(
+        return _ROWS.warning(
             "monotonic clock",
             f"{shown}: it went back by {clocks.back:.3g} s; all waiting is counted with it",
             "let the kernel take another clock source (its log says which it distrusts)",
             **facts,
         )
     if clocks.source and clocks.source not in _FAST_CLOCKS:
-        return _warning(
+        return _ROWS.warning(
             "monotonic clock",
             f"{shown}: each has to ask the kernel, and workers read it again and again while they wait",
             f"let the kernel take {_FAST_CLOCKS[0]} or the hypervisor's clock, unless its log says that "
             "it is unstable",
             **facts,
         )
-    return _fine("monotonic clock", shown, **facts)
+    return _ROWS.fine("monotonic clock", shown, **facts)
 
 
 def _wall_clock(clocks: Clocks) -> Finding:
     facts = {"now": clocks.wall, "installed": clocks.installed}
     if clocks.wall < clocks.installed - _TOLERANCE:
-        return _warning(
+        return _ROWS.warning(
             "wall clock",
             f"it says {_date(clocks.wall)}, but files installed here are of {_date(clocks.installed)}: names "
             "of runs and times in logs will be wrong, and downloads may be refused",
             "set the clock (timedatectl set-ntp true)",
             **facts,
         )
-    return _fine("wall clock", _date(clocks.wall), **facts)
+    return _ROWS.fine("wall clock", _date(clocks.wall), **facts)
 
 
 def _size(size: int) -> str:
@@ -261,15 +262,3 @@ def _size(size: int) -> str:
 
 def _date(wall: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(wall))
-
-
-def _fine(name: str, reason: str, **facts: Any) -> Finding:
-    return Finding("machine", name, Verdict.FINE, reason, "", facts)
-
-
-def _warning(name: str, reason: str, remedy: str, **facts: Any) -> Finding:
-    return Finding("machine", name, Verdict.WARNING, reason, remedy, facts)
-
-
-def _failure(name: str, reason: str, remedy: str, **facts: Any) -> Finding:
-    return Finding("machine", name, Verdict.FAILURE, reason, remedy, facts)

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from lockstep.doctor.gpus import Driver, Gpu, Memory, Process, Reading
+from lockstep.prose import printable
 
 PCI = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"
@@ -236,7 +237,7 @@ def _watts(milliwatts: int | None) -> float | None:
 def _plain(told: str | bytes) -> str:
     # What a process is called is up to whoever started it.
     text = told.decode(errors="replace") if isinstance(told, bytes) else told
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
+    return printable(text)
 
 
 def _devices(pci: Path) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.doctor.finding import Finding, Verdict, worst
-from lockstep.prose import count
+from lockstep.prose import count, printable
 
 _MARKS = {
     Verdict.FINE: ("ok", "green"),
@@ -22,6 +22,7 @@ _SUMMARY = {
     Verdict.WARNING: "jobs work here",
     Verdict.FAILURE: "jobs will not work here",
 }
+_LINES = "\n"
 _NAME_WIDTH = 34
 _PLAIN_WIDTH = 120
 """Columns where the output is no terminal."""
@@ -36,10 +37,11 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         table.add_column(overflow="fold")
         for finding in group:
             text, style = _MARKS[finding.verdict]
-            reason = Text(_harmless(finding.reason))
+            # Programs that failed may have written parts of it.
+            reason = Text(printable(finding.reason, _LINES))
             if finding.remedy:
-                reason.append(f"\n-> {_harmless(finding.remedy)}", style="cyan")
-            table.add_row(Text(text, style=style), Text(_harmless(finding.name)), reason)
+                reason.append("\n-> " + printable(finding.remedy, _LINES), style="cyan")
+            table.add_row(Text(text, style=style), Text(printable(finding.name)), reason)
         console.print(table)
     console.print(Text(summary(findings), style=_MARKS[worst(findings)][1]))
 
@@ -59,11 +61,6 @@ def summary(findings: Sequence[Finding]) -> str:
     counted = [count(number, str(verdict)) for verdict, number in numbers.items() if number]
     verdict = _SUMMARY[worst(findings)]
     return f"{verdict}: {' and '.join(counted)}" if counted else verdict
-
-
-def _harmless(text: str) -> str:
-    """Return a text without what a terminal would obey: programs that failed may have written it."""
-    return "".join(sign if sign.isprintable() or sign == "\n" else "?" for sign in text)
 
 
 def as_json(findings: Sequence[Finding]) -> str:

@@ -9,8 +9,10 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from lockstep.control.backend import BACKENDS, choose_backend
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Section, Verdict
 from lockstep.errors import LockstepError
+
+_ROWS = Section("versions")
 
 LOCKSTEP = "keras-lockstep"
 _CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")}
@@ -111,7 +113,7 @@ def examine_versions(
         installed: whether a backend can be imported.
     """
     findings = [
-        _fine("Python", f"{version}, {python}", version=version, executable=python),
+        _ROWS.fine("Python", f"{version}, {python}", version=version, executable=python),
         _of_lockstep(packages),
         _of_keras(packages),
     ]
@@ -138,7 +140,7 @@ def _of_lockstep(packages: Packages) -> Finding:
             "is imported, but not installed: what it needs is not known",
             "pip install keras-lockstep, or pip install --editable in its folder",
         )
-    return _fine("Lockstep", version, version=version)
+    return _ROWS.fine("Lockstep", version, version=version)
 
 
 def _of_keras(packages: Packages) -> Finding:
@@ -156,7 +158,7 @@ def _of_keras(packages: Packages) -> Finding:
             f"pip install 'keras{wanted.specifier}'",
             {"version": version},
         )
-    return _fine("Keras", version, version=version)
+    return _ROWS.fine("Keras", version, version=version)
 
 
 def _of_backend(packages: Packages, backend: str, importable: bool, chosen: str | None) -> Finding:
@@ -198,12 +200,12 @@ def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[
         source = f"Keras's keras.json says {wish.configured}, which is not installed"
     else:
         source = "the first that is installed; set KERAS_BACKEND to choose another"
-    return chosen, _fine("chosen backend", f"{chosen}: {source}", backend=chosen)
+    return chosen, _ROWS.fine("chosen backend", f"{chosen}: {source}", backend=chosen)
 
 
 def _of_requirements(unmet: list[str]) -> Finding:
     if not unmet:
-        return _fine("requirements", "all packages find what they ask for")
+        return _ROWS.fine("requirements", "all packages find what they ask for")
     return Finding(
         "versions",
         "requirements",
@@ -212,7 +214,3 @@ def _of_requirements(unmet: list[str]) -> Finding:
         "pip check lists them; install versions that fit, in a fresh environment if need be",
         {"unmet": unmet},
     )
-
-
-def _fine(name: str, reason: str, **facts: object) -> Finding:
-    return Finding("versions", name, Verdict.FINE, reason, "", facts)
