@@ -5,16 +5,19 @@ BIN := .venv/bin
 # Keras backends to test or measure: names, or "all". By default JAX and TensorFlow, and PyTorch if installed.
 export BACKENDS
 
+# Two processes share the tests, a file each: a test of several workers leaves cores idle while it compiles.
+SHARED := -n 2 --dist loadfile --no-loadscope-reorder
+
 .PHONY: demo test test-all check bench soak clean
 
 demo: .venv/demo
 	$(BIN)/python examples/demo.py
 
 test: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest $(SHARED) -m "not slow"
 
 test-all: .venv/dev $(if $(filter all,$(BACKENDS)),.venv/bench)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
 
 check: .venv/dev
 	$(BIN)/ruff format --check
