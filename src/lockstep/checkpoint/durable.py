@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lockstep.errors import CheckpointError
+from lockstep.files import FOLDER_MODE
 from lockstep.locks import wait_for_lock
 
 _PATIENCE_SECONDS = 60.0
@@ -53,7 +54,7 @@ def make_folder(path: Path) -> None:
     if not path.is_dir():
         make_folder(path.parent)
         try:
-            path.mkdir()
+            path.mkdir(FOLDER_MODE)
         except FileExistsError:
             if not path.is_dir():
                 raise

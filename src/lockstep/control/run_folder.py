@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from lockstep.errors import ConfigError
+from lockstep.files import FOLDER_MODE
 from lockstep.locks import try_lock
 from lockstep.paths import RunPaths
 
@@ -22,7 +23,7 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
         for number in itertools.count(1):
             folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
             with contextlib.suppress(FileExistsError):
-                folder.mkdir()
+                folder.mkdir(FOLDER_MODE)
                 return folder
     except OSError as error:
         raise _unusable("the run's folder", base, "--run-dir", error) from None
@@ -44,7 +45,7 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
         ConfigError: it cannot be written to, or another live run works there.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         descriptor = try_lock(RunPaths(folder).lock)
     except OSError as error:
         raise _unusable(what, folder, option, error) from None
