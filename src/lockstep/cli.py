@@ -1,5 +1,6 @@
 """The command `lockstep`. No logic: it parses, composes and calls."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -21,10 +22,19 @@ def main() -> None:
         sys.exit(130)
     except LockstepError as error:
         _refuse(str(error))
+    except OSError as error:
+        from lockstep.control.command import let_go_of_stdout
+
+        let_go_of_stdout()
+        # Who reads no further, as head does, has what it wants.
+        if not isinstance(error, BrokenPipeError):
+            what = f"{error.filename}:" if error.filename else "stdout cannot be written:"
+            _refuse(f"{what} {error.strerror or error}")
 
 
 def _refuse(message: str) -> None:
-    click.echo(f"lockstep: {message}", err=True)
+    with contextlib.suppress(OSError):
+        click.echo(f"lockstep: {message}", err=True)
     sys.exit(2)
 
 

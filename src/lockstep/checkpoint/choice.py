@@ -27,9 +27,9 @@ def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
     Raises:
         ConfigError: it is neither.
     """
-    if re.fullmatch(r"[1-9]\d*", text):
+    if re.fullmatch(r"[1-9][0-9]{0,14}", text):
         return Every(steps=int(text))
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])", text)
     if match and float(match[1]) > 0:
         return Every(seconds=float(match[1]) * _UNITS[match[2]])
     raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
