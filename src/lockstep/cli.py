@@ -9,7 +9,7 @@ import click
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
-from lockstep.run_command import run
+from lockstep.run_command import PARTS, run
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def list_jobs() -> None:
 
 @cli.command()
 @click.argument("job")
-@click.argument("workers", metavar="N", type=click.IntRange(min=1))
+@click.argument("workers", metavar="N", type=PARTS)
 def scale(job: str, workers: int) -> None:
     """Let JOB go on with N workers, with the same result.
 

@@ -25,7 +25,8 @@ from lockstep.topology import place
 
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
-_PARTS = click.IntRange(min=1, max=4096)
+PARTS = click.IntRange(min=1, max=4096)
+"""How many workers or replicas."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
 
@@ -55,20 +56,20 @@ class _Folder(click.Path):
 @click.option(
     "-n",
     "--workers",
-    type=_PARTS,
+    type=PARTS,
     metavar="N",
     help="Processes that compute. Never changes the result.  [default: one a visible GPU, else 2]",
 )
 @click.option(
     "--replicas",
-    type=_PARTS,
+    type=PARTS,
     metavar="R",
     help="Parts that every batch is split into: the result depends on it.  [default: N]",
 )
 @click.option(
     "--threads-per-worker",
     "threads",
-    type=_PARTS,
+    type=PARTS,
     metavar="T",
     help="Threads that compute one replica: the result depends on it.  [default: usable cores // R, or 1]",
 )
@@ -118,7 +119,7 @@ class _Folder(click.Path):
 )
 @click.option(
     "--min-workers",
-    type=_PARTS,
+    type=PARTS,
     default=1,
     show_default=True,
     metavar="N",
@@ -170,8 +171,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     from lockstep.control.command import fill_standard_descriptors, run_under_agent
 
     fill_standard_descriptors()
-    _refuse_undecodable(options)
     script = Script(options["script"], options["module"], options["arguments"])
+    _refuse_undecodable(script, options)
     script.check()
     folder = options["checkpoint"]
     # What is there must not change while it is read; what is refused leaves nothing behind.
@@ -194,13 +195,13 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
 
 
-def _refuse_undecodable(options: Mapping[str, Any]) -> None:
+def _refuse_undecodable(script: Script, options: Mapping[str, Any]) -> None:
     """Raise ConfigError for names that are not UTF-8: events and checkpoints are."""
     try:
-        here = Path.cwd()
+        places = (Path.cwd(), script.folder, options["run_dir"], options["checkpoint"])
     except FileNotFoundError:
         raise ConfigError("this folder has been deleted; change to another one") from None
-    for text in (options["script"], *options["arguments"], options["run_dir"], options["checkpoint"], here):
+    for text in (script.target, *script.arguments, *places):
         try:
             os.fspath(text or "").encode()
         except UnicodeEncodeError:
