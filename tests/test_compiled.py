@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.compiled import CompiledFiles, processor
+from lockstep.errors import UnfitError
 
 HOLD = """
 import sys
@@ -49,8 +50,28 @@ def test_what_was_put_is_there_for_others(files: CompiledFiles, tmp_path: Path) 
 def test_a_folder_into_which_others_could_put_code_is_not_used(tmp_path: Path, which: str) -> None:
     CompiledFiles.open(tmp_path / "cache")
     (tmp_path / which).chmod(0o777)
-    with pytest.raises(PermissionError, match="others may write to"):
+    with pytest.raises(UnfitError, match=f"others may write to {tmp_path / which}; run chmod go-w on it"):
         CompiledFiles.open(tmp_path / "cache")
+
+
+def test_the_folder_that_was_checked_is_the_one_that_is_used(files: CompiledFiles, tmp_path: Path) -> None:
+    files.put("step", b"compiled")
+    (tmp_path / "cache").rename(tmp_path / "checked")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "step").write_bytes(b"of somebody else")
+    files.put("other", b"compiled")
+    assert [files.get(name) for name in ("step", "other")] == [b"compiled"] * 2
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["step"]
+
+
+def test_links_are_not_followed(files: CompiledFiles, tmp_path: Path) -> None:
+    files.put("step", b"compiled")
+    (tmp_path / "cache" / "link").symlink_to("step")
+    os.mkfifo(tmp_path / "cache" / "pipe")
+    assert [files.get(name) for name in ("link", "pipe")] == [None, None]
+    (tmp_path / "linked").symlink_to("cache")
+    with pytest.raises(OSError, match="Not a directory"):
+        CompiledFiles.open(tmp_path / "linked")
 
 
 def test_where_there_are_no_locks_everybody_makes_what_is_missing(

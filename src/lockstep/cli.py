@@ -1,5 +1,6 @@
 """The command `lockstep`. No logic: it parses, composes and calls."""
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ import click
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
-from lockstep.run_command import run
+from lockstep.run_command import PARTS, run
 
 
 def main() -> None:
@@ -21,10 +22,19 @@ def main() -> None:
         sys.exit(130)
     except LockstepError as error:
         _refuse(str(error))
+    except OSError as error:
+        from lockstep.control.command import let_go_of_stdout
+
+        let_go_of_stdout()
+        # Who reads no further, as head does, has what it wants.
+        if not isinstance(error, BrokenPipeError):
+            what = f"{error.filename}:" if error.filename else "stdout cannot be written:"
+            _refuse(f"{what} {error.strerror or error}")
 
 
 def _refuse(message: str) -> None:
-    click.echo(f"lockstep: {message}", err=True)
+    with contextlib.suppress(OSError):
+        click.echo(f"lockstep: {message}", err=True)
     sys.exit(2)
 
 
@@ -71,7 +81,7 @@ def list_jobs() -> None:
 
 @cli.command()
 @click.argument("job")
-@click.argument("workers", metavar="N", type=click.IntRange(min=1))
+@click.argument("workers", metavar="N", type=PARTS)
 def scale(job: str, workers: int) -> None:
     """Let JOB go on with N workers, with the same result.
 

@@ -5,6 +5,7 @@ it never serves what was compiled for another processor or another number of thr
 apart; and of several processes that need the same at once, one compiles, and the others wait for it.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -19,6 +20,8 @@ from typing import Any
 
 import xxhash
 
+from lockstep.errors import UnfitError
+from lockstep.files import open_in
 from lockstep.importing import when_imported
 
 _SEAM = "jax._src.compilation_cache", "get_file_cache"
@@ -29,6 +32,7 @@ _LOOK_EVERY = 0.005
 _MOST_BYTES = 2**30
 _DIGEST_BYTES = 8
 _OFFSETS = 2**62
+_TURNS = "turns"
 
 
 def keep_compiled(base: Path, threads: int) -> None:
@@ -58,6 +62,9 @@ def _keep(folder: Path, jax: ModuleType) -> None:
         return
     try:
         cache = CompiledFiles.open(folder)
+    except UnfitError as error:
+        print(f"lockstep: what JAX compiles is not kept: {error}", file=sys.stderr)
+        return
     except OSError:
         # Without a cache everything is as before, but for the time.
         return
@@ -85,29 +92,40 @@ class CompiledFiles:
     makes it has come to another end, or for at most a minute: then they make it as well.
 
     Args:
-        folder: that exists.
+        folder: descriptor of the folder: what is done there does not depend on what its path means later.
         turns: descriptor of a file in which locks of single bytes stand for entries in the making.
     """
 
-    def __init__(self, folder: Path, turns: int) -> None:
-        self._path = folder
+    def __init__(self, folder: int, turns: int) -> None:
+        self._folder = folder
         self._turns = turns
         self._making = threading.local()
         self._trimmed = False
 
     @classmethod
-    def open(cls, folder: Path) -> "CompiledFiles":
+    def open(cls, path: Path) -> "CompiledFiles":
         """Make the folder, if it is not there.
 
         Raises:
-            OSError: it cannot be used, or others could put code for this user there.
+            OSError: it cannot be used.
+            UnfitError: others could put code for this user there.
         """
-        for own in (folder.parent, folder):
-            own.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = own.stat()
-            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-                raise PermissionError(f"others may write to {own}")
-        return cls(folder, os.open(folder / "turns", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _check_own(parent, path.parent)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path.name, 0o700, dir_fd=parent)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            folder = os.open(path.name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
+        try:
+            _check_own(folder, path)
+            return cls(folder, open_in(folder, _TURNS, os.O_RDWR | os.O_CREAT))
+        except BaseException:
+            os.close(folder)
+            raise
 
     def get(self, key: str) -> bytes | None:
         """Return an entry; None if this process is to make it."""
@@ -121,13 +139,14 @@ class CompiledFiles:
 
     def put(self, key: str, value: bytes) -> None:
         """Keep an entry, if there is room."""
-        new = self._path / f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
+        new = f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
         try:
             self._trim()
-            new.write_bytes(_digest(value) + value)
-            new.replace(self._path / key)
+            with os.fdopen(open_in(self._folder, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(_digest(value) + value)
+            os.replace(new, key, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         except OSError:
-            new.unlink(missing_ok=True)
+            self._remove(new)
         self.leave()
 
     def leave(self) -> None:
@@ -137,10 +156,10 @@ class CompiledFiles:
             fcntl.lockf(self._turns, fcntl.LOCK_UN, 1, offset)
 
     def _read(self, key: str) -> bytes | None:
-        file = self._path / key
         try:
-            data = file.read_bytes()
-            os.utime(file)
+            with os.fdopen(open_in(self._folder, key, os.O_RDONLY), "rb") as file:
+                data = file.read()
+                os.utime(file.fileno())
         except OSError:
             return None
         value = data[_DIGEST_BYTES:]
@@ -168,14 +187,29 @@ class CompiledFiles:
         if self._trimmed:
             return
         self._trimmed = True
-        entries = [(file.stat(), file) for file in self._path.iterdir() if file.name != "turns"]
+        with os.scandir(self._folder) as found:
+            entries = [(entry.stat(follow_symlinks=False), entry.name) for entry in found]
         entries.sort(key=lambda entry: entry[0].st_mtime)
         left = sum(status.st_size for status, _ in entries)
-        for status, file in entries:
+        for status, name in entries:
             if left <= _MOST_BYTES:
                 return
-            file.unlink(missing_ok=True)
-            left -= status.st_size
+            if name != _TURNS:
+                self._remove(name)
+                left -= status.st_size
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._folder)
+
+
+def _check_own(folder: int, path: Path) -> None:
+    """Raise UnfitError if others may write to a folder; `path` is for the message."""
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise UnfitError(
+            f"others may write to {path}; run chmod go-w on it, or set XDG_CACHE_HOME to another folder"
+        )
 
 
 def _digest(value: bytes) -> bytes:

@@ -265,10 +265,10 @@ def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, 
     home = environ.get("KERAS_HOME") or Path(environ.get("HOME", "/")) / ".keras"
     try:
         settings = json.loads((Path(home) / "keras.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         settings = None
     configured = settings.get("backend") if isinstance(settings, dict) else None
-    return environ.get("KERAS_BACKEND"), configured
+    return environ.get("KERAS_BACKEND"), configured if isinstance(configured, str) else None
 
 
 def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -382,7 +382,7 @@ def _seconds(text: str) -> float:
 def _checkpoints(text: str) -> Checkpoints | None:
     try:
         return msgspec.json.decode(text, type=Checkpoints | None, dec_hook=lambda kind, value: kind(value))
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
 

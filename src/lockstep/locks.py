@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from lockstep.files import open_own, open_regular
+
 _POLL_SECONDS = 0.02
 _FLOCK = "hhqqi"
 """The kernel's struct flock: type, whence, start, length, process."""
@@ -20,7 +22,7 @@ def try_lock(path: Path) -> int | None:
         holds the lock.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened; see `open_own`.
     """
     descriptor = _open(path)
     if _locked(descriptor):
@@ -38,7 +40,7 @@ def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] 
         waiting: is told, many times a second, how long this has waited.
 
     Raises:
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened; see `open_own`.
     """
     descriptor = _open(path)
     begun = time.monotonic()
@@ -66,7 +68,7 @@ def share_lock(path: Path) -> int:
         A descriptor; the lock is held until every process that has it has closed it.
 
     Raises:
-        OSError: the file cannot be opened or locked.
+        OSError: the file cannot be opened, see `open_own`, or locked.
     """
     descriptor = _open(path)
     try:
@@ -84,7 +86,7 @@ def is_shared(path: Path) -> bool:
         OSError: the file is there and cannot be looked at.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_regular(path)
     except FileNotFoundError:
         return False
     try:
@@ -100,7 +102,7 @@ def _whole_file(kind: int) -> bytes:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    return open_own(path, os.O_RDWR | os.O_CREAT)
 
 
 def _locked(descriptor: int) -> bool:

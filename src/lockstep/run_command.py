@@ -15,7 +15,8 @@ import click
 from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
 from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
 from lockstep.control.devices import assign, parse_devices, spread
-from lockstep.control.run_folder import claim_folder, fresh_folder
+from lockstep.control.limits import check_limits
+from lockstep.control.run_folder import claim_folder, fresh_folder, gone_if_refused
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.errors import ConfigError
@@ -24,26 +25,51 @@ from lockstep.topology import place
 
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
+PARTS = click.IntRange(min=1, max=4096)
+"""How many workers or replicas."""
+_TIMES = 10**9
+_SEEDS = click.IntRange(min=0, max=2**63 - 1)
+
+
+class _Seconds(click.FloatRange):
+    """A time; `nan` is in every range of click's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number of seconds, or fail."""
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value} is no number of seconds.", param, ctx)
+        return seconds
+
+
+class _Folder(click.Path):
+    """A folder; the empty path would be the one that the person is in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail."""
+        if not os.fspath(value):
+            self.fail("it is empty; name a folder, such as ./folder.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
     "--workers",
-    type=click.IntRange(min=1),
+    type=PARTS,
     metavar="N",
     help="Processes that compute. Never changes the result.  [default: one a visible GPU, else 2]",
 )
 @click.option(
     "--replicas",
-    type=click.IntRange(min=1),
+    type=PARTS,
     metavar="R",
     help="Parts that every batch is split into: the result depends on it.  [default: N]",
 )
 @click.option(
     "--threads-per-worker",
     "threads",
-    type=click.IntRange(min=1),
+    type=PARTS,
     metavar="T",
     help="Threads that compute one replica: the result depends on it.  [default: usable cores // R, or 1]",
 )
@@ -60,12 +86,12 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 )
 @click.option(
     "--seed",
-    type=click.IntRange(min=0),
+    type=_SEEDS,
     help="Everything random follows from it.  [default: 0]",
 )
 @click.option(
     "--run-dir",
-    type=click.Path(path_type=Path),
+    type=_Folder(path_type=Path),
     help="The run's own folder.  [default: runs/<script>-<time>]",
 )
 @click.option(
@@ -77,7 +103,7 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    type=_Seconds(min=0, max=_TIMES, min_open=True),
     default=600.0,
     show_default=True,
     metavar="SECONDS",
@@ -85,7 +111,7 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 )
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=click.IntRange(min=0, max=_TIMES),
     default=10,
     show_default=True,
     metavar="N",
@@ -93,7 +119,7 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 )
 @click.option(
     "--min-workers",
-    type=click.IntRange(min=1),
+    type=PARTS,
     default=1,
     show_default=True,
     metavar="N",
@@ -101,7 +127,7 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 )
 @click.option(
     "--checkpoint",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=_Folder(path_type=Path, file_okay=False),
     metavar="DIR",
     help="Keep checkpoints here, and go on from the newest one that is there.",
 )
@@ -115,7 +141,7 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 )
 @click.option(
     "--keep",
-    type=click.IntRange(min=1),
+    type=click.IntRange(min=1, max=_TIMES),
     default=3,
     show_default=True,
     metavar="K",
@@ -146,6 +172,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
+    _refuse_undecodable(script, options)
     script.check()
     folder = options["checkpoint"]
     # What is there must not change while it is read; what is refused leaves nothing behind.
@@ -153,9 +180,12 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if existed:
         claim_folder(folder, *_OF_CHECKPOINTS)
     spec = replace(_spec(options), inherited=inherited or ())
-    if folder is not None and not existed:
-        claim_folder(folder, *_OF_CHECKPOINTS)
-    claim_folder(spec.run_dir)
+    with gone_if_refused(folder if folder is not None and not existed else None):
+        if folder is not None and not existed:
+            claim_folder(folder, *_OF_CHECKPOINTS)
+        with gone_if_refused(options["run_dir"]):
+            spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
+            claim_folder(spec.run_dir)
     click.echo(f"lockstep: {spec.describe()}", err=True)
     for variable in switched_off() if spec.devices else ():
         click.echo(
@@ -163,6 +193,24 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             err=True,
         )
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
+
+
+def _refuse_undecodable(script: Script, options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for names that are not UTF-8: events and checkpoints are."""
+    try:
+        places = (Path.cwd(), script.folder, options["run_dir"], options["checkpoint"])
+    except FileNotFoundError:
+        raise ConfigError("this folder has been deleted; change to another one") from None
+    for text in (script.target, *script.arguments, *places):
+        try:
+            os.fspath(text or "").encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{os.fsencode(text)!r} is not UTF-8, as names and arguments must be") from None
+
+
+def _fresh_folder(options: Mapping[str, Any]) -> Path:
+    name = options["script"] if options["module"] else Path(options["script"]).stem
+    return fresh_folder(Path("runs"), name, time.time())
 
 
 def _backend(asked: str | None, past: str | None) -> str:
@@ -198,8 +246,8 @@ def _spec(options: dict[str, Any]) -> JobSpec:
             f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
         )
     threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
+    check_limits(workers, threads)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
-    name = options["script"] if options["module"] else Path(options["script"]).stem
     if checkpoints is not None and checkpoints.resume is not None:
         _compare(checkpoints.resume, past, backend)
     return JobSpec(
@@ -214,7 +262,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         min_workers=options["min_workers"],
         max_restarts=options["max_restarts"],
         tf_distribute=options["tf_distribute"],
-        run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
+        run_dir=Path(),
         tee=options["tee"],
         backend=backend,
         devices=devices,
@@ -259,15 +307,15 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     from lockstep.control.console import Console
     from lockstep.control.descendants import LinuxDescendants
     from lockstep.control.output import Sink
+    from lockstep.control.run_folder import open_events
     from lockstep.control.starter import LocalStarter
     from lockstep.control.state import Limits, Size, State
     from lockstep.control.views import Views
-    from lockstep.events import EventLog
     from lockstep.exchanges import open_exchange
 
     paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    with EventLog.open(paths.events, SystemClock(), console.say) as events:
+    with open_events(paths, console.say) as events:
         agent = Agent(
             spec=spec,
             paths=paths,

@@ -1,7 +1,9 @@
-"""Something happens at the n-th call that a write makes of the system."""
+"""Disks that fail, and what happens at the n-th call that a write makes of the system."""
 
+import errno
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lockstep.checkpoint.folder
@@ -30,3 +32,16 @@ class Countdown:
             return original(*args, **kwargs)
 
         return counted
+
+
+def room_for(checkpoints: int, folder: Path, put: Callable[[Any, str, Any], None]) -> None:
+    """Let the disk of `folder` have room for so many checkpoints; `put` is setattr, or a monkeypatch's."""
+    original = lockstep.checkpoint.folder.save_file
+
+    def save_file(arrays: Any, path: Path) -> None:
+        # What is being written takes room from its beginning on, as do those that are half removed.
+        original(arrays, path)
+        if len(list(folder.glob("*/state.safetensors"))) > checkpoints:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    put(lockstep.checkpoint.folder, "save_file", save_file)

@@ -1,6 +1,7 @@
 """Writes checkpoints in processes that are killed on the way, then looks at what they leave.
 
     python checkpoint_kills.py FOLDER calls     SIGKILL before each call that a write makes of the system
+    python checkpoint_kills.py FOLDER room      the same on a disk that has room for two
     python checkpoint_kills.py FOLDER bytes     SIGKILL after some bytes of the arrays' file
     python checkpoint_kills.py FOLDER anywhere  SIGKILL from outside while a large one is written
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from checkpoint_faults import Countdown
+from checkpoint_faults import Countdown, room_for
 from checkpoint_samples import is_sample, leftovers, sample, steps
 
 import lockstep.checkpoint.folder
@@ -51,9 +52,9 @@ def kill_me() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def look(folder: Path, step: int) -> None:
-    """See that a write of `step`, where there were 2 and 3, has left behind what it may."""
-    assert steps(folder) in ([[2, 3], [2, 3, 4], [3, 4]] if step == 4 else [[2, 3]])
+def look(folder: Path, step: int, *others: list[int]) -> None:
+    """See that a write of `step`, where there were 2 and 3, has left behind what it may, or one of others."""
+    assert steps(folder) in ([[2, 3], [2, 3, 4], [3, 4], *others] if step == 4 else [[2, 3]])
     found = Store(folder).newest(print)
     contents = found[1] if found else None
     assert contents is not None
@@ -91,6 +92,22 @@ def at_calls(folder: Path) -> int:
                 break
             count += 1
     return count
+
+
+def with_little_room(folder: Path) -> int:
+    """Kill before each call of a write that has to remove the oldest first."""
+    for number, where in enumerate(copies(folder)):
+
+        def act(number: int = number, where: Path = where) -> None:
+            room_for(2, where, setattr)
+            Countdown(number, kill_me).install(setattr)
+            Store(where, keep=2).write(sample(4, 24))
+
+        done = not killed(fork(act))
+        look(where, 4, [3])
+        if done:
+            return number
+    raise AssertionError
 
 
 def at_bytes(folder: Path) -> int:
@@ -144,5 +161,5 @@ def on_disk(file: Path) -> int:
 if __name__ == "__main__":
     # The kernel keeps what killed processes have written; only a power cut would make a difference.
     os.fsync = lambda descriptor: None
-    kinds = {"calls": at_calls, "bytes": at_bytes, "anywhere": anywhere}
+    kinds = {"calls": at_calls, "room": with_little_room, "bytes": at_bytes, "anywhere": anywhere}
     print(kinds[sys.argv[2]](Path(sys.argv[1])))

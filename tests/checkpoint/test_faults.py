@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_faults import Countdown
+from checkpoint_faults import Countdown, room_for
 from checkpoint_samples import is_sample, leftovers, sample, steps
 
 import lockstep.checkpoint.durable
@@ -32,7 +32,7 @@ def failure(folder: Path, step: int) -> str | None:
 
 
 @pytest.mark.parametrize("step", [4, 3], ids=["new", "again"])
-def test_a_full_disk_at_any_call_leaves_all_as_it_was(
+def test_a_disk_that_fails_at_any_call_leaves_all_as_it_was(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for old in (2, 3):
@@ -40,7 +40,7 @@ def test_a_full_disk_at_any_call_leaves_all_as_it_was(
     failures = 0
     for number in itertools.count():
         folder = shutil.copytree(tmp_path / "first", tmp_path / str(number))
-        countdown = Countdown(number, lambda: fail(errno.ENOSPC))
+        countdown = Countdown(number, lambda: fail(errno.EIO))
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", lambda descriptor: None)
             countdown.install(patch.setattr)
@@ -49,7 +49,7 @@ def test_a_full_disk_at_any_call_leaves_all_as_it_was(
             break
         if error is not None:
             failures += 1
-            assert re.match(f"cannot write the checkpoint {folder}/step-0+{step}: No space left", error)
+            assert re.match(f"cannot write the checkpoint {folder}/step-0+{step}: Input/output error", error)
             assert steps(folder) == [2, 3]
             assert Store(folder).newest(print)[1].arrays["weights"].size == 12
             assert leftovers(folder) == []
@@ -59,6 +59,39 @@ def test_a_full_disk_at_any_call_leaves_all_as_it_was(
         Store(folder, keep=2).write(sample(9))
         assert leftovers(folder) == []
     assert failures >= 12
+
+
+@pytest.mark.parametrize(("room", "kept"), [(1, [1]), (2, [5, 6]), (3, [4, 5, 6]), (4, [4, 5, 6])])
+def test_a_disk_with_room_for_a_few_keeps_the_newest(
+    room: int, kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room_for(room, tmp_path, monkeypatch.setattr)
+    store, removed = Store(tmp_path, keep=3), list[str]()
+    for step in range(1, 7):
+        if room == 1 and step > 1:
+            with pytest.raises(CheckpointError, match="No space left on device; make room there, or give"):
+                store.write(sample(step))
+        else:
+            store.write(sample(step), lambda path: removed.append(path.name))
+        assert is_sample(store.newest(print)[1])
+    assert steps(tmp_path) == kept
+    assert leftovers(tmp_path) == []
+    # With room for one more than are kept, none goes early.
+    expected = {2: [1, 2, 3, 4], 3: [1, 2, 3]}.get(room, [])
+    assert removed == [f"step-{step:012}" for step in expected]
+
+
+def test_none_is_removed_where_that_would_not_be_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(tmp_path)
+    for step in (1, 2):
+        store.write(sample(step))
+    room_for(0, tmp_path, monkeypatch.setattr)
+    monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((512, 512, 9, 0, 0, 9, 9, 9, 0, 255)))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        store.write(sample(3, 5000))
+    assert steps(tmp_path) == [1, 2]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,12 @@
-from typing import cast
+from pathlib import Path
+from typing import Any, cast
 
-from lockstep.checkpoint.keeper import Every, Keeper
-from lockstep.checkpoint.store import Contents
+import pytest
+from checkpoint_faults import room_for
+from checkpoint_samples import sample, steps
+
+from lockstep.checkpoint.keeper import Every, Keeper, open_keeper
+from lockstep.checkpoint.store import Contents, Store
 from lockstep.checkpoint.writer import Writer
 
 
@@ -51,3 +56,28 @@ def test_where_several_steps_are_taken_at_once_the_next_is_kept() -> None:
 
 def test_so_many_seconds_lie_between_two() -> None:
     assert keep(Every(seconds=10), range(1, 9), seconds=4.0) == [3, 6]
+
+
+def test_a_checkpoint_that_makes_room_or_fails_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    room_for(2, tmp_path, monkeypatch.setattr)
+    events: list[tuple[str, dict[str, Any]]] = []
+    keeper = open_keeper(
+        Store(tmp_path), Every(steps=1), lambda event, **fields: events.append((event, fields))
+    )
+    for step in (1, 2, 3):
+        keeper.after_step(step, lambda step=step: sample(step))  # type: ignore[misc]
+        assert keeper.close(30)
+    room_for(0, tmp_path, monkeypatch.setattr)
+    keeper.after_step(4, lambda: sample(4))
+    assert keeper.close(30)
+    told = [event for event, _ in events]
+    assert told[:4] == ["checkpoint", "checkpoint", "checkpoint removed", "checkpoint"]
+    assert told[4:] == ["checkpoint removed", "checkpoint failed"]
+    assert [fields["path"][-1] for event, fields in events if event == "checkpoint removed"] == ["1", "2"]
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("lockstep: there is no room for another checkpoint: the oldest, ")
+    assert last.startswith("lockstep: a checkpoint was not written: cannot write the checkpoint ")
+    assert last.endswith("; training goes on")
+    assert steps(tmp_path) == [3]

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from checkpoint_samples import sample
 
+from lockstep.checkpoint.claim import Claim
 from lockstep.checkpoint.presence import announce, is_training, last_sign
+from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 
 TRAINS = r"""
@@ -74,3 +77,55 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
         CheckpointError, match=r"the folder of checkpoints .*saved cannot be used: File exists; give"
     ):
         announce(tmp_path / "file" / "saved")
+
+
+@pytest.mark.parametrize("name", [".training", ".lock", "lock"])
+def test_nothing_is_reached_through_a_link(tmp_path: Path, name: str) -> None:
+    other, folder = tmp_path / "other", tmp_path / "saved"
+    other.write_text("of somebody else")
+    folder.mkdir()
+    (folder / name).symlink_to(other)
+    with pytest.raises(CheckpointError, match=f"{name} in it is a symbolic link"):
+        use(folder)
+    assert other.read_text() == "of somebody else"
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+        use(folder)
+
+
+def test_another_name_of_the_same_file_keeps_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / ".training").hardlink_to(tmp_path / "other")
+    trains(tmp_path).communicate()
+    assert (tmp_path / "other").read_text() == "of somebody else"
+
+
+def test_a_folder_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
+    for mode in (0o777, 0o1777):
+        tmp_path.chmod(mode)
+        message = rf"every user may write to it \(mode {mode:o}; chmod o-w forbids that\); give another one"
+        with pytest.raises(CheckpointError, match=message):
+            announce(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    tmp_path.chmod(0o775)
+    trains(tmp_path).communicate()
+
+
+def test_folders_are_not_for_every_user_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        Store(tmp_path / "a" / "b", claim=Claim(tmp_path / "a" / "b")).write(sample(1))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o775
+
+
+def use(folder: Path) -> None:
+    """Do what a job does with a folder of checkpoints."""
+    announce(folder)
+    claim = Claim(folder)
+    try:
+        Store(folder, claim=claim).write(sample(1))
+    finally:
+        claim.leave()

@@ -1,6 +1,7 @@
 """Checkpoints that are written in the background."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,13 @@ class Gate(Store):
         self.open = threading.Event()
         self.error: Exception | None = None
 
-    def write(self, contents: Contents) -> Path:
+    def write(self, contents: Contents, removed: Callable[[Path], None] = print) -> Path:
         self.reached.set()
         assert self.open.wait(PATIENCE)
         if self.error is not None:
             error, self.error = self.error, None
             raise error
-        return super().write(contents)
+        return super().write(contents, removed)
 
 
 class Heard:
@@ -37,9 +38,13 @@ class Heard:
     def __init__(self) -> None:
         self.done: list[tuple[Path, float]] = []
         self.failed: list[str] = []
+        self.removed: list[Path] = []
 
     def on(self, store: Store) -> Writer:
-        return Writer(store, lambda path, seconds: self.done.append((path, seconds)), self.failed.append)
+        def done(path: Path, seconds: float) -> None:
+            self.done.append((path, seconds))
+
+        return Writer(store, done, self.failed.append, self.removed.append)
 
 
 def test_it_writes(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_a_failure_does_not_lose_the_request_that_waits(tmp_path: Path) -> None:
 class Nowhere(Store):
     """A store that keeps nothing, at once."""
 
-    def write(self, contents: Contents) -> Path:
+    def write(self, contents: Contents, removed: Callable[[Path], None] = print) -> Path:
         return Path(str(contents.step))
 
 
@@ -125,7 +130,7 @@ class Slow(Writer):
 def test_a_request_just_when_the_thread_ends_is_waited_for(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     gate.open.set()
-    writer = Slow(gate, lambda path, seconds: None, print)
+    writer = Slow(gate, lambda path, seconds: None, print, print)
     writer.hold()
     writer.write(sample(1))
     assert writer.reached.wait(PATIENCE)
@@ -148,7 +153,7 @@ def test_nobody_waits_for_a_thread_that_has_failed(tmp_path: Path, monkeypatch: 
 
     ended = threading.Semaphore(0)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: ended.release())
-    writer = Writer(Nowhere(tmp_path), done, print)
+    writer = Writer(Nowhere(tmp_path), done, print, print)
     for _ in range(2):
         writer.write(sample(1))
         assert writer.close(PATIENCE)

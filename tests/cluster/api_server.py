@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def _answer(self, code: int, value: Any) -> None:
-        body = json.dumps(value).encode()
+        body = (value if isinstance(value, str) else json.dumps(value)).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

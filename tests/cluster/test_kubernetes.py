@@ -142,6 +142,28 @@ def test_a_server_of_another_kind(off: ApiServer) -> None:
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
+@pytest.mark.parametrize(
+    "page",
+    [
+        "null",
+        "[]",
+        "5",
+        '{"items": null}',
+        '{"items": 5}',
+        '{"items": [null]}',
+        '{"items": [5]}',
+        '{"items": [{"metadata": null, "status": null}]}',
+        '{"items": [{"metadata": {"name": 5}, "status": {"phase": [], "podIP": {}}}]}',
+        '{"items": ' + "[" * 100_000,
+    ],
+    ids=lambda page: page[:60],
+)
+def test_an_answer_of_any_content(off: ApiServer, page: str) -> None:
+    off.page = page
+    with pytest.raises(UnfitError):
+        KubernetesClusterResolver(executable_location=OFF).cluster_spec()
+
+
 def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]

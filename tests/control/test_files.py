@@ -11,10 +11,11 @@ import pytest
 
 from lockstep.clock import VirtualClock
 from lockstep.control.run_folder import claim_folder, fresh_folder
-from lockstep.control.stack import innermost
+from lockstep.control.stack import innermost, write_when_asked
 from lockstep.errors import ConfigError
 from lockstep.events import EventLog
 from lockstep.files import AppendFile
+from lockstep.locks import try_lock
 
 DUMP = """Thread 0x00007f01 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 320 in wait
@@ -44,6 +45,41 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
         claim_folder(tmp_path / "a" / "b")
     os.close(lock)
     os.close(claim_folder(tmp_path / "a" / "b"))
+
+
+def test_files_of_a_run_are_not_reached_through_links_and_never_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("of somebody else")
+    for name in ("lock", "events.jsonl", "worker-0.log", "worker-0.stack"):
+        file = tmp_path / name
+        file.symlink_to("other")
+        with pytest.raises(OSError, match=f"{name} in it is a symbolic link"):
+            opened(file)
+        file.unlink()
+        os.mkfifo(file)
+        with pytest.raises(OSError, match=f"{name} is not a regular file"):
+            opened(file)
+    assert (tmp_path / "other").read_text() == "of somebody else"
+
+
+def opened(file: Path) -> None:
+    """Open it as a run does."""
+    if file.name == "lock":
+        try_lock(file)
+    elif file.suffix == ".stack":
+        write_when_asked(file)
+    else:
+        AppendFile.open(file, print)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777])
+def test_a_run_does_not_work_where_every_user_may_write(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    message = (
+        f"^the run's folder {tmp_path} cannot be used: every user may write to it .*; give another --run"
+    )
+    with pytest.raises(ConfigError, match=message):
+        claim_folder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below"])
@@ -104,7 +140,7 @@ blocked()
 
 def test_a_full_disk_is_said_once_and_nothing_is_raised() -> None:
     said: list[str] = []
-    file = AppendFile.open(Path("/dev/full"), said.append)
+    file = AppendFile(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY), said.append)
     file.write(b"first")
     file.write(b"second")
     file.close()

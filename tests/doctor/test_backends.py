@@ -1,11 +1,13 @@
 """What becomes of what a backend's process tells, however far it came."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lockstep.doctor import backends
+from lockstep.doctor import backends, training
 from lockstep.doctor.backends import Answer
 from lockstep.doctor.finding import Finding, Verdict
 from lockstep.doctor.gpus import Reading
@@ -58,6 +60,25 @@ def test_a_backend_that_hangs_is_told_with_the_time() -> None:
     finding = judged(answer(BUILT, status=None))[-1]
     assert finding.reason == "when it was asked for its devices it had not ended after 14 s"
     assert "try once more" in finding.remedy
+    assert finding.verdict == Verdict.FAILURE
+
+
+@pytest.mark.parametrize(("seconds", "slow"), [(14.0, False), (45.0, True)])
+def test_a_backend_that_is_slow_is_a_warning(seconds: float, slow: bool) -> None:
+    told = answer(BUILT, CPU, COMPUTED)
+    findings = judged(replace(told, ended=replace(told.ended, seconds=seconds)))
+    verdicts = {finding.name: finding.verdict for finding in findings}
+    assert verdicts.get("jax is slow") == (Verdict.WARNING if slow else None)
+    assert max(verdicts.values()) == (Verdict.WARNING if slow else Verdict.FINE)
+
+
+def test_a_training_that_is_slow_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / training.RESULT).write_text('{"images_per_second": 5, "hash": "0"}')
+    verdicts = [
+        training.judge("jax", Ended(status, "", "", seconds), tmp_path).verdict
+        for status, seconds in ((0, 5.0), (0, 45.0), (None, 60.0))
+    ]
+    assert verdicts == [Verdict.FINE, Verdict.WARNING, Verdict.FAILURE]
 
 
 def test_half_a_line_is_no_part() -> None:

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+import lockstep.doctor.programs
 from lockstep.doctor.programs import Ended, Program, results
 
 
@@ -48,6 +50,21 @@ def test_the_time_is_that_of_all_programs_together() -> None:
     assert [each.status for each in ended] == [None, None, None, 0]
     assert all(each.seconds < 3.0 for each in ended)
     assert time.monotonic() - begun < 4.0
+
+
+def test_it_says_which_programs_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep.doctor.programs, "_SAY_EVERY", 0.0)
+    told: list[list[int]] = []
+    hanging, ending = started("import time; time.sleep(600)"), started("import sys; sys.stdin.read()")
+
+    def say(places: Sequence[int], seconds: float) -> None:
+        told.append(list(places))
+        if told[-1] == [0]:
+            hanging.end()
+
+    ended = results([hanging, ending], time.monotonic() + 30.0, say)
+    assert ended[1].status == 0
+    assert (told[0], told[-1]) == ([0, 1], [0])
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])

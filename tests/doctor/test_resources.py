@@ -11,10 +11,11 @@ import pytest
 
 from lockstep.cgroups import cpu_quota, processes_left
 from lockstep.clock import VirtualClock
+from lockstep.control.limits import threads_of
 from lockstep.doctor import resources
 from lockstep.doctor.finding import Finding, Verdict, worst
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.resources import Places, look, look_at_system, threads_of
+from lockstep.doctor.resources import Places, look, look_at_system
 
 NOW = 2e9
 

@@ -4,11 +4,13 @@ import re
 from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, cast
+
+import msgspec
 
 from lockstep.checkpoint.keeper import Every
-from lockstep.checkpoint.store import Store
-from lockstep.errors import ConfigError
+from lockstep.checkpoint.store import Contents, Store
+from lockstep.errors import CheckpointError, ConfigError
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _OPTIONS = {"threads": "threads-per-worker"}
@@ -27,9 +29,9 @@ def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
     Raises:
         ConfigError: it is neither.
     """
-    if re.fullmatch(r"[1-9]\d*", text):
+    if re.fullmatch(r"[1-9][0-9]{0,14}", text):
         return Every(steps=int(text))
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])", text)
     if match and float(match[1]) > 0:
         return Every(seconds=float(match[1]) * _UNITS[match[2]])
     raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
@@ -41,9 +43,38 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts] | 
     Args:
         folder: may not exist yet.
         report: is told of each damaged one that is newer.
+
+    Raises:
+        CheckpointError: it was not kept by a job.
     """
     found = Store(folder).newest(report)
-    return (found[0], found[1].manifest["job"]) if found else None
+    return (found[0], job_facts(*found)) if found else None
+
+
+def job_facts(path: Path, contents: Contents) -> Facts:
+    """Return what a checkpoint says of the job that wrote it.
+
+    Raises:
+        CheckpointError: it says nothing that could be understood.
+    """
+    facts = contents.manifest.get("job")
+    try:
+        msgspec.convert(facts, _Job)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {path} was not kept by a job: its manifest's 'job' is not understood ({error})"
+        ) from None
+    return cast(Facts, facts)
+
+
+class _Job(msgspec.Struct):
+    """What `Facts` have."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1)]
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    threads: Annotated[int, msgspec.Meta(ge=0)]
+    backend: str = ""
+    libraries: dict[str, str] = {}
 
 
 def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:

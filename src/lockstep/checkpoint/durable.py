@@ -1,6 +1,7 @@
 """Files and folders that are still there after a power cut."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lockstep.errors import CheckpointError
+from lockstep.files import FOLDER_MODE
 from lockstep.locks import wait_for_lock
 
 _PATIENCE_SECONDS = 60.0
@@ -53,7 +55,7 @@ def make_folder(path: Path) -> None:
     if not path.is_dir():
         make_folder(path.parent)
         try:
-            path.mkdir()
+            path.mkdir(FOLDER_MODE)
         except FileExistsError:
             if not path.is_dir():
                 raise
@@ -86,5 +88,17 @@ def reason(error: OSError | SafetensorError) -> str:
     """Say what the system said, such as "No space left on device"."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
+    number = _number(error)
+    return str(error) if number is None else os.strerror(number)
+
+
+def is_full(error: OSError | SafetensorError) -> bool:
+    """Whether there was no room."""
+    return _number(error) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _number(error: OSError | SafetensorError) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
     number = re.search(r"\(os error (\d+)\)", str(error))
-    return os.strerror(int(number[1])) if number else str(error)
+    return int(number[1]) if number else None

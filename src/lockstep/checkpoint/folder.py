@@ -1,11 +1,13 @@
 """One checkpoint: a folder with the arrays and the manifest. docs/checkpoints.md describes it."""
 
 import json
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import xxhash
@@ -15,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 from lockstep.checkpoint.dtypes import plain, storable
 from lockstep.checkpoint.durable import reason, sync, write_file
 from lockstep.errors import CheckpointError
+from lockstep.files import read_regular
 
 Array = npt.NDArray[Any]
 
@@ -23,6 +26,8 @@ MANIFEST = "manifest.json"
 _FORMAT = 1
 _SEAL = b'{"checksum": "'
 _SEALED = b'",\n'
+_LAST_TIME = 253402300799
+"""The end of the year 9999, in seconds since 1970."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +54,23 @@ class Outline:
         step: of the contents.
         time: when it was written, in seconds since 1970.
         manifest: of the contents.
-        arrays: [dtype, shape, checksum] by name.
+        arrays: (dtype, shape, checksum) by name.
     """
 
     step: int
     time: float
     manifest: Mapping[str, Any]
-    arrays: Mapping[str, list[Any]]
+    arrays: Mapping[str, tuple[str, list[int], str]]
+
+
+class _Body(msgspec.Struct):
+    """What the manifest's file has to hold, besides the format."""
+
+    step: Annotated[int, msgspec.Meta(ge=0)]
+    time: Annotated[float, msgspec.Meta(ge=0, le=_LAST_TIME)]
+    manifest: dict[str, Any]
+    arrays: dict[str, tuple[str, list[int], str]]
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 def check_names(arrays: Mapping[str, Array]) -> None:
@@ -94,7 +109,7 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
     state.chmod(folder.stat().st_mode & 0o666)
     sync(state)
     body["bytes"] = state.stat().st_size
-    write_file(folder / MANIFEST, _seal(body))
+    write_file(folder / MANIFEST, sealed(json.dumps(body, separators=(",", ":")).encode()[1:]))
     sync(folder)
 
 
@@ -112,9 +127,13 @@ def load(path: Path) -> Contents:
         arrays = load_file(state, backend="pread")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
+    except AttributeError as error:
+        # It has a dtype that NumPy does not know.
+        raise CheckpointError(f"{state} cannot be read: {error}") from None
     if arrays.keys() != outline.arrays.keys():
         different = sorted(arrays.keys() ^ outline.arrays.keys())
         raise CheckpointError(f"{state} is damaged: it and {MANIFEST} differ in the arrays {different}")
+    check_names(arrays)
     for name, array in arrays.items():
         if _facts(array) != outline.arrays[name]:
             raise CheckpointError(f"{state} is damaged: the array {name!r} is not the one that was written")
@@ -129,7 +148,7 @@ def read_outline(path: Path) -> Outline:
     """
     file, state = path / MANIFEST, path / STATE
     try:
-        data = file.read_bytes()
+        data = read_regular(file)
     except FileNotFoundError:
         raise CheckpointError(
             f"{file} is missing: it is written last, so this checkpoint is incomplete"
@@ -138,32 +157,40 @@ def read_outline(path: Path) -> Outline:
         raise CheckpointError(f"{file} cannot be read: {reason(error)}") from None
     body = _unseal(data, file)
     try:
-        size = state.stat().st_size
+        found = state.stat()
     except OSError as error:
         raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
-    if size != body["bytes"]:
-        raise CheckpointError(f"{state} is damaged: it has {size} bytes instead of {body['bytes']}")
-    return Outline(body["step"], body["time"], body["manifest"], body["arrays"])
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{state} cannot be read: it is not a regular file")
+    if found.st_size != body.bytes:
+        raise CheckpointError(f"{state} is damaged: it has {found.st_size} bytes instead of {body.bytes}")
+    return Outline(body.step, body.time, body.manifest, body.arrays)
 
 
-def _facts(array: Array) -> list[Any]:
+def _facts(array: Array) -> tuple[str, list[int], str]:
     checksum = xxhash.xxh3_128_hexdigest(array.reshape(-1).view(np.uint8).data)
-    return [array.dtype.name, list(array.shape), checksum]
+    return array.dtype.name, list(array.shape), checksum
 
 
-def _seal(body: dict[str, Any]) -> bytes:
-    text = json.dumps(body, separators=(",", ":")).encode()[1:]
+def sealed(text: bytes) -> bytes:
+    """Return what the file of a manifest holds: the checksum of `text`, and `text`."""
     return _SEAL + xxhash.xxh3_128_hexdigest(text).encode() + _SEALED + text
 
 
-def _unseal(data: bytes, file: Path) -> dict[str, Any]:
+def _unseal(data: bytes, file: Path) -> _Body:
     head, sealed, text = data.partition(_SEALED)
     if not sealed or head != _SEAL + xxhash.xxh3_128_hexdigest(text).encode():
         raise CheckpointError(f"{file} is damaged: what it holds and its checksum differ")
-    body: dict[str, Any] = json.loads(b"{" + text)
-    if body["format"] != _FORMAT:
-        raise CheckpointError(
-            f"{file} has the format {body['format']}, and this Lockstep reads {_FORMAT}; use the one that "
-            "wrote it"
-        )
-    return body
+    try:
+        body: dict[str, Any] = json.loads(b"{" + text)
+        if body.get("format") != _FORMAT:
+            raise CheckpointError(
+                f"{file} has the format {body.get('format')!r:.80}, and this Lockstep reads {_FORMAT}; use "
+                "the one that wrote it"
+            )
+        return msgspec.convert(body, _Body)
+    except RecursionError:
+        raise CheckpointError(f"{file} is not a manifest of Lockstep: it is nested too deeply") from None
+    except ValueError as error:
+        # Its checksum is right: it is no damage, but was never written by a Lockstep.
+        raise CheckpointError(f"{file} is not a manifest of Lockstep: {error}") from None

@@ -70,8 +70,8 @@ def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keep
     Args:
         store: where.
         every: how often.
-        report: is told, from another thread, of each checkpoint that was written and of each failure, as an
-            event with fields.
+        report: is told, from another thread, of each checkpoint that was written, of each that had to make
+            room for it, and of each failure, as an event with fields.
     """
 
     def done(path: Path, seconds: float) -> None:
@@ -81,4 +81,12 @@ def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keep
         report("checkpoint failed", reason=reason)
         print(f"lockstep: a checkpoint was not written: {reason}; training goes on", file=sys.stderr)
 
-    return Keeper(Writer(store, done, failed), every, SystemClock())
+    def removed(path: Path) -> None:
+        report("checkpoint removed", path=str(path), reason="there is no room for as many as are to be kept")
+        print(
+            f"lockstep: there is no room for another checkpoint: the oldest, {path}, is removed for it; make "
+            "room there, or keep fewer",
+            file=sys.stderr,
+        )
+
+    return Keeper(Writer(store, done, failed, removed), every, SystemClock())

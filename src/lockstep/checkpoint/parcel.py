@@ -5,10 +5,12 @@ A header, msgpack behind its length, then the arrays one after the other, each a
 
 import contextlib
 import fcntl
+import math
 import mmap
 import os
 import struct
 import threading
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -132,22 +134,35 @@ def unpack_parcel(descriptor: int) -> Contents:
 
     Returns:
         The contents; the arrays are read-only, and stay where they are.
+
+    Raises:
+        CheckpointError: it has not written that.
     """
-    with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)):
-        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-        memory = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ)
-    (length,) = _LENGTH.unpack_from(memory)
-    start = _LENGTH.size + length
-    header = msgspec.msgpack.decode(memory[_LENGTH.size : start], type=_Header)
-    arrays = {}
-    for name, kind, shape in header.arrays:
-        start = _aligned(start)
-        array = np.empty(shape, named(kind))
-        if array.size:
-            array = np.frombuffer(memory, array.dtype, array.size, start).reshape(shape)
-        arrays[name] = array
-        start += array.nbytes
+    try:
+        with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)):
+            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+            memory = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ)
+        (length,) = _LENGTH.unpack_from(memory)
+        start = _LENGTH.size + length
+        header = msgspec.msgpack.decode(memory[_LENGTH.size : start], type=_Header)
+        arrays = {}
+        for name, kind, shape in header.arrays:
+            start = _aligned(start)
+            arrays[name] = array = _mapped(memory, start, named(kind), shape)
+            start += array.nbytes
+    except (ValueError, OverflowError, RecursionError, struct.error) as error:
+        raise CheckpointError(f"the memory with the state is not understood: {error}") from None
     return Contents(header.step, header.manifest, arrays)
+
+
+def _mapped(
+    memory: mmap.mmap, start: int, dtype: "np.dtype[Any] | None", shape: tuple[int, ...]
+) -> "np.ndarray[Any, np.dtype[Any]]":
+    """Return the array at `start`; raise ValueError if there is none."""
+    if dtype is None or min(shape, default=0) < 0:
+        raise ValueError(f"an array of the dtype {dtype} and the shape {shape}")
+    size = math.prod(shape)
+    return np.frombuffer(memory, dtype, size, start).reshape(shape) if size else np.empty(shape, dtype)
 
 
 def _parts(contents: Contents) -> tuple[bytes, list["np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:

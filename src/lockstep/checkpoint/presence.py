@@ -23,7 +23,8 @@ def announce(folder: Path) -> None:
         make_folder(folder)
         descriptor = share_lock(folder / _NAME)
         # Only now: who sees that a job has begun, and nobody who trains, takes it that the job has ended.
-        os.truncate(descriptor, 1)
+        if not os.fstat(descriptor).st_size:
+            os.truncate(descriptor, 1)
         os.utime(descriptor)
     except OSError as error:
         raise CheckpointError(

@@ -1,6 +1,7 @@
 """The checkpoints of a job: a folder with a folder for each."""
 
 import contextlib
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lockstep.checkpoint.claim import Claim
-from lockstep.checkpoint.durable import locked, make_folder, reason, sync
+from lockstep.checkpoint.durable import is_full, locked, make_folder, reason, sync
 from lockstep.checkpoint.folder import Contents, check_names, load, read_outline, write_folder
 from lockstep.clock import SystemClock
 from lockstep.errors import CheckpointError
@@ -58,17 +59,23 @@ class Store:
         self._keep = keep
         self._claim = claim
 
-    def write(self, contents: Contents) -> Path:
+    def write(self, contents: Contents, removed: Callable[[Path], None] = lambda path: None) -> Path:
         """Write a checkpoint, in the place of one of the same step, if there is one.
 
         Then those are removed that are older than the newest `keep` whole ones; the one just written stays in
-        any case. Whenever the process is killed, the others stay whole.
+        any case. Where there is no room for it, they are removed before, one by one, the oldest first, but
+        never the newest whole one. Whenever the process is killed, the others stay whole.
+
+        Args:
+            contents: to write.
+            removed: is told of each whole one that is removed before, though it was to be kept.
 
         Returns:
             The folder of the checkpoint; it is on the disk.
 
         Raises:
-            CheckpointError: it cannot be written; nothing of it is left, and the others are as they were.
+            CheckpointError: it cannot be written; nothing of it is left, and the newest whole one is as it
+                was, as are all others unless there is no room.
             TypeError, ValueError: the manifest holds what JSON cannot hold.
         """
         check_names(contents.arrays)
@@ -79,7 +86,7 @@ class Store:
             make_folder(self._folder)
             with locked(self._folder / _LOCK):
                 self._clean()
-                self._write(contents, path)
+                self._write_where_room(contents, path, removed)
                 self._prune(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -87,6 +94,32 @@ class Store:
                 "folder"
             ) from None
         return path
+
+    def _write_where_room(self, contents: Contents, path: Path, removed: Callable[[Path], None]) -> None:
+        needed = sum(array.nbytes for array in contents.arrays.values())
+        while True:
+            try:
+                self._write(contents, path)
+                return
+            except (OSError, SafetensorError) as error:
+                if not is_full(error) or not self._make_room(needed, removed):
+                    raise
+
+    def _make_room(self, needed: int, removed: Callable[[Path], None]) -> bool:
+        """Remove the oldest for one of `needed` bytes; return whether that was done.
+
+        None is removed where no whole one is newer, or where all those together would not be enough.
+        """
+        paths = self._paths()
+        whole = [path for path in paths if _looks_whole(path)]
+        older = paths[: paths.index(whole[-1])] if whole else []
+        found = os.statvfs(self._folder)
+        if not older or found.f_bavail * found.f_frsize + sum(map(_size, older)) < needed:
+            return False
+        self._remove(older[0])
+        if older[0] in whole:
+            removed(older[0])
+        return True
 
     def newest(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
         """Return the folder of the newest whole checkpoint and what it holds; None if there is none.
@@ -179,11 +212,14 @@ class Store:
         oldest = min(_step(path) for path in [*whole[-max(self._keep, 1) :], written])
         for path in self._paths():
             if _step(path) < oldest:
-                removed = self._folder / f".{path.name}.removed"
                 # One that cannot be removed harms nobody; the next writer tries again.
                 with contextlib.suppress(OSError):
-                    path.rename(removed)
-                    shutil.rmtree(removed)
+                    self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        removed = self._folder / f".{path.name}.removed"
+        path.rename(removed)
+        shutil.rmtree(removed)
 
 
 def _step(path: Path) -> int:
@@ -201,11 +237,15 @@ def _looks_whole(path: Path) -> bool:
     return True
 
 
+def _size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.iterdir())
+
+
 def _entry(path: Path) -> Entry:
     time, size, fault = 0.0, 0, None
     with contextlib.suppress(OSError):
         time = path.stat().st_mtime
-        size = sum(file.stat().st_size for file in path.iterdir())
+        size = _size(path)
     try:
         time = read_outline(path).time
         load(path)

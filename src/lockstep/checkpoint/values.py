@@ -52,15 +52,10 @@ def unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
     Raises:
         CheckpointError: this is nothing that `pack` made, or an array is missing.
     """
-    if type(packed) is list:
-        return [unpack(item, arrays) for item in packed]
-    if type(packed) is not dict:
-        return packed
-    if len(packed) == 1:
-        tag, content = next(iter(packed.items()))
-        if tag.startswith("$"):
-            return _untag(tag, content, arrays)
-    return {key: unpack(item, arrays) for key, item in packed.items()}
+    try:
+        return _unpacked(packed, arrays)
+    except RecursionError:
+        raise CheckpointError("what a checkpoint holds is nested too deeply") from None
 
 
 class _Packer:
@@ -149,16 +144,28 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+def _unpacked(packed: Any, arrays: Mapping[str, Array]) -> Any:
+    if type(packed) is list:
+        return [_unpacked(item, arrays) for item in packed]
+    if type(packed) is not dict:
+        return packed
+    if len(packed) == 1:
+        tag, content = next(iter(packed.items()))
+        if tag.startswith("$"):
+            return _untag(tag, content, arrays)
+    return {key: _unpacked(item, arrays) for key, item in packed.items()}
+
+
 def _untag(tag: str, content: Any, arrays: Mapping[str, Array]) -> Any:
     try:
         if tag == "$array":
             return arrays[content]
         if tag == "$tuple":
-            return tuple(unpack(item, arrays) for item in content)
+            return tuple(_unpacked(item, arrays) for item in content)
         if tag == "$dict":
-            return {unpack(key, arrays): unpack(item, arrays) for key, item in content}
+            return {_unpacked(key, arrays): _unpacked(item, arrays) for key, item in content}
         return _LEAVES[tag](content)
-    except (KeyError, TypeError, ValueError, binascii.Error):
+    except (KeyError, TypeError, ValueError, OverflowError, binascii.Error):
         raise CheckpointError(
             f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which nobody can read"
         ) from None

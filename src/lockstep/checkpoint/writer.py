@@ -13,17 +13,22 @@ from lockstep.errors import CheckpointError
 class Writer:
     """Writes one checkpoint at a time on a thread, which lives while there is something to write.
 
-    On that thread, `done(path, seconds)` is called for each checkpoint that is on the disk, and
-    `failed(message)` for each that could not be written; they must not raise. The thread does not keep the
-    process from ending.
+    On that thread, `done(path, seconds)` is called for each checkpoint that is on the disk, `failed(message)`
+    for each that could not be written, and `removed(path)` for each older one that had to make room; they
+    must not raise. The thread does not keep the process from ending.
     """
 
     def __init__(
-        self, store: Store, done: Callable[[Path, float], None], failed: Callable[[str], None]
+        self,
+        store: Store,
+        done: Callable[[Path, float], None],
+        failed: Callable[[str], None],
+        removed: Callable[[Path], None],
     ) -> None:
         self._store = store
         self._done = done
         self._failed = failed
+        self._removed = removed
         self._changed = threading.Condition()
         self._waiting: Contents | None = None
         self._running = False
@@ -77,7 +82,7 @@ class Writer:
         clock = SystemClock()
         begun = clock.now()
         try:
-            path = self._store.write(contents)
+            path = self._store.write(contents, self._removed)
         except CheckpointError as error:
             self._failed(str(error))
         except Exception as error:

@@ -50,7 +50,12 @@ def _split(text: str) -> list[str]:
 
 
 def _expand(text: str, name: str) -> Iterator[str]:
-    pieces = [_numbers(text, match[1]) if match[2] is None else [match[2]] for match in _PIECE.finditer(name)]
+    pieces, count = [], 1
+    for match in _PIECE.finditer(name):
+        pieces.append(_numbers(text, match[1]) if match[2] is None else [match[2]])
+        count *= len(pieces[-1])
+        if count > _MOST:
+            raise _wrong(text, f"has more than {_MOST} hosts")
     return map("".join, product(*pieces))
 
 

@@ -121,13 +121,16 @@ def _pods(client: Any, selector: str) -> Any:
     patience = (_PATIENCE, _PATIENCE)
     asked = f"asked for the pods with the label {selector!r}"
     try:
-        return client.list_pod_for_all_namespaces(label_selector=selector, _request_timeout=patience).items
+        pods = client.list_pod_for_all_namespaces(label_selector=selector, _request_timeout=patience).items
+        if any(pod.metadata is None or pod.status is None for pod in pods or ()):
+            raise ValueError("a pod has no metadata or no status")
+        return pods or []
     except ApiException as error:
         raise UnfitError(
             f"The API server of Kubernetes, {asked}, answered {error.status or 'nothing'}: {_reason(error)}. "
             "This process must be allowed to list pods in all namespaces"
         ) from None
-    except (HTTPError, ValueError) as error:
+    except (HTTPError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UnfitError(
             f"The API server of Kubernetes, {asked}, gave no answer of use within {_PATIENCE:g} s: {error}"
         ) from None

@@ -129,7 +129,7 @@ def decode_arrival(packet: bytes) -> Arrival:
     """
     try:
         arrival = _arrivals.decode(packet)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
     if not 0 <= arrival.seat < len(arrival.tasks):
         raise ValueError(f"no seat {arrival.seat} of {len(arrival.tasks)}")
@@ -144,7 +144,7 @@ def decode_answer(packet: bytes) -> Answer:
     """
     try:
         return _answers.decode(packet)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
 

@@ -41,7 +41,7 @@ class Upbringing(msgspec.Struct, frozen=True):
         """
         try:
             return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{error}; workers are started by `lockstep run`") from None
 
 
@@ -59,14 +59,24 @@ def encode_birth(birth: Birth) -> bytes:
     """Return the packet of a request.
 
     Raises:
-        OSError: it is too large.
+        OSError: it is too large, or not UTF-8.
     """
-    packet = msgspec.json.encode(birth)
+    try:
+        packet = msgspec.json.encode(birth)
+    except UnicodeEncodeError:
+        raise OSError("its own part of the environment is not UTF-8") from None
     if len(packet) > MAX_REQUEST:
         raise OSError(f"its own part of the environment has more than {MAX_REQUEST} bytes")
     return packet
 
 
 def decode_birth(packet: bytes) -> Birth:
-    """Return the request of a packet that `encode_birth` has made."""
-    return msgspec.json.decode(packet, type=Birth)
+    """Return the request of a packet.
+
+    Raises:
+        ValueError: `encode_birth` has not made it.
+    """
+    try:
+        return msgspec.json.decode(packet, type=Birth)
+    except RecursionError as error:
+        raise ValueError(str(error)) from None

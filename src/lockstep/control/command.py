@@ -15,6 +15,7 @@ from lockstep.control.descendants import LinuxDescendants, children_now
 from lockstep.control.messages import Stop, encode
 from lockstep.control.prctl import adopt_orphans
 from lockstep.control.wording import describe_exit, shell_status, signal_name
+from lockstep.errors import LockstepError, UnfitError
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_PATIENCE = 4.5
@@ -26,6 +27,9 @@ def run_under_agent(be_agent: Callable[[socket.socket], int]) -> int:
 
     Args:
         be_agent: what the agent does with its socket to this process; its result is the exit status.
+
+    Raises:
+        UnfitError: no process can be started.
     """
     heard = tuple(number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
     # Until both sides have their handlers a signal must wait: it would end one of them only.
@@ -36,7 +40,10 @@ def run_under_agent(be_agent: Callable[[socket.socket], int]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    agent = os.fork()
+    try:
+        agent = os.fork()
+    except OSError as error:
+        raise UnfitError(f"no process can be started: {error.strerror}") from None
     if agent == 0:
         mine.close()
         _become_agent(theirs, be_agent)
@@ -52,6 +59,12 @@ def fill_standard_descriptors() -> None:
     os.close(descriptor)
 
 
+def let_go_of_stdout() -> None:
+    """Let what stdout has not taken be lost: it would be written again at the end of this process."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _become_agent(command: socket.socket, be_agent: Callable[[socket.socket], int]) -> None:
     status = 1
     try:
@@ -62,6 +75,9 @@ def _become_agent(command: socket.socket, be_agent: Callable[[socket.socket], in
             signal.signal(number, _no_op)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         status = be_agent(command)
+    except (LockstepError, OSError) as error:
+        _say(str(error))
+        status = 2
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:

@@ -64,7 +64,7 @@ def foresee(script: Path, folder: Path, environment: Mapping[str, str]) -> Fores
     found = _Found(folder, environment)
     try:
         found.read(script)
-    except (OSError, ValueError, SyntaxError, RecursionError):
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         # Whoever runs the script says what is wrong with it.
         return NOTHING
     if found.decides or not found.frameworks:

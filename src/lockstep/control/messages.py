@@ -134,7 +134,7 @@ def decode(packet: bytes) -> Message:
     """
     try:
         return _decoder.decode(packet)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None
 
 

@@ -2,10 +2,15 @@
 
 import contextlib
 import itertools
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from lockstep.clock import SystemClock
 from lockstep.errors import ConfigError
+from lockstep.events import EventLog
+from lockstep.files import FOLDER_MODE, Complain
 from lockstep.locks import try_lock
 from lockstep.paths import RunPaths
 
@@ -22,7 +27,7 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
         for number in itertools.count(1):
             folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
             with contextlib.suppress(FileExistsError):
-                folder.mkdir()
+                folder.mkdir(FOLDER_MODE)
                 return folder
     except OSError as error:
         raise _unusable("the run's folder", base, "--run-dir", error) from None
@@ -44,13 +49,44 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
         ConfigError: it cannot be written to, or another live run works there.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         descriptor = try_lock(RunPaths(folder).lock)
     except OSError as error:
         raise _unusable(what, folder, option, error) from None
     if descriptor is None:
         raise ConfigError(f"another run works in {folder}; wait for it, or give another {option}")
     return descriptor
+
+
+@contextlib.contextmanager
+def gone_if_refused(folder: Path | None) -> Iterator[None]:
+    """Remove `folder` again if it is made and claimed in the block, and the block raises.
+
+    Args:
+        folder: None for nothing; folders above it that are missing may be made as well.
+    """
+    above = () if folder is None else (folder, *folder.parents)
+    missing = [each for each in above if not os.path.lexists(each)]
+    try:
+        yield
+    except BaseException:
+        for each in missing:
+            with contextlib.suppress(OSError):
+                RunPaths(each).lock.unlink(missing_ok=True)
+                each.rmdir()
+        raise
+
+
+def open_events(paths: RunPaths, complain: Complain) -> EventLog:
+    """Open the events of a run.
+
+    Raises:
+        ConfigError: they cannot be written.
+    """
+    try:
+        return EventLog.open(paths.events, SystemClock(), complain)
+    except OSError as error:
+        raise _unusable("the run's folder", paths.root, "--run-dir", error) from None
 
 
 def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:

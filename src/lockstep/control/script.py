@@ -168,5 +168,7 @@ def _check_file(path: Path) -> None:
         raise ConfigError(f"{path} is a folder, not a Python script")
     if not path.exists():
         raise ConfigError(f"there is no script {path} (looked in {Path.cwd()})")
+    if not path.is_file():
+        raise ConfigError(f"the script {path} is not a regular file: every worker reads it anew")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"the script {path} cannot be read")

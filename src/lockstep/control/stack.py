@@ -1,9 +1,12 @@
 """The Python stack of a worker, even of one that holds the interpreter."""
 
 import faulthandler
+import os
 import re
 import signal
 from pathlib import Path
+
+from lockstep.files import open_own
 
 STACK_SIGNAL = signal.SIGRTMAX - 1
 """Asks a worker for its stack; nobody else uses this signal."""
@@ -14,8 +17,8 @@ _STARTING = re.compile(r'File "(.*/lockstep/(parent|worker|control/script)\.py|<
 
 def write_when_asked(path: Path) -> None:
     """Make this process append the stacks of its threads to `path` whenever `STACK_SIGNAL` comes."""
-    # faulthandler keeps the file open for us.
-    faulthandler.register(STACK_SIGNAL, file=path.open("ab", buffering=0), all_threads=True)
+    descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
 
 def innermost(dump: str, frames: int) -> list[str]:

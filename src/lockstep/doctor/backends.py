@@ -14,6 +14,8 @@ from lockstep.doctor.programs import Ended
 
 _SECTION = "backends"
 _COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.keras.probing"])
+SLOW_SECONDS = 14.0
+"""A backend that needs more to be imported and to compute is slow."""
 _AGAIN = f"run it by hand to see all that it says: {_COMMAND} {{}}"
 
 
@@ -75,7 +77,21 @@ def judge(backend: str, answer: Answer, reading: Reading, gpus: int, *, chosen: 
     findings += [_trial(backend, tried, bad) for tried in answer.tried]
     if not answer.is_whole:
         findings.append(_end(backend, answer, bad))
+    elif answer.ended.seconds > SLOW_SECONDS:
+        findings.append(_slow(backend, answer.ended.seconds))
     return findings
+
+
+def _slow(backend: str, seconds: float) -> Finding:
+    return Finding(
+        _SECTION,
+        f"{backend} is slow",
+        Verdict.WARNING,
+        f"it took {seconds:.0f} s to be imported and to compute",
+        "the first import after an installation reads many files: try once more; if it is so again, the disk "
+        "or the cores are slow, and each job begins as late",
+        {"seconds": seconds},
+    )
 
 
 def _sight(backend: str, devices: Sequence[str]) -> Finding:
@@ -122,10 +138,7 @@ def _end(backend: str, answer: Answer, bad: Verdict) -> Finding:
     if answer.ended.fault:
         remedy = "raise the limits of this shell (ulimit -a) on files, processes and memory"
     elif answer.ended.status is None:
-        remedy = (
-            "the first import after an installation reads many files: try once more; if it is so again, "
-            + remedy
-        )
+        remedy = "it hangs, or the disk is very slow: try once more; if it is so again, " + remedy
     facts = {"status": answer.ended.status, "where": where}
     reason = f"it {answer.ended.how()}" if answer.ended.fault else f"{where} it {answer.ended.how()}"
     return Finding(_SECTION, backend, bad, reason, remedy, facts)

@@ -24,10 +24,9 @@ from lockstep.doctor.shown import shown
 from lockstep.doctor.versions import Packages, Wish, examine_versions
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
-PROBE_SECONDS = 14.0
-"""For all backends, which are asked at once."""
-TRAINING_SECONDS = 13.0
-"""Together with the rest it ends in half a minute."""
+PROBE_SECONDS = 60.0
+"""For all backends, which are asked at once: the first import after an installation may take most of it."""
+TRAINING_SECONDS = 60.0
 _GRACE = 1.0
 _UNTRAINED = Finding(
     "training", "not tried", Verdict.FINE, "what has failed above would fail again", "mend that first"
@@ -81,9 +80,9 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
             *examine_tf_config(around.environment.get("TF_CONFIG")),
         ]
         if probes:
-            around.say(f"asking {', '.join(probes)} to compute, for {PROBE_SECONDS:.0f} s at most")
+            around.say(f"asking {', '.join(probes)} to compute, which takes some seconds")
         gpus = len(shown(around.reading.gpus, listed).places)
-        for backend, ended in _outcomes(probes, deadline).items():
+        for backend, ended in _outcomes(probes, deadline, around.say).items():
             answer = backends.Answer.of(ended)
             findings += backends.judge(backend, answer, around.reading, gpus, chosen=backend == chosen)
     findings += surroundings
@@ -93,23 +92,36 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
     return findings
 
 
-def _outcomes(probes: Mapping[str, Program | Ended], deadline: float) -> dict[str, Ended]:
+def _outcomes(
+    probes: Mapping[str, Program | Ended], deadline: float, say: Callable[[str], None]
+) -> dict[str, Ended]:
     running = {backend: probe for backend, probe in probes.items() if isinstance(probe, Program)}
-    ended = dict(zip(running, results(list(running.values()), deadline), strict=True))
+    names = list(running)
+
+    def waits(places: Sequence[int], seconds: float) -> None:
+        say(_waiting(" and ".join(names[place] for place in places), seconds, PROBE_SECONDS))
+
+    ended = dict(zip(running, results(list(running.values()), deadline, waits), strict=True))
     return {
         backend: probe if isinstance(probe, Ended) else ended[backend] for backend, probe in probes.items()
     }
 
 
+def _waiting(what: str, seconds: float, limit: float) -> str:
+    return f"waiting for {what}, {seconds:.0f} s of {limit:.0f} at most"
+
+
 def _train(backend: str, around: Surroundings) -> Finding:
-    limit = f"for {TRAINING_SECONDS:.0f} s at most"
-    around.say(f"training on {backend} with {training.WORKERS} workers, {limit}")
+    around.say(f"training on {backend} with {training.WORKERS} workers, which takes some seconds")
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
         program = _started(training.command(backend, Path(name)), around.environment, _GRACE)
         if isinstance(program, Ended):
             return training.judge(backend, program, Path(name))
         try:
-            ended = program.result(time.monotonic() + TRAINING_SECONDS)
+            ended = program.result(
+                time.monotonic() + TRAINING_SECONDS,
+                lambda seconds: around.say(_waiting("the training", seconds, TRAINING_SECONDS)),
+            )
         finally:
             program.end()
         return training.judge(backend, ended, Path(name))

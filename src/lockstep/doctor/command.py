@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from lockstep.config import environment_at_start, keras_backend
-from lockstep.control.command import fill_standard_descriptors
+from lockstep.control.command import fill_standard_descriptors, let_go_of_stdout
 from lockstep.doctor import report
 from lockstep.doctor.checkup import Surroundings, examine
 from lockstep.doctor.finding import worst
@@ -97,8 +97,7 @@ def _write(text: str) -> None:
 
 
 def _let_go(error: OSError) -> None:
-    # What could not be written would be written again at the end of this process.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    let_go_of_stdout()
     # Who reads no further, as head does, has what it wants.
     if not isinstance(error, BrokenPipeError):
         raise UnfitError(f"the report cannot be written: {error.strerror}") from None

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -21,6 +21,7 @@ from lockstep.control.wording import signal_name
 
 _ENDING = 1.0
 _LOOK_EVERY = 0.05
+_SAY_EVERY = 5.0
 _PART = 2**16
 _MOST_KEPT = 2**20
 """Bytes of the beginning, and as many of the end, of what a program writes."""
@@ -98,9 +99,12 @@ class Program:
         )
         return cls(process, time.monotonic(), grace)
 
-    def result(self, deadline: float) -> Ended:
-        """Wait for the end, until `deadline` on the monotonic clock, and tell how it was; call it once."""
-        return results([self], deadline)[0]
+    def result(self, deadline: float, say: Callable[[float], object] = lambda seconds: None) -> Ended:
+        """Wait for the end, until `deadline` on the monotonic clock, and tell how it was; call it once.
+
+        `say` hears every few seconds for how long this has waited.
+        """
+        return results([self], deadline, lambda places, seconds: say(seconds))[0]
 
     def end(self) -> None:
         """End it, if it runs, and what it has left in its session."""
@@ -140,8 +144,19 @@ class Program:
         return self._process.poll()
 
 
-def results(programs: Sequence[Program], deadline: float) -> list[Ended]:
-    """Wait for all at once, until `deadline` on the monotonic clock, and tell of each how it has ended."""
+def results(
+    programs: Sequence[Program],
+    deadline: float,
+    say: Callable[[Sequence[int], float], object] = lambda places, seconds: None,
+) -> list[Ended]:
+    """Wait for all at once, and tell of each how it has ended.
+
+    Args:
+        programs: to wait for.
+        deadline: on the monotonic clock.
+        say: hears every few seconds at which places those are that still run, and how long this has waited.
+    """
+    begun = said = time.monotonic()
     ways: dict[int, tuple[int | None, float]] = {}
     # Nobody reads for a program that waits: what it writes must never fill the memory, nor hold it up.
     with selectors.PollSelector() as selector:
@@ -152,9 +167,13 @@ def results(programs: Sequence[Program], deadline: float) -> list[Ended]:
                 if place not in ways and (status := program.status()) is not None:
                     ways[place] = status, program.seconds()
                     program.end()
-            left = deadline - time.monotonic()
+            now = time.monotonic()
+            left = deadline - now
             if left <= 0 or len(ways) == len(programs):
                 break
+            if now - said >= _SAY_EVERY:
+                said = now
+                say([place for place in range(len(programs)) if place not in ways], now - begun)
             for key, _ in selector.select(min(left, _LOOK_EVERY)):
                 if not key.data.read():
                     selector.unregister(key.fd)

@@ -4,7 +4,6 @@ import fcntl
 import mmap
 import os
 import platform
-import re
 import resource
 import sys
 import tempfile
@@ -16,6 +15,7 @@ import psutil
 
 from lockstep.cgroups import cpu_quota, processes_left, read
 from lockstep.clock import Clock, SystemClock
+from lockstep.control.limits import processes_of_user_left
 from lockstep.memory import cgroup_rooms
 
 _PROBE = 2**24
@@ -23,8 +23,6 @@ _PROBE = 2**24
 _LEAST_PROBE = mmap.PAGESIZE
 _PART_FOR_PROBE = 8
 _READINGS = 5000
-_UID = re.compile(r"^Uid:\s+(\d+)", re.MULTILINE)
-_THREADS = re.compile(r"^Threads:\s+(\d+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -256,22 +254,7 @@ def _files_in_memory(shm: Path) -> tuple[str, int | None]:
 
 def _limits(proc: Path, group_left: int | None) -> Limits:
     files, most_files = map(_number, resource.getrlimit(resource.RLIMIT_NOFILE))
-    processes = _number(resource.getrlimit(resource.RLIMIT_NPROC)[0])
-    # The kernel does not count those of root.
-    user_left = None
-    if processes is not None and os.getuid() != 0:
-        user_left = max(0, processes - threads_of(os.getuid(), proc))
-    return Limits(files, most_files, user_left, group_left)
-
-
-def threads_of(user: int, proc: Path) -> int:
-    """Return how many threads a user's processes have, main threads included."""
-    total = 0
-    for status in map(read, proc.glob("[0-9]*/status")):
-        owner, threads = _UID.search(status), _THREADS.search(status)
-        if owner and threads and int(owner[1]) == user:
-            total += int(threads[1])
-    return total
+    return Limits(files, most_files, processes_of_user_left(proc), group_left)
 
 
 def _number(limit: int) -> int | None:

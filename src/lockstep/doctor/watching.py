@@ -88,7 +88,8 @@ class GpuLog:
             UnfitError: it cannot be written.
         """
         try:
-            file = AppendFile.open(path, _give_up)
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            file = AppendFile(path, os.open(path, flags, 0o666), _give_up)
         except OSError as error:
             raise ConfigError(f"{path} cannot be opened: {error.strerror}; name another file") from None
         try:

@@ -12,6 +12,7 @@ import xxhash
 
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import PeerStuckError
+from lockstep.files import FOLDER_MODE
 from lockstep.job import Job
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.state.variables import model_state
@@ -45,7 +46,7 @@ def write_once(
         PeerStuckError: another worker has been writing for 10 minutes.
     """
     own = os.fspath(path)
-    notes.mkdir(parents=True, exist_ok=True)
+    notes.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     absolute = own if "://" in own else str(Path(own).absolute())
     note = notes / xxhash.xxh3_128_hexdigest(absolute.encode())
     with _locked(note, own) as descriptor:

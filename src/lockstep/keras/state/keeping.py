@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import msgspec
 
-from lockstep.checkpoint.choice import note_on_versions, parse_every, refuse_unlike
+from lockstep.checkpoint.choice import job_facts, note_on_versions, parse_every, refuse_unlike
 from lockstep.checkpoint.claim import Claim
 from lockstep.checkpoint.keeper import Every, Keeper, open_keeper
 from lockstep.checkpoint.leaving import end_at_a_step
@@ -155,7 +155,7 @@ class Keeping:
             claim.take()
             if found := Store(folder).newest(notes.append):
                 path, self._found = found
-                facts = self._found.manifest["job"]
+                facts = job_facts(path, self._found)
                 refuse_unlike(path, facts, self._snapshots.facts())
                 notes += filter(None, [note_on_versions(path, facts), f"training goes on from {path}"])
                 choice = _Choice(path=str(path))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.state.matching import Array, Kept, Match, match
@@ -33,6 +35,22 @@ class Loaded:
     step: int
     call: str
     call_step: int
+
+
+class _Job(msgspec.Struct):
+    backend: str
+
+
+class _Training(msgspec.Struct):
+    call: str
+    steps: int
+
+
+class _Facts(msgspec.Struct):
+    """What the manifest says of the job, as far as it matters here."""
+
+    job: _Job
+    training: _Training
 
 
 def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Loaded:
@@ -72,14 +90,14 @@ def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Lo
 
 def give(model: Any, folder: Path, contents: Contents, name: str | None = None) -> Loaded:
     """Give `model`, which is built, what the checkpoint in `folder` holds; as `load_checkpoint`."""
-    candidates = _models(contents)
+    facts = _facts(folder, contents)
+    candidates = _models(contents, facts)
     if name is not None and name not in candidates:
         raise InputError(f"the checkpoint {folder} has no model {name!r}, only {_listed(candidates)}")
     found = [match(model, kept) for kept in candidates.values() if name in (None, kept.name)]
     chosen = _choose(f"the checkpoint {folder}", f"model {model.name!r}", found)
     chosen.assign()
-    facts = contents.manifest["training"]
-    return Loaded(folder, chosen.name, contents.step, facts["call"], facts["steps"])
+    return Loaded(folder, chosen.name, contents.step, facts.training.call, facts.training.steps)
 
 
 def _read(path: Path) -> tuple[Path, Contents]:
@@ -102,14 +120,23 @@ def _read(path: Path) -> tuple[Path, Contents]:
     return found
 
 
-def _models(contents: Contents) -> dict[str, Kept]:
+def _facts(folder: Path, contents: Contents) -> _Facts:
+    try:
+        return msgspec.convert(contents.manifest, _Facts)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the checkpoint {folder} was not kept by a job: its manifest is not understood ({error})"
+        ) from None
+
+
+def _models(contents: Contents, facts: _Facts) -> dict[str, Kept]:
     """Return what a checkpoint holds of each of the job's models, by name."""
     arrays: dict[str, dict[str, Array]] = {}
     for full, array in contents.arrays.items():
         if of_a_model := _OF_A_MODEL.fullmatch(full):
             arrays.setdefault(of_a_model[1], {})[of_a_model[2]] = array
     # A step on JAX has the variables in Keras's order for it.
-    stepping = contents.manifest["job"]["backend"] == "jax" and contents.manifest["training"]["steps"] > 0
+    stepping = facts.job.backend == "jax" and facts.training.steps > 0
     return {
         name: Kept(
             name,

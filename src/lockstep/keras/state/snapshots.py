@@ -160,16 +160,25 @@ class Snapshots:
         """Go on from `contents` when the script comes to its calls.
 
         Raises:
-            CheckpointError: the script asks for checkpoints at another place than the one that kept it.
+            CheckpointError: the script asks for checkpoints at another place than the one that kept it, or no
+                training kept it.
         """
-        facts = unpack(contents.manifest["training"], contents.arrays)
+        facts = unpack(contents.manifest.get("training"), contents.arrays)
+        if not isinstance(facts, dict):
+            raise CheckpointError(f"the checkpoint of step {contents.step} was not kept by a training")
         if facts.get("since", self.since) != self.since:
             raise CheckpointError(
                 f"the checkpoint of step {contents.step} was kept by {_origin(facts['since'])}, and the job "
                 f"goes on with {_origin(self.since)}, where other calls have finished: ask for checkpoints "
                 "as before, or begin in another folder"
             )
-        self._go_on(contents, facts)
+        try:
+            self._go_on(contents, facts)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"what the checkpoint of step {contents.step} says of finished calls is not understood: "
+                f"{error!r}"
+            ) from error
 
     def _follow(self, contents: Contents) -> None:
         """Go on from what the members of the job have given, wherever checkpoints are asked for."""

@@ -1,0 +1,238 @@
+"""Every parser and decoder gives a value or the error that it documents, at once, whatever it is given."""
+
+import json
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lockstep import config, program
+from lockstep.checkpoint.parcel import unpack_parcel
+from lockstep.cluster import hosts, tf_config
+from lockstep.cluster.spec import ClusterSpec
+from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
+from lockstep.control import arrivals, birth, devices, foresight, jobs, messages, orders
+from lockstep.errors import CheckpointError, ConfigError
+
+quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+words = st.text(max_size=6) | st.sampled_from(
+    ["worker", "chief", "ps", "evaluator", "cluster", "task", "index", "type", "h:1", "host1:2222", "[::1]:3"]
+)
+leaves = st.none() | st.booleans() | st.integers(-(2**90), 2**90) | st.floats() | words | st.just("7" * 5000)
+anything = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=12,
+)
+DEEP = ["[" * 100_000, '{"a":' * 100_000, "[" * 50_000 + "]" * 50_000]
+texts = (
+    anything.map(json.dumps)
+    | st.text()
+    | st.sampled_from([*DEEP, f'{{"cluster": {DEEP[2]}}}', "\ud800", '"\\ud800"', "NaN", "1" * 5000, "\0"])
+)
+clusters = st.builds(
+    lambda cluster, task, others: json.dumps({"cluster": cluster, "task": task, **others}),
+    st.dictionaries(words, anything, max_size=3),
+    st.fixed_dictionaries({"type": anything, "index": anything}) | anything,
+    st.dictionaries(st.sampled_from(["rpc_layer", "environment", "session_master"]), anything),
+)
+
+OF_MESSAGES = ("report", "arrival", "over")
+KINDS = [
+    *("started", "report", "waiting", "failed", "finished", "asks", "given", "stop", "view", "position"),
+    *("leave", "over", "ask", "scale", "end", "status", "refused", "arrival", "patience", "admitted"),
+]
+FIELDS = [
+    *("event", "fields", "what", "workers", "seconds", "status", "summary", "traceback", "blames", "whole"),
+    *("view", "failure", "signal", "number", "reason", "job", "tasks", "seat", "version", "backend", "cores"),
+    *(
+        "gpus",
+        "target",
+        "worker",
+        "joins",
+        "environment",
+        "agent",
+        "connection",
+        "imports",
+        "folder",
+        "since",
+    ),
+    *("since", "replicas", "joining", "wanted", "where", "pid", "script", "run_dir"),
+]
+packets = st.binary() | (
+    texts
+    | st.builds(
+        lambda kind, fields: json.dumps({"type": kind, **fields}),
+        st.sampled_from(KINDS),
+        st.dictionaries(st.sampled_from(FIELDS), anything, max_size=5),
+    )
+    | st.sampled_from(
+        [f'{{"type": "{kind}", "fields": {DEEP[2]}}}' for kind in ("report", "arrival", "over")]
+    )
+).map(lambda text: text.encode(errors="surrogatepass"))
+
+hosts_texts = (
+    st.text()
+    | st.text("node[]-,0123456789 ()x", max_size=20)
+    | st.sampled_from(["[0-9]" * 9, "[1-2]" * 2000, "[0-65535]" * 99, "[" * 5000, "n[1-3]," * 50_000 + "b"])
+    | st.sampled_from(["1(x999999999)", "9" * 5000, "a" * 10**6, "a[0-99999999]"])
+)
+sources = st.text() | st.lists(
+    st.sampled_from(
+        [
+            "import os",
+            "import jax",
+            "from . import x",
+            "import beside",
+            "def f(:",
+            "x = " + "(" * 300,
+            "x = " + "-" * 50_000 + "1",
+            "a" + ".b" * 5000,
+            "os.environ.setdefault('KERAS_BACKEND', 'jax')",
+            "\0",
+            "# -*- coding: nix -*-",
+            "x = " + "+".join("1" * 5000),
+        ]
+    ),
+    max_size=3,
+).map("\n".join)
+WORDS = ["python", "-c", "-m", "-", "--", "-X", "-W", "-um", "--check-hash-based-pycs", "-mx", "a.py"]
+commands = st.lists(
+    st.text(max_size=4)
+    | st.sampled_from(
+        ["python", "-c", "-m", "-", "--", "-X", "-W", "-um", "--check-hash-based-pycs", "-mx", "a.py"]
+    ),
+    max_size=6,
+)
+variables = dict.fromkeys(
+    [f"LOCKSTEP_{name}" for name in ("WORKERS", "REPLICAS", "THREADS", "TIMEOUT", "AGENT")], "1"
+) | {
+    "LOCKSTEP_WORKER": "0",
+    "LOCKSTEP_SEED": "0",
+    "LOCKSTEP_RUN_DIR": "/x",
+    "LOCKSTEP_CONTROL_FD": "3",
+    "LOCKSTEP_POOL_FD": "4",
+    "LOCKSTEP_ARENA_FD": "none",
+    "LOCKSTEP_CHECKPOINTS": "null",
+}
+OF_CHECKPOINTS = ["folder", "steps", "seconds", "keep", "resume"]
+environments = st.dictionaries(
+    st.sampled_from(list(variables)),
+    texts
+    | st.sampled_from(["9" * 5000, "\u0661", "1_0", "nan", "inf", "1e400", "-0"])
+    | st.dictionaries(st.sampled_from(["folder", "steps", "seconds", "keep", "resume"]), anything).map(
+        json.dumps
+    ),
+    max_size=2,
+)
+
+
+def use_cluster(cluster: Any) -> None:
+    spec = ClusterSpec(cluster)
+    assert ClusterSpec(spec) == spec
+    assert repr(spec)
+    for job in spec.jobs:
+        assert [spec.task_address(job, index) for index in spec.task_indices(job)] or not spec.num_tasks(job)
+
+
+def read_settings(data: bytes, folder: Path) -> None:
+    (folder / "keras.json").write_bytes(data)
+    _, configured = config.keras_backend({"KERAS_HOME": str(folder)})
+    assert configured is None or type(configured) is str
+
+
+def foresee(source: str, folder: Path) -> None:
+    for name in ("script.py", "beside.py"):
+        (folder / name).write_bytes(source.encode(errors="surrogatepass"))
+    foresight.foresee(folder / "script.py", folder, {})
+
+
+def show_jobs(packet: bytes) -> None:
+    reply = orders.decode_reply(packet)
+    if isinstance(reply, orders.Status):
+        assert len(jobs.table([reply], 0.0)) == 2
+
+
+def unpack(data: bytes) -> None:
+    descriptor = os.memfd_create("parcel")
+    os.write(descriptor, data)
+    unpack_parcel(descriptor)
+
+
+def ask_resolver(text: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TF_CONFIG", text)
+        resolver = TFConfigClusterResolver()
+        asked: list[Callable[[], Any]] = [resolver.cluster_spec, resolver.master, lambda: resolver.task_type]
+        for ask in (*asked, lambda: resolver.task_id, lambda: resolver.rpc_layer):
+            try:
+                ask()
+            except (ConfigError, ValueError):
+                continue
+
+
+lengths = st.integers(0, 2**64 - 1).map(lambda length: length.to_bytes(8, "little"))
+CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] = {
+    "TF_CONFIG": (texts | clusters, tf_config.parse, (ConfigError,)),
+    "cluster of TF_CONFIG": (anything, tf_config.parse_cluster, (ConfigError,)),
+    "index of TF_CONFIG": (anything, tf_config.parse_index, (ConfigError,)),
+    "resolver": (clusters, ask_resolver, ()),
+    "ClusterSpec": (anything | st.dictionaries(leaves, anything), use_cluster, (TypeError, ValueError)),
+    "hosts": (hosts_texts, hosts.expand_hosts, (ConfigError,)),
+    "counts": (hosts_texts, hosts.expand_counts, (ConfigError,)),
+    "worker": (environments, lambda given: config.read_worker(variables | given), (ConfigError,)),
+    "messages": (packets, messages.decode, (ValueError,)),
+    "orders": (packets, orders.decode_order, (ValueError,)),
+    "replies": (packets, show_jobs, (ValueError,)),
+    "arrivals": (packets, arrivals.decode_arrival, (ValueError,)),
+    "answers": (packets, arrivals.decode_answer, (ValueError,)),
+    "births": (packets, birth.decode_birth, (ValueError,)),
+    "upbringings": (texts, birth.Upbringing.read, (ConfigError,)),
+    "parcels": (packets | st.builds(bytes.__add__, lengths, packets), unpack, (CheckpointError,)),
+    "programs": (commands, program.parse, ()),
+    "devices": (
+        st.text() | st.text("0123+,-GPU") | st.just("9" * 5000),
+        devices.parse_devices,
+        (ConfigError,),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_input_gives_a_value_or_the_error_that_is_documented(name: str) -> None:
+    strategy, parse, errors = CASES[name]
+
+    @quick
+    @given(strategy)
+    def check(value: Any) -> None:
+        with suppress(*errors):
+            parse(value)
+
+    check()
+
+
+@pytest.mark.parametrize(("strategy", "read"), [(packets, read_settings), (sources, foresee)])
+def test_files_of_any_content(strategy: Any, read: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    quick(given(strategy)(lambda value: read(value, tmp_path)))()
+
+
+def test_a_backend_in_keras_json_that_is_no_name(tmp_path: Path) -> None:
+    read_settings(b'{"backend": ["jax"]}', tmp_path)
+    read_settings(DEEP[0].encode(), tmp_path)
+
+
+def test_arrays_that_a_parcel_has_no_room_for_take_no_memory() -> None:
+    for kind, shape in (("float32", (2**40,)), ("float32", (-1, -1)), ("nix", (1,)), ("float32", (2**63, 0))):
+        header = parcel_header(kind, shape)
+        with pytest.raises(CheckpointError, match="the memory with the state is not understood"):
+            unpack(len(header).to_bytes(8, "little") + header + bytes(100))
+
+
+def parcel_header(kind: str, shape: tuple[int, ...]) -> bytes:
+    return msgspec.msgpack.encode({"step": 1, "manifest": {}, "arrays": [["x", kind, shape]]})
