@@ -28,7 +28,7 @@ BASE = {
 }
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "clock": set(),
+    "clock": {"errors"},
     "topology": {"errors"},
     "request": set(),
     "config": {"cgroups", "errors", "topology"},

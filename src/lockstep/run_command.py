@@ -12,12 +12,14 @@ from typing import Any, get_args
 
 import click
 
+from lockstep.clock import parse_seconds
 from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
 from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.run_folder import claim_folder, fresh_folder
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
+from lockstep.control.state import GRACE
 from lockstep.errors import ConfigError
 from lockstep.paths import RunPaths
 from lockstep.topology import place
@@ -122,6 +124,13 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
     help="How many checkpoints to keep.",
 )
 @click.option(
+    "--grace",
+    metavar="TIME",
+    default=f"{GRACE:g}s",
+    show_default=True,
+    help="Time that SIGTERM leaves for the step in flight and a last checkpoint, such as 30s or 2m.",
+)
+@click.option(
     "--tf-distribute",
     is_flag=True,
     help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
@@ -139,8 +148,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     lockstep run -n 2 -m package.train --epochs 3
 
     The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
-    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started. With --checkpoint, SIGTERM lets
-    the chief keep a checkpoint first, for at most 20 seconds.
+    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started. With checkpoints, SIGTERM lets
+    the chief end its step and write one first, for which it has the time of --grace. Then workers have 3
+    seconds to end before they are killed. A second signal kills all of them at once.
     """
     from lockstep.control.command import fill_standard_descriptors, run_under_agent
 
@@ -162,7 +172,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             f"lockstep: {variable} switches deterministic operations off: equal bits are no longer promised",
             err=True,
         )
-    sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
+    sys.exit(run_under_agent(lambda command: _be_agent(spec, command), spec.grace))
 
 
 def _backend(asked: str | None, past: str | None) -> str:
@@ -213,6 +223,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         timeout=options["timeout"],
         min_workers=options["min_workers"],
         max_restarts=options["max_restarts"],
+        grace=parse_seconds(options["grace"], "--grace"),
         tf_distribute=options["tf_distribute"],
         run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
         tee=options["tee"],
@@ -280,7 +291,7 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
             descendants=LinuxDescendants(),
             state=State(
                 frozenset(range(spec.workers)),
-                Limits(timeout=spec.timeout),
+                Limits(timeout=spec.timeout, save=spec.grace),
                 view=spec.view,
                 keeps=spec.checkpoints is not None,
                 size=Size.of(spec.workers, spec.min_workers, spec.max_restarts),

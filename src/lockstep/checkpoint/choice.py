@@ -8,9 +8,9 @@ from typing import Any
 
 from lockstep.checkpoint.keeper import Every
 from lockstep.checkpoint.store import Store
+from lockstep.clock import duration
 from lockstep.errors import ConfigError
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _OPTIONS = {"threads": "threads-per-worker"}
 
 Facts = Mapping[str, Any]
@@ -29,9 +29,8 @@ def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
     """
     if re.fullmatch(r"[1-9]\d*", text):
         return Every(steps=int(text))
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh])", text)
-    if match and float(match[1]) > 0:
-        return Every(seconds=float(match[1]) * _UNITS[match[2]])
+    if seconds := duration(text):
+        return Every(seconds=seconds)
     raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
 
 

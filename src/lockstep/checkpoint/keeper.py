@@ -74,8 +74,8 @@ def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keep
             event with fields.
     """
 
-    def done(path: Path, seconds: float) -> None:
-        report("checkpoint", path=str(path), seconds=seconds)
+    def done(path: Path, step: int, seconds: float) -> None:
+        report("checkpoint", path=str(path), step=step, seconds=seconds)
 
     def failed(reason: str) -> None:
         report("checkpoint failed", reason=reason)

@@ -13,7 +13,7 @@ from lockstep.control.output import Sink
 from lockstep.control.wording import UNSEEN
 
 _LOOK_EVERY = 0.01
-_PATIENCE = 1.0
+_PATIENCE = 5.0
 
 
 class AdoptedHandle:

@@ -41,7 +41,7 @@ from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
 from lockstep.control.supervision import decide
 from lockstep.control.views import Views
-from lockstep.control.wording import UNSEEN
+from lockstep.control.wording import UNSEEN, unkillable
 from lockstep.errors import LockstepError
 from lockstep.events import EventLog
 from lockstep.paths import RunPaths
@@ -261,8 +261,13 @@ class Agent:
                 self._decide(decisions.Keeps())
             case "patience":
                 self._decide(decisions.Patience(float(fields["seconds"])))
+            case "leaving":
+                self._decide(decisions.StepEnded(int(fields["step"])))
             case "checkpoint":
                 self.console.say(f"checkpoint {fields.get('path')}")
+                self._decide(decisions.Kept(int(fields["step"])))
+            case "checkpoint failed":
+                self._decide(decisions.NotKept(str(fields["reason"])))
             case "resumed" if worker == self.console.chief:
                 self.console.say(f"training goes on behind {fields.get('where')}")
 
@@ -371,7 +376,7 @@ class Agent:
             count = self.spec.workers
             self.console.say(f"the script used no strategy: each of the {count} workers ran all of it, alone")
         if left:
-            self.console.say(f"processes that cannot be killed are left: {', '.join(map(str, left))}")
+            self.console.say(unkillable(left))
         self.events.write("finished", status=verdict.status, message=verdict.message, workers=verdict.workers)
         self._flush()
         return verdict.status
