@@ -24,6 +24,7 @@ BASE = {
     "cgroups",
     "memory",
     "locks",
+    "notes",
     "prose",
 }
 ALLOWED: dict[str, set[str]] = {
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "cgroups": set(),
     "memory": {"cgroups"},
     "locks": set(),
+    "notes": set(),
     "prose": set(),
     "program": set(),
     "events": {"clock", "files"},

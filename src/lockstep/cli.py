@@ -8,6 +8,7 @@ import click
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
+from lockstep.notes import note
 from lockstep.run_command import run
 
 
@@ -24,7 +25,7 @@ def main() -> None:
 
 
 def _refuse(message: str) -> None:
-    click.echo(f"lockstep: {message}", err=True)
+    note(message)
     sys.exit(2)
 
 

@@ -21,6 +21,7 @@ from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.control.state import GRACE
 from lockstep.errors import ConfigError
+from lockstep.notes import note
 from lockstep.paths import RunPaths
 from lockstep.topology import place
 
@@ -166,12 +167,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if folder is not None and not existed:
         claim_folder(folder, *_OF_CHECKPOINTS)
     claim_folder(spec.run_dir)
-    click.echo(f"lockstep: {spec.describe()}", err=True)
+    note(spec.describe())
     for variable in switched_off() if spec.devices else ():
-        click.echo(
-            f"lockstep: {variable} switches deterministic operations off: equal bits are no longer promised",
-            err=True,
-        )
+        note(f"{variable} switches deterministic operations off: equal bits are no longer promised")
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command), spec.grace))
 
 
@@ -241,7 +239,7 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    found = newest(folder, lambda text: click.echo(f"lockstep: {text}", err=True))
+    found = newest(folder, note)
     resume, past = found or (None, {})
     if resume is not None:
         refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
@@ -253,8 +251,8 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
     from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
 
     refuse_another_backend(resume, past, backend)
-    if note := note_on_versions(resume, past):
-        click.echo(f"lockstep: {note}", err=True)
+    if text := note_on_versions(resume, past):
+        note(text)
 
 
 def _be_agent(spec: JobSpec, command: socket.socket) -> int:

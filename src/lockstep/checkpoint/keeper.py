@@ -1,6 +1,5 @@
 """When a checkpoint is due."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.clock import Clock, SystemClock
+from lockstep.notes import note
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,6 @@ def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keep
 
     def failed(reason: str) -> None:
         report("checkpoint failed", reason=reason)
-        print(f"lockstep: a checkpoint was not written: {reason}; training goes on", file=sys.stderr)
+        note(f"a checkpoint was not written: {reason}; training goes on")
 
     return Keeper(Writer(store, done, failed), every, SystemClock())

@@ -112,6 +112,7 @@ class Terminals(Console):
         self.chief = 0
         self._handles = handles
         self._prefixers = []
+        self._told = set()
 
     def shows(self, worker: int) -> bool:
         """A terminal has its worker's output already."""
@@ -121,7 +122,8 @@ class Terminals(Console):
         """Show a note, once where several workers have one terminal."""
         seen = set()
         for sink in [handle.terminal for handle in self._handles() if handle.terminal is not None]:
-            status = os.fstat(sink.descriptor)
-            if (status.st_dev, status.st_ino) not in seen:
-                seen.add((status.st_dev, status.st_ino))
-                sink.write(f"lockstep: {text}\n".encode(errors="backslashreplace"))
+            with contextlib.suppress(OSError):
+                status = os.fstat(sink.descriptor)
+                if (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    sink.write(f"lockstep: {text}\n".encode(errors="backslashreplace"))

@@ -178,6 +178,9 @@ class Agent:
         self.descendants.reap(owned)
 
     def _watch_output(self) -> None:
+        for text in self.console.lost():
+            self.events.write("output lost", reason=text)
+            self.console.say(text)
         for sink in self.console.sinks:
             self._watch(sink.descriptor, sink.pending > 0, selectors.EVENT_WRITE, sink.flush)
         for member in self._members.values():

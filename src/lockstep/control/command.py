@@ -15,6 +15,7 @@ from lockstep.control.descendants import LinuxDescendants, children_now
 from lockstep.control.messages import Stop, encode
 from lockstep.control.prctl import adopt_orphans
 from lockstep.control.wording import describe_exit, shell_status, signal_name, unkillable
+from lockstep.notes import flush_streams, note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_PATIENCE = 10.0
@@ -36,9 +37,7 @@ def run_under_agent(be_agent: Callable[[socket.socket], int], grace: float) -> i
     spare = children_now()
     adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+    flush_streams()
     agent = os.fork()
     if agent == 0:
         mine.close()
@@ -125,22 +124,16 @@ class _Watch:
         status = os.waitstatus_to_exitcode(os.waitpid(self._agent, 0)[1])
         left = self._descendants.end(grace=0)
         if left:
-            _say(unkillable(left))
+            note(unkillable(left))
         if not in_time and self._stopped_by is not None:
             name = signal_name(self._stopped_by)
-            _say(
+            note(
                 f"stopped by {name}; the agent (process {self._agent}) did not answer in time, and was killed"
             )
             return 128 + self._stopped_by
         if status < 0:
-            _say(f"the agent (process {self._agent}) {describe_exit(status)}; so was all of its job")
+            note(f"the agent (process {self._agent}) {describe_exit(status)}; so was all of its job")
         return shell_status(status)
-
-
-def _say(text: str) -> None:
-    # The terminal may be gone, or its reader.
-    with contextlib.suppress(OSError):
-        os.write(2, f"lockstep: {text}\n".encode())
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:

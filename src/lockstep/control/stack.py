@@ -1,6 +1,7 @@
 """The Python stack of a worker, even of one that holds the interpreter."""
 
 import faulthandler
+import os
 import re
 import signal
 from pathlib import Path
@@ -14,8 +15,13 @@ _STARTING = re.compile(r'File "(.*/lockstep/(parent|worker|control/script)\.py|<
 
 def write_when_asked(path: Path) -> None:
     """Make this process append the stacks of its threads to `path` whenever `STACK_SIGNAL` comes."""
-    # faulthandler keeps the file open for us.
-    faulthandler.register(STACK_SIGNAL, file=path.open("ab", buffering=0), all_threads=True)
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+    except OSError:
+        # Where there is no room for the stack, the question must still not end this process.
+        descriptor = os.open(os.devnull, flags)
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
 
 def innermost(dump: str, frames: int) -> list[str]:

@@ -2,11 +2,11 @@
 
 import select
 import socket
-import sys
 import time
 
 from lockstep.control.arrivals import MAX_PACKET, Admitted, Patience, TurnedAway, decode_answer
 from lockstep.errors import ConfigError, PeerStuckError
+from lockstep.notes import note
 
 _SOON = 1.0
 _EVERY = 5.0
@@ -100,4 +100,4 @@ class Waiting:
 
     def _say(self) -> None:
         if line := self._patient.line(time.monotonic()):
-            print(f"lockstep: {line}", file=sys.stderr, flush=True)
+            note(line)
