@@ -30,7 +30,7 @@ from lockstep.config import (
 )
 from lockstep.control.arrivals import Admitted, Arrival, Task, encode
 from lockstep.control.backend import choose_backend
-from lockstep.control.places import check_free, claim, connect, resolve
+from lockstep.control.places import check_free, claim, connect, holder, resolve
 from lockstep.control.script import Script
 from lockstep.control.waiting import Waiting
 from lockstep.errors import ConfigError, UnfitError
@@ -41,6 +41,7 @@ _OWN = ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")
 
 _PAUSE = 0.02
 _PATIENCE = 20.0
+_SAY_EVERY = 5.0
 _MOST_COORDINATORS = 20
 
 _followed: set[str | None] = set()
@@ -191,8 +192,8 @@ def _backend() -> str:
 def _connect(arrival: Arrival) -> socket.socket:
     """Return a connection to the coordinator, which is started if there is none."""
     places = [task.place for task in arrival.tasks]
-    patience = time.monotonic() + _PATIENCE
-    while time.monotonic() < patience:
+    begun = said = time.monotonic()
+    while (now := time.monotonic()) - begun < _PATIENCE:
         claimed = claim(places)
         if isinstance(claimed, str):
             connection = connect(claimed)
@@ -202,11 +203,14 @@ def _connect(arrival: Arrival) -> socket.socket:
             _start_coordinator(arrival, claimed)
         if connection is not None:
             return connection
+        if now - said >= _SAY_EVERY:
+            said = now
+            note(f"{arrival.task.name} waits for {holder(str(claimed))} to accept a connection at {claimed}")
         # Somebody is about to listen, or about to end.
         time.sleep(_PAUSE)
     raise UnfitError(
-        f"another process has had what stands for {claimed} for {_PATIENCE:g} s, and does not answer; "
-        "end it, or give other ports in TF_CONFIG"
+        f"{holder(str(claimed))} has what stands for {claimed}, and has accepted no connection for "
+        f"{_PATIENCE:g} s; end it, or give other ports in TF_CONFIG"
     )
 
 
