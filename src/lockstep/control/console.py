@@ -39,6 +39,10 @@ class Console:
         """Bytes that the reader has not taken yet."""
         return sum(sink.pending for sink in self.sinks)
 
+    def shown(self) -> int:
+        """Return how many bytes were given to the terminal so far."""
+        return sum(sink.taken for sink in self.sinks)
+
     def shows(self, worker: int) -> bool:
         """Whether the output of `worker` is shown."""
         return self._tee == "all" or worker == self.chief

@@ -24,17 +24,20 @@ class Sink:
     Attributes:
         descriptor: of the file.
         pending: how many bytes wait.
+        taken: how many bytes were given to it so far.
         failure: why everything is thrown away; empty as long as nothing is.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.pending = 0
+        self.taken = 0
         self.failure = ""
         self._queue: deque[bytes] = deque()
 
     def write(self, data: bytes) -> None:
         """Take `data`, and pass on what can be passed on now."""
+        self.taken += len(data)
         if self.failure or not data:
             return
         self._queue.append(data)
