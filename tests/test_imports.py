@@ -24,11 +24,12 @@ BASE = {
     "cgroups",
     "memory",
     "locks",
+    "notes",
     "prose",
 }
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "clock": set(),
+    "clock": {"errors"},
     "topology": {"errors"},
     "request": set(),
     "config": {"cgroups", "errors", "topology"},
@@ -37,6 +38,7 @@ ALLOWED: dict[str, set[str]] = {
     "cgroups": set(),
     "memory": {"cgroups"},
     "locks": {"files"},
+    "notes": set(),
     "prose": set(),
     "program": set(),
     "events": {"clock", "files"},

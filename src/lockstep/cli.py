@@ -1,6 +1,5 @@
 """The command `lockstep`. No logic: it parses, composes and calls."""
 
-import contextlib
 import sys
 import time
 from pathlib import Path
@@ -9,6 +8,7 @@ import click
 
 from lockstep import __version__
 from lockstep.errors import LockstepError
+from lockstep.notes import note
 from lockstep.run_command import PARTS, run
 
 
@@ -33,8 +33,7 @@ def main() -> None:
 
 
 def _refuse(message: str) -> None:
-    with contextlib.suppress(OSError):
-        click.echo(f"lockstep: {message}", err=True)
+    note(message)
     sys.exit(2)
 
 

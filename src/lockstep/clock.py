@@ -1,7 +1,13 @@
-"""What time it is: the system's clocks, and one that a test moves by hand."""
+"""What time it is: the system's clocks, and one that a test moves by hand; and times that a person writes."""
 
+import re
 import time
 from typing import Protocol
+
+from lockstep.errors import ConfigError
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+_LONGEST = 24 * 3600.0
 
 
 class Clock(Protocol):
@@ -45,3 +51,21 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot go back by {-seconds} s")
         self._seconds += seconds
+
+
+def duration(text: str) -> float | None:
+    """Return the seconds of a time with its unit, such as 30s, 1.5m or 1h; None where it is none."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])", text)
+    return float(match[1]) * _UNITS[match[2]] if match else None
+
+
+def parse_seconds(text: str, option: str) -> float:
+    """Read a time: seconds, or a number with its unit.
+
+    Raises:
+        ConfigError: it is none, or longer than a day; the message names `option`.
+    """
+    seconds = duration(f"{text}s" if text[-1:].isdigit() else text)
+    if seconds is None or seconds > _LONGEST:
+        raise ConfigError(f"{option} {text}: give a time such as 30s or 2m, of at most 24h")
+    return seconds

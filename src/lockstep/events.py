@@ -1,6 +1,5 @@
 """What happened in a run, a JSON object a line."""
 
-import os
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -28,7 +27,7 @@ class EventLog:
     def open(cls, path: Path, clock: Clock, complain: Complain) -> Self:
         """Open `path` to append; a line that an earlier run left unfinished is ended first."""
         file = AppendFile.open(path, complain)
-        if file.start and os.pread(file.descriptor, 1, file.start - 1) != b"\n":
+        if file.start and file.read(1, file.start - 1) != b"\n":
             file.write(b"\n")
         return cls(file, clock)
 

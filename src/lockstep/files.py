@@ -1,5 +1,6 @@
 """Files of Lockstep's own: how they are opened, and those that only grow while training goes on."""
 
+import contextlib
 import errno
 import os
 import stat
@@ -102,22 +103,35 @@ class AppendFile:
 
     @classmethod
     def open(cls, path: Path, complain: Complain) -> "AppendFile":
-        """Open or make the file at `path`, in a folder of Lockstep's.
-
-        Raises:
-            OSError: see `open_own`.
-        """
-        return cls(path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), complain)
+        """Open or make a file in a folder of Lockstep's; where that fails, all that is written is lost."""
+        try:
+            return cls(path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), complain)
+        except OSError as error:
+            opened = cls(path, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), complain)
+            opened._lose(error)
+            return opened
 
     def write(self, data: bytes) -> None:
-        """Append `data`, or lose it if the disk is full."""
+        """Append `data`, or lose it if that fails."""
         try:
             while data and not self._lost:
                 data = data[os.write(self.descriptor, data) :]
         except OSError as error:
-            self._lost = True
-            self._complain(f"cannot write {self.path}: {error.strerror}; what follows in it is lost")
+            self._lose(error)
+
+    def read(self, count: int, start: int) -> bytes:
+        """Return up to `count` bytes from `start` on; none if they cannot be read."""
+        try:
+            return os.pread(self.descriptor, count, start)
+        except OSError:
+            return b""
+
+    def _lose(self, error: OSError) -> None:
+        self._lost = True
+        self._complain(f"cannot write {self.path}: {error.strerror}; what follows in it is lost")
 
     def close(self) -> None:
         """Close the file."""
-        os.close(self.descriptor)
+        # What the disk of another machine has refused may show itself only now.
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)

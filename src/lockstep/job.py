@@ -138,6 +138,7 @@ class Job:
     began_with: int | None = None
     task: str = "worker"
     _undone: list[Callable[[], object]] = field(default_factory=list)
+    _stepped: bool = False
 
     @property
     def evaluates(self) -> bool:
@@ -153,6 +154,12 @@ class Job:
         """From now on a worker that others wait for is stuck after `timeout` seconds; all workers say so."""
         self.policy.timeout = timeout + GRACE_FOR_AGENT
         self.report("patience", seconds=timeout)
+
+    def stepped(self) -> None:
+        """Note that a step has been computed and summed; the first is reported."""
+        if not self._stepped:
+            self._stepped = True
+            self.report("first step")
 
     def as_chief(self, act: Callable[[], object]) -> None:
         """Have `act` done by the chief: writing a file, for example.

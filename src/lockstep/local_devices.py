@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from lockstep import job, program
 from lockstep.config import hide_gpus, visible_gpus
 from lockstep.errors import ConfigError
+from lockstep.notes import flush_streams, note
 from lockstep.prose import count
 
 _NAME = re.compile(r"/?(?:device:)?(CPU|GPU):(\d+)", re.ASCII | re.IGNORECASE)
@@ -61,15 +62,13 @@ def restart_once_a_device(devices: Sequence[str] | None) -> None:
     if own is None:
         raise ConfigError(_USE_LAUNCH)
     arguments = ("run", *restart.options, *own.command)
-    print(
-        f"lockstep: MirroredStrategy on {restart.what}: the script starts again, once a device, as by "
-        f"lockstep {shlex.join(arguments)}",
-        file=sys.stderr,
+    note(
+        f"MirroredStrategy on {restart.what}: the script starts again, once a device, as by "
+        f"lockstep {shlex.join(arguments)}"
     )
     if restart.hides_gpus:
         hide_gpus()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    flush_streams()
     os.execv(sys.executable, (sys.executable, "-P", "-m", "lockstep", *arguments))
 
 
@@ -132,8 +131,7 @@ def _what_is_visible(gpus: Sequence[str]) -> str:
 def _note_on_rule(devices: Sequence[str] | None, mine: job.Job) -> None:
     replicas = mine.view.replicas
     if devices is not None and len(devices) != replicas and mine.is_chief:
-        print(
-            f"lockstep: MirroredStrategy names {count(len(devices), 'device')}, but this job has "
-            f"{count(replicas, 'replica')}: in a worker its command decides, by --workers and --devices",
-            file=sys.stderr,
+        note(
+            f"MirroredStrategy names {count(len(devices), 'device')}, but this job has "
+            f"{count(replicas, 'replica')}: in a worker its command decides, by --workers and --devices"
         )

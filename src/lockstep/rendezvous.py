@@ -30,16 +30,18 @@ from lockstep.config import (
 )
 from lockstep.control.arrivals import Admitted, Arrival, Task, encode
 from lockstep.control.backend import choose_backend
-from lockstep.control.places import check_free, claim, connect, resolve
+from lockstep.control.places import check_free, claim, connect, holder, resolve
 from lockstep.control.script import Script
 from lockstep.control.waiting import Waiting
 from lockstep.errors import ConfigError, UnfitError
+from lockstep.notes import flush_streams, note
 from lockstep.program import Program, own
 
 _OWN = ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")
 
 _PAUSE = 0.02
 _PATIENCE = 20.0
+_SAY_EVERY = 5.0
 _MOST_COORDINATORS = 20
 
 _followed: set[str | None] = set()
@@ -61,10 +63,9 @@ def take_part() -> None:
     if job.is_worker():
         if text not in (tf_config_given(), *_followed) and job.is_chief():
             _followed.add(text)
-            print(
-                "lockstep: the TF_CONFIG that this script has set is ignored; workers and replicas are those "
-                "of the job, which runs already",
-                file=sys.stderr,
+            note(
+                "the TF_CONFIG that this script has set is ignored; workers and replicas are those "
+                "of the job, which runs already"
             )
         return
     if text is not None and text not in _followed:
@@ -88,10 +89,7 @@ def _follow(config: TaskConfig, text: str) -> None:
         # A worker of `lockstep run` has started this process for something else.
         return
     if config.task_type == "ps":
-        print(
-            "lockstep: a parameter server has nothing to do here: the workers hold all of the state",
-            file=sys.stderr,
-        )
+        note("a parameter server has nothing to do here: the workers hold all of the state")
         sys.exit(0)
     if config.task_type not in TRAINING:
         job.current().task = config.task_type
@@ -113,10 +111,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     arrival = Arrival(tasks, seat, __version__, backend, usable_cores(), visible_gpus(), target)
     admitted, connection, memory = _meet(arrival)
     why = "the job goes on" if admitted.joins else "all are there"
-    print(
-        f"lockstep: {why}; {tasks[seat].name} begins its script again, as worker {admitted.worker}",
-        file=sys.stderr,
-    )
+    note(f"{why}; {tasks[seat].name} begins its script again, as worker {admitted.worker}")
     worker = WorkerConfig(
         worker=admitted.worker,
         workers=admitted.replicas,
@@ -133,9 +128,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     )
     for descriptor in (connection, *memory):
         os.set_inheritable(descriptor, True)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+    flush_streams()
     arguments = (*program.options, "-P", "-m", "lockstep.worker", *program.command)
     environment = _environment(worker, text, backend, admitted.shares)
     os.execve(sys.executable, (sys.executable, *arguments), environment)
@@ -199,8 +192,8 @@ def _backend() -> str:
 def _connect(arrival: Arrival) -> socket.socket:
     """Return a connection to the coordinator, which is started if there is none."""
     places = [task.place for task in arrival.tasks]
-    patience = time.monotonic() + _PATIENCE
-    while time.monotonic() < patience:
+    begun = said = time.monotonic()
+    while (now := time.monotonic()) - begun < _PATIENCE:
         claimed = claim(places)
         if isinstance(claimed, str):
             connection = connect(claimed)
@@ -210,11 +203,14 @@ def _connect(arrival: Arrival) -> socket.socket:
             _start_coordinator(arrival, claimed)
         if connection is not None:
             return connection
+        if now - said >= _SAY_EVERY:
+            said = now
+            note(f"{arrival.task.name} waits for {holder(str(claimed))} to accept a connection at {claimed}")
         # Somebody is about to listen, or about to end.
         time.sleep(_PAUSE)
     raise UnfitError(
-        f"another process has had what stands for {claimed} for {_PATIENCE:g} s, and does not answer; "
-        "end it, or give other ports in TF_CONFIG"
+        f"{holder(str(claimed))} has what stands for {claimed}, and has accepted no connection for "
+        f"{_PATIENCE:g} s; end it, or give other ports in TF_CONFIG"
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 import click
 
+from lockstep.clock import parse_seconds
 from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
 from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
 from lockstep.control.devices import assign, parse_devices, spread
@@ -19,7 +20,9 @@ from lockstep.control.limits import check_limits
 from lockstep.control.run_folder import claim_folder, fresh_folder, gone_if_refused
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
+from lockstep.control.state import GRACE
 from lockstep.errors import ConfigError
+from lockstep.notes import note
 from lockstep.paths import RunPaths
 from lockstep.topology import place
 
@@ -148,6 +151,13 @@ class _Folder(click.Path):
     help="How many checkpoints to keep.",
 )
 @click.option(
+    "--grace",
+    metavar="TIME",
+    default=f"{GRACE:g}s",
+    show_default=True,
+    help="Time that SIGTERM leaves for the step in flight and a last checkpoint, such as 30s or 2m.",
+)
+@click.option(
     "--tf-distribute",
     is_flag=True,
     help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
@@ -165,8 +175,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     lockstep run -n 2 -m package.train --epochs 3
 
     The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
-    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started. With --checkpoint, SIGTERM lets
-    the chief keep a checkpoint first, for at most 20 seconds.
+    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started. With checkpoints, SIGTERM lets
+    the chief end its step and write one first, for which it has the time of --grace. Then workers have 3
+    seconds to end before they are killed. A second signal kills all of them at once.
     """
     from lockstep.control.command import fill_standard_descriptors, run_under_agent
 
@@ -186,13 +197,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with gone_if_refused(options["run_dir"]):
             spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
             claim_folder(spec.run_dir)
-    click.echo(f"lockstep: {spec.describe()}", err=True)
+    note(spec.describe())
     for variable in switched_off() if spec.devices else ():
-        click.echo(
-            f"lockstep: {variable} switches deterministic operations off: equal bits are no longer promised",
-            err=True,
-        )
-    sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
+        note(f"{variable} switches deterministic operations off: equal bits are no longer promised")
+    sys.exit(run_under_agent(lambda command: _be_agent(spec, command), spec.grace))
 
 
 def _refuse_undecodable(script: Script, options: Mapping[str, Any]) -> None:
@@ -261,6 +269,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         timeout=options["timeout"],
         min_workers=options["min_workers"],
         max_restarts=options["max_restarts"],
+        grace=parse_seconds(options["grace"], "--grace"),
         tf_distribute=options["tf_distribute"],
         run_dir=Path(),
         tee=options["tee"],
@@ -278,7 +287,7 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    found = newest(folder, lambda text: click.echo(f"lockstep: {text}", err=True))
+    found = newest(folder, note)
     resume, past = found or (None, {})
     if resume is not None:
         refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
@@ -290,8 +299,8 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
     from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
 
     refuse_another_backend(resume, past, backend)
-    if note := note_on_versions(resume, past):
-        click.echo(f"lockstep: {note}", err=True)
+    if text := note_on_versions(resume, past):
+        note(text)
 
 
 def _be_agent(spec: JobSpec, command: socket.socket) -> int:
@@ -328,7 +337,7 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
             descendants=LinuxDescendants(),
             state=State(
                 frozenset(range(spec.workers)),
-                Limits(timeout=spec.timeout),
+                Limits(timeout=spec.timeout, save=spec.grace),
                 view=spec.view,
                 keeps=spec.checkpoints is not None,
                 size=Size.of(spec.workers, spec.min_workers, spec.max_restarts),

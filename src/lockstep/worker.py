@@ -19,6 +19,7 @@ from lockstep.control.prctl import die_with
 from lockstep.control.script import Script, summarize, user_traceback
 from lockstep.control.stack import write_when_asked
 from lockstep.errors import ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.notes import note
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         config = read_worker()
     except ConfigError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
+        note(str(error))
         sys.exit(2)
     if not config.by_hand:
         die_with(config.agent)
@@ -50,11 +51,9 @@ def main(arguments: Sequence[str]) -> None:
 def _end_with_coordinator(config: WorkerConfig, client: Client) -> None:
     """End this process when there is nobody any more who could lead its job."""
     client.wait_for_end()
-    print(
-        f"lockstep: the coordinator of this job (process {config.agent}) is gone, so worker {config.worker} "
-        "ends; start all workers again",
-        file=sys.stderr,
-        flush=True,
+    note(
+        f"the coordinator of this job (process {config.agent}) is gone, so worker {config.worker} "
+        "ends; start all workers again"
     )
     os._exit(1)
 

@@ -76,6 +76,29 @@ def test_a_port_that_another_program_uses(desk: Any) -> None:
     assert f"(process {os.getpid()}): end that, or give another port to this task" in error
 
 
+SQUATS = """
+import os, signal, socket, sys
+os.setuid(65534)
+full = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+full.bind(b"\\0lockstep/0/at/" + sys.argv[1].encode())
+full.listen(0)
+other = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+other.connect(full.getsockname())
+print("squats", flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user's process needs root")
+def test_another_user_who_has_the_names_and_accepts_nobody(desk: Any) -> None:
+    squatter = desk.start(None, "-c", SQUATS, f"127.0.0.1:{desk.ports[1]}")
+    squatter.until("squats")
+    terminal = desk.start(desk.config(0), desk.script(MEET))
+    assert terminal.status() == 1
+    pid = squatter.process.pid
+    assert f"ConfigError: process {pid} of user 65534 (nobody) has taken what stands for" in terminal.text
+
+
 def test_who_does_not_fit_the_others(desk: Any) -> None:
     first = desk.start(desk.config(0), desk.script(MEET + STAY, "first.py"))
     first.until("worker 0 waits for worker 1")

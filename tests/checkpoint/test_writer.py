@@ -36,15 +36,12 @@ class Heard:
     """What a writer has said."""
 
     def __init__(self) -> None:
-        self.done: list[tuple[Path, float]] = []
+        self.done: list[tuple[Path, int, float]] = []
         self.failed: list[str] = []
         self.removed: list[Path] = []
 
     def on(self, store: Store) -> Writer:
-        def done(path: Path, seconds: float) -> None:
-            self.done.append((path, seconds))
-
-        return Writer(store, done, self.failed.append, self.removed.append)
+        return Writer(store, lambda *done: self.done.append(done), self.failed.append, self.removed.append)
 
 
 def test_it_writes(tmp_path: Path) -> None:
@@ -57,8 +54,8 @@ def test_it_writes(tmp_path: Path) -> None:
         assert writer.close(PATIENCE)
         assert not writer.busy()
     assert steps(tmp_path) == [1, 2]
-    assert [path.name[-2:] for path, _ in heard.done] == ["01", "02"]
-    assert all(0 < seconds < PATIENCE for _, seconds in heard.done)
+    assert [(path.name[-2:], step) for path, step, _ in heard.done] == [("01", 1), ("02", 2)]
+    assert all(0 < seconds < PATIENCE for _, _, seconds in heard.done)
     assert heard.failed == []
 
 
@@ -130,7 +127,7 @@ class Slow(Writer):
 def test_a_request_just_when_the_thread_ends_is_waited_for(tmp_path: Path) -> None:
     gate = Gate(tmp_path)
     gate.open.set()
-    writer = Slow(gate, lambda path, seconds: None, print, print)
+    writer = Slow(gate, lambda *done: None, print, print)
     writer.hold()
     writer.write(sample(1))
     assert writer.reached.wait(PATIENCE)

@@ -72,6 +72,58 @@ def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
     assert time.monotonic() - start < 1.5
 
 
+STEP = """
+import numpy as np
+from lockstep.checkpoint.store import Contents
+keeper = job.current().keeper
+job.current().report("strategy", backend="none")
+announce("worker")
+if me == 1:
+    stay()
+os.close(os.open("step", os.O_RDONLY))
+job.current().report("leaving", step=7)
+keeper.after_step(7, lambda: Contents(7, {}, {"a": np.arange(7)}))
+keeper.close(60)
+sys.exit(143)
+"""
+
+
+def test_a_step_and_its_checkpoint_have_the_time_of_the_grace(lockstep: Any, is_gone: Gone) -> None:
+    """The step of one job is held longer than other jobs take to end, that of the other beyond its grace."""
+    name = lockstep.script(STEP)
+    os.mkfifo(lockstep.folder / "step")
+    first = lockstep.start("-n", "2", "--checkpoint", "kept", name)
+    held = first.born(2)["worker"]
+    second = lockstep.start("-n", "2", "--checkpoint", "other", "--grace", "1s", name, run="second")
+    late = second.born(2)["worker"]
+    for running in (first, second):
+        running.process.send_signal(signal.SIGTERM)
+    done = second.end()
+    assert done.status == 143
+    assert is_gone(late, 0)
+    assert done.notes == [
+        "lockstep: stopping (SIGTERM): waiting up to 1 s for the step and a checkpoint",
+        "lockstep: no checkpoint: the step did not end within 1 s (--grace)",
+        "lockstep: stopped by SIGTERM",
+    ]
+    assert done.events()[-1]["event"] == "finished"
+    # Longer than a job takes to end that keeps no checkpoint.
+    assert not is_gone([os.pidfd_open(first.agent())], 2)
+    os.close(os.open(lockstep.folder / "step", os.O_WRONLY))
+    done = first.end()
+    assert done.status == 143
+    assert is_gone(held, 0)
+    assert done.notes == [
+        "lockstep: stopping (SIGTERM): waiting up to 20 s for the step and a checkpoint",
+        "lockstep: stopping: step 7 has ended; its checkpoint is being written",
+        f"lockstep: checkpoint {lockstep.folder}/kept/step-000000000007",
+        "lockstep: checkpoint kept at step 7",
+        "lockstep: stopped by SIGTERM",
+    ]
+    assert done.events()[-1]["event"] == "finished"
+    assert (lockstep.folder / "kept" / "step-000000000007").is_dir()
+
+
 def test_a_signal_before_anything_runs(lockstep: Any) -> None:
     running = lockstep.start("-n", "2", lockstep.script("announce('early'); stay()"))
     line = running.process.stderr.readline()

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from typing import Any
@@ -103,6 +105,36 @@ def test_a_reader_that_leaves_does_not_end_the_job(lockstep: Any) -> None:
     done = running.end()
     assert done.status == 0
     assert done.log(0).count("\n") == 20_000
+
+
+def test_a_reset_connection_and_a_limit_on_files_cost_only_output(lockstep: Any) -> None:
+    name = lockstep.script("os.write(1, b'x' * 5 * 2**20); barrier(); print('end', file=sys.stderr)")
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as stdout:
+        stdout.connect(server.getsockname())
+        connection = server.accept()[0]
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.close()
+        shell = f"ulimit -f 4096; exec {sys.executable} -m lockstep run --run-dir run {name}"
+        done = subprocess.run(
+            ["bash", "-c", shell], cwd=lockstep.folder, stdout=stdout, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 0, done.stderr
+    log = "run/worker-{}.log: File too large; what follows in it is lost"
+    notes = [
+        "stdout cannot be written (Connection reset by peer); training continues, and the logs have what",
+        *(f"cannot write {lockstep.folder}/{log.format(worker)}" for worker in (0, 1)),
+        "end",
+    ]
+    for text in notes:
+        assert done.stderr.count(text) == 1, done.stderr
+    assert '"event":"output lost"' in (lockstep.folder / "run" / "events.jsonl").read_text()
+
+
+def test_notes_that_cannot_be_shown_do_not_keep_a_job_from_running(lockstep: Any) -> None:
+    name = lockstep.script("print('out')")
+    shell = f"exec {sys.executable} -m lockstep run -n 1 --run-dir run {name} 2> /dev/full"
+    done = subprocess.run(["bash", "-c", shell], cwd=lockstep.folder, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "out\n")
 
 
 def test_closed_outputs_are_not_mistaken_for_files_of_ours(lockstep: Any) -> None:

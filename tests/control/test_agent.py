@@ -282,6 +282,24 @@ def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
     assert outcome.events_of("finished") == [{"status": 137, "message": "the command was killed"}]
 
 
+def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.control.progress._QUIET", 0.0)
+
+    def compiles(worker: FakeHandle) -> None:
+        worker.say(Started())
+        worker.say(Report("strategy", {}))
+        worker.say(Report("call", {"name": "fit 1"}))
+
+    def stop(event: str) -> None:
+        if event == "call":
+            stage.command.send(encode(Stop(signal.SIGINT)))
+
+    outcome = stage.run(waits, compiles, on_event=stop)
+    assert outcome.status == 130
+    told = "; worker 1: compiling and computing the first step of fit 1\n"
+    assert told in outcome.stderr
+
+
 def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
     def alone(worker: FakeHandle) -> None:
         worker.end(0)

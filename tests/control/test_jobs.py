@@ -31,6 +31,12 @@ listener.listen()
 print("listens", flush=True)
 signal.pause()
 """
+FULL = LISTENS.replace(
+    "listener.listen()",
+    """listener.listen(0)
+waits = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+waits.connect(listener.getsockname())""",
+)
 TAKES_OVER = """
 import signal, socket, sys
 listener = socket.socket(fileno=int(sys.argv[1]))
@@ -272,9 +278,11 @@ def replying(name: str, packets: list[bytes]) -> Iterator[None]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_whoever_takes_a_name_of_this_user_is_nobody(jobs: Jobs) -> None:
-    with process(LISTENS, "65534", address(jobs.name).hex()):
+@pytest.mark.parametrize("code", [LISTENS, FULL], ids=["accepts", "accepts no more"])
+def test_whoever_takes_a_name_of_this_user_is_nobody(jobs: Jobs, code: str) -> None:
+    with process(code, "65534", address(jobs.name).hex()):
         assert running_jobs() == ((), ())
+        wait_until_gone(jobs.name)
         with pytest.raises(ConfigError, match="no job is running"):
             send(jobs.name, End())
         assert jobs.play().door.name == f"{jobs.name}-2"

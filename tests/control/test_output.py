@@ -1,5 +1,6 @@
 """Logs, lines with prefixes, and sinks that may take their time."""
 
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -8,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.clock import SystemClock
 from lockstep.control.console import Console
 from lockstep.control.output import LinePrefixer, Log, Sink
+from lockstep.events import EventLog
 
 F_SETPIPE_SZ = 1031
 
@@ -45,6 +48,55 @@ def test_a_sink_whose_reader_is_gone_throws_away(pipe: tuple[int, int]) -> None:
     sink.write(b"more")
     assert sink.pending == 0
     os.close(writing)
+
+
+ERRORS = ("ECONNRESET", "EDQUOT", "EFBIG", "EIO", "ENOSPC", "EPIPE", "ESTALE", "ETIMEDOUT", "ENODEV")
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_output_that_fails_in_any_way_is_told_of_once_and_thrown_away(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = getattr(errno, name)
+    with (tmp_path / "out").open("wb", 0) as out, (tmp_path / "err").open("wb", 0) as err:
+        console = Console(Sink(out.fileno()), Sink(err.fileno()), "chief", chief=0)
+        log = Log.open(tmp_path / "log", console.say)
+        write, broken = os.write, {out.fileno(), log._file.descriptor}
+
+        def fail(descriptor: int, data: bytes) -> int:
+            if descriptor in broken:
+                raise OSError(number, os.strerror(number))
+            return write(descriptor, data)
+
+        monkeypatch.setattr(os, "write", fail)
+        for _ in range(2):
+            console.outlets(0)[0](b"text")
+            log.write(b"text")
+        told = [*console.lost(), *console.lost()]
+        broken.add(err.fileno())
+        console.say("this, too")
+        assert [text.partition(" (")[0] for text in console.lost()] == ["stderr cannot be written"]
+        assert console.pending == 0
+        monkeypatch.undo()
+        log.close()
+    why = os.strerror(number)
+    assert told == [
+        f"stdout cannot be written ({why}); training continues, and the logs have what workers write"
+    ]
+    lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; what follows in it is lost\n"
+    assert (tmp_path / "err").read_text() == lost
+
+
+def test_a_log_that_cannot_be_opened_costs_nothing_but_itself(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    told: list[str] = []
+    log = Log.open(tmp_path / "log", told.append)
+    log.write(b"text")
+    assert log.tail(3) == []
+    log.close()
+    with EventLog.open(tmp_path / "log", SystemClock(), told.append) as events:
+        events.write("job")
+    assert told == [f"cannot write {tmp_path / 'log'}: Is a directory; what follows in it is lost"] * 2
 
 
 @given(st.lists(st.binary(max_size=8).map(lambda data: data.replace(b"[", b"\n"))))

@@ -1,6 +1,7 @@
 """All processes of a job die; the same command goes on from its newest checkpoint, to the same bits."""
 
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
     arguments = (str(folder), how, *place.split())
     died = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", *arguments, backend=backend)
     assert died.status == {"killed": 137, "stopped": 143}[how]
+    if how == "stopped":
+        assert re.search(
+            r"stopping: step (\d+) has ended[^$]*^lockstep: checkpoint kept at step \1$", died.stderr, re.M
+        )
     run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
     assert "goes on from" in run.stderr
     assert "was made with" not in run.stderr

@@ -10,9 +10,9 @@ import msgspec
 
 from lockstep.checkpoint.keeper import Every
 from lockstep.checkpoint.store import Contents, Store
+from lockstep.clock import duration
 from lockstep.errors import CheckpointError, ConfigError
 
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 _OPTIONS = {"threads": "threads-per-worker"}
 
 Facts = Mapping[str, Any]
@@ -31,9 +31,8 @@ def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
     """
     if re.fullmatch(r"[1-9][0-9]{0,14}", text):
         return Every(steps=int(text))
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])", text)
-    if match and float(match[1]) > 0:
-        return Every(seconds=float(match[1]) * _UNITS[match[2]])
+    if seconds := duration(text):
+        return Every(seconds=seconds)
     raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
 
 

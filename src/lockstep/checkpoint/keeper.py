@@ -1,6 +1,5 @@
 """When a checkpoint is due."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.clock import Clock, SystemClock
+from lockstep.notes import note
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,18 @@ def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keep
             room for it, and of each failure, as an event with fields.
     """
 
-    def done(path: Path, seconds: float) -> None:
-        report("checkpoint", path=str(path), seconds=seconds)
+    def done(path: Path, step: int, seconds: float) -> None:
+        report("checkpoint", path=str(path), step=step, seconds=seconds)
 
     def failed(reason: str) -> None:
         report("checkpoint failed", reason=reason)
-        print(f"lockstep: a checkpoint was not written: {reason}; training goes on", file=sys.stderr)
+        note(f"a checkpoint was not written: {reason}; training goes on")
 
     def removed(path: Path) -> None:
         report("checkpoint removed", path=str(path), reason="there is no room for as many as are to be kept")
-        print(
-            f"lockstep: there is no room for another checkpoint: the oldest, {path}, is removed for it; make "
-            "room there, or keep fewer",
-            file=sys.stderr,
+        note(
+            f"there is no room for another checkpoint: the oldest, {path}, is removed for it; make room there, or "
+            "keep fewer"
         )
 
     return Keeper(Writer(store, done, failed, removed), every, SystemClock())

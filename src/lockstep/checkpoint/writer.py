@@ -13,15 +13,15 @@ from lockstep.errors import CheckpointError
 class Writer:
     """Writes one checkpoint at a time on a thread, which lives while there is something to write.
 
-    On that thread, `done(path, seconds)` is called for each checkpoint that is on the disk, `failed(message)`
-    for each that could not be written, and `removed(path)` for each older one that had to make room; they
-    must not raise. The thread does not keep the process from ending.
+    On that thread, `done(path, step, seconds)` is called for each checkpoint that is on the disk,
+    `failed(message)` for each that could not be written, and `removed(path)` for each older one that had to
+    make room; they must not raise. The thread does not keep the process from ending.
     """
 
     def __init__(
         self,
         store: Store,
-        done: Callable[[Path, float], None],
+        done: Callable[[Path, int, float], None],
         failed: Callable[[str], None],
         removed: Callable[[Path], None],
     ) -> None:
@@ -88,4 +88,4 @@ class Writer:
         except Exception as error:
             self._failed(f"cannot write the checkpoint of step {contents.step}: {error!r}")
         else:
-            self._done(path, clock.now() - begun)
+            self._done(path, contents.step, clock.now() - begun)

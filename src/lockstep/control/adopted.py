@@ -13,7 +13,7 @@ from lockstep.control.output import Sink
 from lockstep.control.wording import UNSEEN
 
 _LOOK_EVERY = 0.01
-_PATIENCE = 1.0
+_PATIENCE = 5.0
 
 
 class AdoptedHandle:
@@ -112,6 +112,7 @@ class Terminals(Console):
         self.chief = 0
         self._handles = handles
         self._prefixers = []
+        self._told = set()
 
     def shows(self, worker: int) -> bool:
         """A terminal has its worker's output already."""
@@ -121,7 +122,8 @@ class Terminals(Console):
         """Show a note, once where several workers have one terminal."""
         seen = set()
         for sink in [handle.terminal for handle in self._handles() if handle.terminal is not None]:
-            status = os.fstat(sink.descriptor)
-            if (status.st_dev, status.st_ino) not in seen:
-                seen.add((status.st_dev, status.st_ino))
-                sink.write(f"lockstep: {text}\n".encode(errors="backslashreplace"))
+            with contextlib.suppress(OSError):
+                status = os.fstat(sink.descriptor)
+                if (status.st_dev, status.st_ino) not in seen:
+                    seen.add((status.st_dev, status.st_ino))
+                    sink.write(f"lockstep: {text}\n".encode(errors="backslashreplace"))

@@ -35,13 +35,14 @@ from lockstep.control.messages import (
     Waiting,
     decode,
 )
+from lockstep.control.progress import PREPARING, RUNNING, Progress, first_step
 from lockstep.control.reception import Reception
 from lockstep.control.spec import JobSpec
 from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
 from lockstep.control.supervision import decide
 from lockstep.control.views import Views
-from lockstep.control.wording import UNSEEN
+from lockstep.control.wording import UNSEEN, unkillable
 from lockstep.errors import LockstepError
 from lockstep.events import EventLog
 from lockstep.paths import RunPaths
@@ -88,6 +89,7 @@ class Agent:
     _happened: deque[decisions.Event] = field(default_factory=deque)
     _door: int | None = None
     _births: Births | None = None
+    _progress: Progress | None = None
     _members: dict[int, Member] = field(default_factory=dict)
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
@@ -118,6 +120,8 @@ class Agent:
             self.reception.begin(self.paths.root.name, lambda: self._decide(decisions.Arrived()))
             self._selector.register(self.reception, selectors.EVENT_READ, self.reception.serve)
         workers = tuple(range(self.spec.workers))
+        if self.reception is None:
+            self._progress = Progress(workers, self.console.say, self.console.shown, self.clock.now())
         try:
             arena = self.views.open(workers)
         except LockstepError as error:
@@ -168,16 +172,24 @@ class Agent:
 
     def _turn(self) -> None:
         self._watch_output()
-        due = self.state.due
-        timeout = None if due is None else max(0.0, due - self.clock.now())
+        waits = self._progress.due if self._progress else None
+        dues = [due for due in (self.state.due, waits) if due is not None]
+        timeout = max(0.0, min(dues) - self.clock.now()) if dues else None
         for key, _ in self._selector.select(timeout):
             key.data()
         if self.state.due is not None and self.clock.now() >= self.state.due:
             self._decide(decisions.TimePassed())
+        if self._progress is not None and self.state.stage is Stage.RUNNING:
+            self._progress.serve(self.clock.now())
+        else:
+            self._progress = None
         owned = frozenset(member.handle.pid for member in self._members.values() if not member.exited)
         self.descendants.reap(owned)
 
     def _watch_output(self) -> None:
+        for text in self.console.lost():
+            self.events.write("output lost", reason=text)
+            self.console.say(text)
         for sink in self.console.sinks:
             self._watch(sink.descriptor, sink.pending > 0, selectors.EVENT_WRITE, sink.flush)
         for member in self._members.values():
@@ -234,6 +246,7 @@ class Agent:
             case Started():
                 member.ready = True
                 self.events.write("ready", worker=worker)
+                self._note_progress(worker, RUNNING)
             case Report(event, fields):
                 self.events.write(event, **{**fields, "worker": worker})
                 self._take_report(worker, event, fields)
@@ -254,17 +267,33 @@ class Agent:
         match event:
             case "strategy":
                 self._used_strategy = True
+                self._note_progress(worker, PREPARING)
                 self._decide(decisions.Ready(worker))
             case "call" if self._desk is not None:
                 self._desk.doing = str(fields.get("name", ""))
+                self._note_progress(worker, first_step(self._desk.doing))
+            case "first step" if self._progress is not None:
+                self._progress.end()
             case "keeps":
                 self._decide(decisions.Keeps())
             case "patience":
                 self._decide(decisions.Patience(float(fields["seconds"])))
+            case "leaving":
+                self._decide(decisions.StepEnded(int(fields["step"])))
             case "checkpoint":
                 self.console.say(f"checkpoint {fields.get('path')}")
+                self._decide(decisions.Kept(int(fields["step"])))
+            case "checkpoint failed":
+                self._decide(decisions.NotKept(str(fields["reason"])))
             case "resumed" if worker == self.console.chief:
                 self.console.say(f"training goes on behind {fields.get('where')}")
+
+    def _note_progress(self, worker: int, what: str) -> None:
+        if self._progress is not None:
+            self._progress.does(worker, what)
+        if self.spec.replicas == 1 and what is PREPARING:
+            # Keras's own steps follow, which nobody sees.
+            self._progress = None
 
     def _take_given(self, given: Given, descriptors: list[int]) -> None:
         assert self.state.view is not None
@@ -280,6 +309,8 @@ class Agent:
         if status is None:
             return
         member.exited = True
+        if self._progress is not None:
+            self._progress.gone(member.worker)
         self._selector.unregister(member.handle.exited)
         # What was sent before the end is heard before the end.
         for other in self._members.values():
@@ -371,7 +402,7 @@ class Agent:
             count = self.spec.workers
             self.console.say(f"the script used no strategy: each of the {count} workers ran all of it, alone")
         if left:
-            self.console.say(f"processes that cannot be killed are left: {', '.join(map(str, left))}")
+            self.console.say(unkillable(left))
         self.events.write("finished", status=verdict.status, message=verdict.message, workers=verdict.workers)
         self._flush()
         return verdict.status

@@ -14,19 +14,23 @@ from types import FrameType
 from lockstep.control.descendants import LinuxDescendants, children_now
 from lockstep.control.messages import Stop, encode
 from lockstep.control.prctl import adopt_orphans
-from lockstep.control.wording import describe_exit, shell_status, signal_name
+from lockstep.control.wording import describe_exit, shell_status, signal_name, unkillable
 from lockstep.errors import LockstepError, UnfitError
+from lockstep.notes import flush_streams, note
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_STOP_PATIENCE = 4.5
-_HURRY_PATIENCE = 0.5
+_STOP_PATIENCE = 10.0
+"""Seconds beyond the grace after which an agent that was told to stop is hung: it gives workers 3 to end and
+1 to be killed, and 5 to what they have started."""
+_HURRY_PATIENCE = 2.0
 
 
-def run_under_agent(be_agent: Callable[[socket.socket], int]) -> int:
+def run_under_agent(be_agent: Callable[[socket.socket], int], grace: float) -> int:
     """Fork an agent, and return its exit status once no process of the job is left.
 
     Args:
         be_agent: what the agent does with its socket to this process; its result is the exit status.
+        grace: seconds that it may take for a checkpoint after SIGTERM.
 
     Raises:
         UnfitError: no process can be started.
@@ -37,9 +41,7 @@ def run_under_agent(be_agent: Callable[[socket.socket], int]) -> int:
     spare = children_now()
     adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
+    flush_streams()
     try:
         agent = os.fork()
     except OSError as error:
@@ -49,7 +51,7 @@ def run_under_agent(be_agent: Callable[[socket.socket], int]) -> int:
         _become_agent(theirs, be_agent)
     theirs.close()
     with mine:
-        return _Watch(agent, mine, LinuxDescendants(spare)).run(heard)
+        return _Watch(agent, mine, LinuxDescendants(spare), grace).run(heard)
 
 
 def fill_standard_descriptors() -> None:
@@ -76,7 +78,7 @@ def _become_agent(command: socket.socket, be_agent: Callable[[socket.socket], in
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         status = be_agent(command)
     except (LockstepError, OSError) as error:
-        _say(str(error))
+        note(str(error))
         status = 2
     except BaseException:
         sys.excepthook(*sys.exc_info())
@@ -87,10 +89,13 @@ def _become_agent(command: socket.socket, be_agent: Callable[[socket.socket], in
 class _Watch:
     """Waits for the agent to end, and passes signals on."""
 
-    def __init__(self, agent: int, connection: socket.socket, descendants: LinuxDescendants) -> None:
+    def __init__(
+        self, agent: int, connection: socket.socket, descendants: LinuxDescendants, grace: float
+    ) -> None:
         self._agent = agent
         self._connection = connection
         self._descendants = descendants
+        self._grace = grace
         self._stopped_by: int | None = None
         self._deadline: float | None = None
 
@@ -121,7 +126,8 @@ class _Watch:
                 self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        patience = _STOP_PATIENCE if self._stopped_by is None else _HURRY_PATIENCE
+        grace = self._grace if number == signal.SIGTERM else 0.0
+        patience = grace + _STOP_PATIENCE if self._stopped_by is None else _HURRY_PATIENCE
         self._stopped_by = self._stopped_by or number
         self._deadline = min(time.monotonic() + patience, self._deadline or math.inf)
         # An agent that is gone, or so far behind that its socket is full, is dealt with by the deadline.
@@ -134,19 +140,16 @@ class _Watch:
         status = os.waitstatus_to_exitcode(os.waitpid(self._agent, 0)[1])
         left = self._descendants.end(grace=0)
         if left:
-            _say(f"processes that cannot be killed are left: {', '.join(map(str, left))}")
+            note(unkillable(left))
         if not in_time and self._stopped_by is not None:
-            _say(f"stopped by {signal_name(self._stopped_by)}")
+            name = signal_name(self._stopped_by)
+            note(
+                f"stopped by {name}; the agent (process {self._agent}) did not answer in time, and was killed"
+            )
             return 128 + self._stopped_by
         if status < 0:
-            _say(f"the agent (process {self._agent}) {describe_exit(status)}; so was all of its job")
+            note(f"the agent (process {self._agent}) {describe_exit(status)}; so was all of its job")
         return shell_status(status)
-
-
-def _say(text: str) -> None:
-    # The terminal may be gone, or its reader.
-    with contextlib.suppress(OSError):
-        os.write(2, f"lockstep: {text}\n".encode())
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:

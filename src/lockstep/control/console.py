@@ -7,6 +7,7 @@ from lockstep.control.output import LinePrefixer, Sink
 from lockstep.control.spec import Tee
 
 _FULL = 1024 * 1024
+_NAMES = ("stdout", "stderr")
 
 Write = Callable[[bytes], None]
 
@@ -26,6 +27,7 @@ class Console:
         self._tee = tee
         self.chief = chief
         self._prefixers: list[LinePrefixer] = []
+        self._told: set[int] = set()
 
     @property
     def full(self) -> bool:
@@ -36,6 +38,10 @@ class Console:
     def pending(self) -> int:
         """Bytes that the reader has not taken yet."""
         return sum(sink.pending for sink in self.sinks)
+
+    def shown(self) -> int:
+        """Return how many bytes were given to the terminal so far."""
+        return sum(sink.taken for sink in self.sinks)
 
     def shows(self, worker: int) -> bool:
         """Whether the output of `worker` is shown."""
@@ -54,6 +60,16 @@ class Console:
     def say(self, text: str) -> None:
         """Show a note, a line or several."""
         self.sinks[1].write(f"lockstep: {text}\n".encode(errors="backslashreplace"))
+
+    def lost(self) -> list[str]:
+        """Return, once for each, what the terminal does not show any more, and why."""
+        failed = [at for at, sink in enumerate(self.sinks) if sink.failure and at not in self._told]
+        self._told.update(failed)
+        return [
+            f"{_NAMES[at]} cannot be written ({self.sinks[at].failure}); training continues, and the logs "
+            "have what workers write"
+            for at in failed
+        ]
 
     def end_lines(self) -> None:
         """Show last lines that have no end."""

@@ -46,6 +46,27 @@ class Keeps:
 
 
 @dataclass(frozen=True)
+class StepEnded:
+    """The chief was told to end, has come to the end of step `step`, and writes its checkpoint."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint of step `step` is on the disk."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class NotKept:
+    """A checkpoint could not be written, for `reason`."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Patience:
     """The script wants a worker that others wait for to be stuck after `seconds`."""
 
@@ -121,6 +142,9 @@ Event = (
     | Failed
     | Ready
     | Keeps
+    | StepEnded
+    | Kept
+    | NotKept
     | Patience
     | Asks
     | Given

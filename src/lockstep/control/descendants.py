@@ -33,7 +33,7 @@ class LinuxDescendants:
         patience: seconds of killing after which `end` gives up.
     """
 
-    def __init__(self, spare: frozenset[int] = frozenset(), patience: float = 1.0) -> None:
+    def __init__(self, spare: frozenset[int] = frozenset(), patience: float = 5.0) -> None:
         self._spare = spare
         self._patience = patience
 
@@ -49,7 +49,7 @@ class LinuxDescendants:
         while left := self._living():
             waited = time.monotonic() - start
             if waited > grace + self._patience:
-                return tuple(sorted(process.pid for process in left))
+                return tuple(sorted(process.pid for process in left if _lives(process)))
             if waited >= grace:
                 _kill(left)
             time.sleep(_LOOK_EVERY)
@@ -97,6 +97,16 @@ def _family(pid: int) -> "list[psutil.Process]":
         return [process, *process.children(recursive=True)]
     except psutil.NoSuchProcess:
         return []
+
+
+def _lives(process: "psutil.Process") -> bool:
+    """Whether a process has not ended; one that has needs no killing, though its parent does not reap it."""
+    import psutil
+
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _kill(processes: "list[psutil.Process]") -> None:

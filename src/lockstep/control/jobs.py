@@ -9,11 +9,14 @@ from typing import NamedTuple
 
 from lockstep.control.door import address, is_of_this_user, peer, plain
 from lockstep.control.orders import MAX_PACKET, Ask, Order, Refused, Reply, Status, decode_reply, encode
+from lockstep.control.owners import is_of_another_user
 from lockstep.errors import ConfigError, UnfitError
+from lockstep.notes import note
 
 _SOCKETS = Path("/proc/net/unix")
 _LISTENS = (b"00010000", b"0005")
 _PAUSE = 0.05
+_SAY_EVERY = 10.0
 _MOST_AT_ONCE = 64
 _UNSEEN = 0
 _COLUMNS = ("JOB", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER")
@@ -83,10 +86,15 @@ def accepted(reply: Reply) -> Status:
 
 
 def wait_until_gone(name: str) -> None:
-    """Wait until no job has this name, or another one has it."""
+    """Wait until no job has this name, or another one has it; say every few seconds for whom this waits."""
     keepers: set[int] = set()
+    begun = said = time.monotonic()
     while len(keepers) < 2 and (keeper := _keeper(name)) is not None:
         keepers |= {keeper} - {_UNSEEN}
+        if (now := time.monotonic()) - said >= _SAY_EVERY:
+            said = now
+            how = f"; to end all of it at once: kill -KILL {keeper}" if keeper else ""
+            note(f"{name} has not ended after {now - begun:.0f} s{how}")
         time.sleep(_PAUSE)
 
 
@@ -193,6 +201,10 @@ def _connect(name: str) -> socket.socket | None:
             return connection
     except (ConnectionRefusedError, PermissionError):
         pass
+    except BlockingIOError:
+        if not is_of_another_user(address(name)):
+            connection.close()
+            raise
     except BaseException:
         connection.close()
         raise

@@ -96,17 +96,25 @@ class Member:
 
     def innermost_frames(self, frames: int) -> list[str]:
         """Return the stack that it was asked for, the innermost frame first; empty if there is none."""
-        if self._stack_start is None or not self.stack.exists():
+        if self._stack_start is None:
             return []
-        return innermost(self.stack.read_bytes()[self._stack_start :].decode(errors="replace"), frames)
+        try:
+            dump = self.stack.read_bytes()[self._stack_start :]
+        except OSError:
+            return []
+        return innermost(dump.decode(errors="replace"), frames)
 
     def close(self) -> None:
         """Close what belongs to it, and remove a stack file that was never written to."""
         self.handle.close()
         if self.log is not None:
             self.log.close()
-        if self._stack_size() == 0:
-            self.stack.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if self._stack_size() == 0:
+                self.stack.unlink(missing_ok=True)
 
     def _stack_size(self) -> int:
-        return self.stack.stat().st_size if self.stack.exists() else 0
+        try:
+            return self.stack.stat().st_size
+        except OSError:
+            return 0

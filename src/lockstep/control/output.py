@@ -1,6 +1,5 @@
 """What workers write: into their logs, and to the terminal."""
 
-import errno
 import os
 import re
 import select
@@ -19,19 +18,27 @@ _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 class Sink:
     """A terminal, pipe or file that may take its time; writing never blocks.
 
-    What is written waits in `pending` until `flush` finds that it can be taken. Once the reader is gone
-    everything is thrown away: the logs have it.
+    What is written waits in `pending` until `flush` finds that it can be taken. Once a write has failed, as
+    when the reader is gone or the disk is full, everything is thrown away: the logs have it.
+
+    Attributes:
+        descriptor: of the file.
+        pending: how many bytes wait.
+        taken: how many bytes were given to it so far.
+        failure: why everything is thrown away; empty as long as nothing is.
     """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self.pending = 0
+        self.taken = 0
+        self.failure = ""
         self._queue: deque[bytes] = deque()
-        self._gone = False
 
     def write(self, data: bytes) -> None:
         """Take `data`, and pass on what can be passed on now."""
-        if self._gone or not data:
+        self.taken += len(data)
+        if self.failure or not data:
             return
         self._queue.append(data)
         self.pending += len(data)
@@ -46,9 +53,7 @@ class Sink:
             except BlockingIOError:
                 return
             except OSError as error:
-                if error.errno not in (errno.EPIPE, errno.EIO, errno.ENOSPC, errno.EBADF):
-                    raise
-                self._give_up()
+                self._give_up(error.strerror or repr(error))
                 return
             self.pending -= written
             self._queue.popleft()
@@ -61,8 +66,8 @@ class Sink:
         poll.register(self.descriptor, select.POLLOUT)
         return bool(poll.poll(0))
 
-    def _give_up(self) -> None:
-        self._gone = True
+    def _give_up(self, failure: str) -> None:
+        self.failure = failure
         self._queue.clear()
         self.pending = 0
 
@@ -110,10 +115,13 @@ class Log:
         self._file.write(data)
 
     def tail(self, lines: int) -> list[str]:
-        """Return the last lines that this run wrote, fit for a terminal."""
-        size = os.fstat(self._file.descriptor).st_size
+        """Return the last lines that this run wrote, fit for a terminal; none if they cannot be read."""
+        try:
+            size = os.fstat(self._file.descriptor).st_size
+        except OSError:
+            return []
         start = max(self._file.start, size - _TAIL)
-        text = os.pread(self._file.descriptor, size - start, start).decode(errors="replace")
+        text = self._file.read(size - start, start).decode(errors="replace")
         return [_plain(line) for line in text.rstrip("\n").split("\n")][-lines:] if text else []
 
     def close(self) -> None:

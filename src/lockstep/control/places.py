@@ -12,6 +12,7 @@ import threading
 from collections.abc import Sequence
 
 from lockstep.control.door import peer
+from lockstep.control.owners import describe, is_of_another_user, process_of, user_of
 from lockstep.errors import ConfigError, UnfitError
 
 _PATIENCE = 5.0
@@ -88,25 +89,42 @@ def claim(places: Sequence[str]) -> "list[socket.socket] | str":
 
 
 def connect(place: str) -> socket.socket | None:
-    """Return a connection to whoever has the name of a place; None if nobody listens there now.
+    """Return a connection to the process that has the name of a place; waits for nothing.
+
+    Returns:
+        None if nobody listens there now, or too many wait there already.
 
     Raises:
-        ConfigError: a process of another user has it.
+        ConfigError: a process of another user has the name.
     """
     with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection = undo.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        )
         try:
             connection.connect(_name(place))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, BlockingIOError, PermissionError):
+            if is_of_another_user(_name(place)):
+                raise _squatted(place, user_of(_name(place)), process_of(_name(place))) from None
             return None
         pid, user = peer(connection)
         if user != os.geteuid():
-            raise ConfigError(
-                f"process {pid} of user {user} has taken what stands for {place}; give other ports in "
-                "TF_CONFIG"
-            )
+            raise _squatted(place, user, pid)
+        connection.setblocking(True)
         undo.pop_all()
     return connection
+
+
+def holder(place: str) -> str:
+    """Say which process has the name of a place, as far as this user may know."""
+    return describe(user_of(_name(place)), process_of(_name(place)))
+
+
+def _squatted(place: str, user: int | None, pid: int | None) -> ConfigError:
+    return ConfigError(
+        f"{describe(user, pid)} has taken what stands for {place} on this host, so the tasks cannot meet; "
+        "give other ports in TF_CONFIG, the same for all tasks, or have that process ended"
+    )
 
 
 def _name(place: str) -> bytes:

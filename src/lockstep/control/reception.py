@@ -25,6 +25,8 @@ from lockstep.control.member import Member
 from lockstep.control.spec import JobSpec
 from lockstep.paths import RunPaths
 
+_MOST_AT_ONCE = 64
+
 
 @dataclass
 class Guest:
@@ -155,8 +157,10 @@ class Reception:
 
     def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            while True:
+            for _ in range(_MOST_AT_ONCE):
                 self._welcome(listener.accept()[0])
+            # There may be more; another user who connects again and again must not keep this busy.
+            self._events.modify(listener.fileno(), select.EPOLLIN | select.EPOLLET)
 
     def _welcome(self, connection: socket.socket) -> None:
         pid = peer(connection)[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.config import Checkpoints
+from lockstep.control.state import GRACE
 from lockstep.prose import count
 from lockstep.topology import View, place
 
@@ -44,6 +45,7 @@ class JobSpec:
         checkpoints: what is kept, if anything is.
         min_workers: with fewer, training waits.
         max_restarts: how many lost workers are replaced.
+        grace: seconds that a stopped job has for its step and a checkpoint.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
         inherited: descriptors of this process that the script finds at the same numbers.
     """
@@ -63,6 +65,7 @@ class JobSpec:
     checkpoints: Checkpoints | None = None
     min_workers: int = 1
     max_restarts: int = 0
+    grace: float = GRACE
     tf_distribute: bool = False
     inherited: tuple[int, ...] = ()
 

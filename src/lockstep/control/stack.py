@@ -17,7 +17,11 @@ _STARTING = re.compile(r'File "(.*/lockstep/(parent|worker|control/script)\.py|<
 
 def write_when_asked(path: Path) -> None:
     """Make this process append the stacks of its threads to `path` whenever `STACK_SIGNAL` comes."""
-    descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    try:
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    except OSError:
+        # Where there is no room for the stack, the question must still not end this process.
+        descriptor = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
 

@@ -7,6 +7,9 @@ from lockstep.control.decisions import Action, Verdict
 from lockstep.request import Request
 from lockstep.topology import View
 
+GRACE = 20.0
+"""Seconds that a job which is stopped has for its step and a checkpoint, unless a person says otherwise."""
+
 
 class Stage(Enum):
     """How far the end of the job has come."""
@@ -31,7 +34,7 @@ class Limits:
         abort: to workers that hear of the abort, until SIGTERM.
         term: to workers that got SIGTERM or the person's own signal, until SIGKILL.
         kill: to workers that got SIGKILL, until the job ends without them.
-        save: to the chief, to keep a checkpoint before the job is stopped.
+        save: to the chief, to end its step and write a checkpoint before the job is stopped (`--grace`).
         notice: between two notices that one worker waits for another.
         young: since its start, in which the loss of a worker makes the next replacement wait.
         pause: before a replacement of a young worker is started; doubled with each in a row.
@@ -44,7 +47,7 @@ class Limits:
     abort: float = 3.0
     term: float = 3.0
     kill: float = 1.0
-    save: float = 20.0
+    save: float = GRACE
     notice: float = 10.0
     young: float = 60.0
     pause: float = 1.0
@@ -95,6 +98,27 @@ class Recruit:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """What the chief has done since the job was asked to stop.
+
+    Attributes:
+        step: that has ended, so that its checkpoint is being written; None until it has.
+        kept: the step of the checkpoint that is on the disk; None until one is.
+        failure: why a checkpoint could not be written; empty if none failed.
+    """
+
+    step: int | None = None
+    kept: int | None = None
+    failure: str = ""
+
+    def outcome(self, why: str) -> str:
+        """Say what has come of it; `why` nothing has, where the chief has not said so itself."""
+        if self.kept is not None:
+            return f"checkpoint kept at step {self.kept}"
+        return f"no checkpoint: {self.failure or why}"
+
+
+@dataclass(frozen=True)
 class State:
     """What supervision remembers.
 
@@ -111,6 +135,7 @@ class State:
         view_since: when the view began; None for the first.
         elastic: whether the job can go on without a worker.
         keeps: whether the job keeps checkpoints.
+        saving: what has come of the checkpoint that a job keeps before it is stopped.
         failed: what each worker whose script raised ended with, the first one first.
         finished: workers that ended well.
         condemned: stuck workers that were killed, whose end has not been seen yet.
@@ -140,6 +165,7 @@ class State:
     view_since: float | None = None
     elastic: bool = False
     keeps: bool = False
+    saving: Saving = field(default_factory=Saving)
     failed: tuple[tuple[int, Verdict], ...] = ()
     finished: frozenset[int] = frozenset()
     condemned: frozenset[int] = frozenset()

@@ -20,19 +20,22 @@ from lockstep.control.decisions import (
     Failed,
     Given,
     Keeps,
+    Kept,
     Kill,
     Notice,
+    NotKept,
     Patience,
     Ready,
     ScaleAsked,
     Signal,
+    StepEnded,
     StopAsked,
     TimePassed,
     Unfit,
     Verdict,
     Waits,
 )
-from lockstep.control.state import Decision, Stage, State
+from lockstep.control.state import Decision, Saving, Stage, State
 from lockstep.control.wording import describe_exit, shell_status, signal_name
 from lockstep.prose import name_workers
 
@@ -55,6 +58,8 @@ def _decide(state: State, event: Event, now: float) -> Decision:
             return Decision(ready, reason=f"worker {event.worker} has a strategy")
         case Keeps():
             return Decision(replace(state, keeps=True), reason="the script keeps checkpoints")
+        case StepEnded() | Kept() | NotKept():
+            return _saved(state, event)
         case Patience(seconds):
             limits = replace(state.limits, timeout=seconds)
             return Decision(replace(state, limits=limits), reason=f"waits may take {seconds:g} s")
@@ -84,7 +89,8 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
     else:
         decision = _member_exited(state, event, how, now)
     if not decision.state.running and decision.state.stage is not Stage.FINISHED:
-        return ending.finish(decision.state, f"{how}; no worker is left")
+        over = ending.finish(decision.state, f"{how}; no worker is left")
+        return _told_outcome(over, state, how) if state.stage is Stage.SAVING else over
     return decision
 
 
@@ -112,7 +118,8 @@ def _member_exited(state: State, event: Exited, how: str, now: float) -> Decisio
         if state.members[0] in state.running:
             # It needs whoever is left to come to the end of its step.
             return strength.renew(state, how, now)
-        return ending.signal_all(state, signal.SIGTERM, now, f"{how}; every other worker gets SIGTERM")
+        reason = f"{how}; every other worker gets SIGTERM"
+        return _told_outcome(ending.signal_all(state, signal.SIGTERM, now, reason), state, how)
     return Decision(state, reason=how)
 
 
@@ -221,6 +228,9 @@ def _notice(state: State, event: Waits, late: tuple[int, ...], now: float) -> De
 
 def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
     name = signal_name(event.signal)
+    if state.stage is Stage.SAVING:
+        again = ending.kill(state, now, f"{name} came while the chief had time for a checkpoint")
+        return _told_outcome(again, state, f"{name} came")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return ending.kill(state, now, f"{name} came again")
     verdict = state.verdict or Verdict(128 + event.signal, f"stopped by {name}")
@@ -233,18 +243,53 @@ def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
 
 def _save(state: State, number: int, now: float) -> Decision:
     """Let the chief keep a checkpoint at the end of its step; nobody waits for others until then."""
-    reason = f"{signal_name(number)}: the chief keeps a checkpoint first"
+    grace = state.limits.save
+    reason = f"stopping ({signal_name(number)}): waiting up to {grace:g} s for the step and a checkpoint"
     waits = state.given or state.staying != state.members
     state = replace(
         state,
         stage=Stage.SAVING,
-        deadline=now + state.limits.save,
+        saving=Saving(),
+        deadline=now + grace,
         given=False,
         next_start=None,
         patience_ends=None,
     )
-    decision = strength.renew(state, reason, now) if waits else Decision(state, reason=reason)
+    decision = strength.renew(state, reason, now) if waits else Decision(state, (Notice(reason),), reason)
     return replace(decision, actions=(Signal(decision.state.members[0], number), *decision.actions))
+
+
+def _saved(state: State, event: StepEnded | Kept | NotKept) -> Decision:
+    """Note how far the chief is that keeps the last checkpoint; others were kept before, and were told."""
+    saving = state.saving
+    match event:
+        case StepEnded(step):
+            saving = replace(saving, step=step)
+            reason = f"stopping: step {step} has ended; its checkpoint is being written"
+        case Kept(step):
+            saving = replace(saving, kept=step)
+            reason = f"checkpoint kept at step {step}"
+        case NotKept(failure):
+            saving = replace(saving, failure=failure)
+            reason = f"no checkpoint: {failure}"
+    if state.stage is not Stage.SAVING:
+        return Decision(state, reason=reason)
+    actions = (Notice(reason),) if isinstance(event, StepEnded) else ()
+    return Decision(replace(state, saving=saving), actions, reason)
+
+
+def _saved_too_late(state: State, now: float) -> Decision:
+    step, grace = state.saving.step, f"{state.limits.save:g} s (--grace)"
+    late = "the step did not end" if step is None else f"the checkpoint of step {step} was not written"
+    told = Notice(state.saving.outcome(f"{late} within {grace}"))
+    decision = ending.signal_all(state, signal.SIGTERM, now, told.text)
+    return replace(decision, actions=(told, *decision.actions))
+
+
+def _told_outcome(decision: Decision, state: State, how: str) -> Decision:
+    """Tell the person what has come of the last checkpoint, now that `how` ends the wait for it."""
+    text = state.saving.outcome(f"{how} before it was written")
+    return replace(decision, actions=(Notice(text), *decision.actions), reason=f"{text}; {decision.reason}")
 
 
 def _time_passed(state: State, now: float) -> Decision:
@@ -270,9 +315,7 @@ def _deadline_passed(state: State, now: float) -> Decision:
         case Stage.LOOKING if state.verdict:
             return ending.end_stuck(state, state.verdict, now)
         case Stage.SAVING:
-            return ending.signal_all(
-                state, signal.SIGTERM, now, "the chief has not kept a checkpoint in time"
-            )
+            return _saved_too_late(state, now)
         case Stage.ENDING:
             return ending.terminate(state, now)
         case Stage.TERMINATING:

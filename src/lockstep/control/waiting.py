@@ -2,11 +2,12 @@
 
 import select
 import socket
-import sys
 import time
 
-from lockstep.control.arrivals import MAX_PACKET, Admitted, Patience, TurnedAway, decode_answer
+from lockstep.control.arrivals import MAX_PACKET, Admitted, Answer, Patience, TurnedAway, decode_answer
+from lockstep.control.door import peer
 from lockstep.errors import ConfigError, PeerStuckError
+from lockstep.notes import note
 
 _SOON = 1.0
 _EVERY = 5.0
@@ -66,6 +67,7 @@ class Waiting:
     """
 
     def __init__(self, name: str) -> None:
+        self._name = name
         self._patient = Patient(name, time.monotonic())
 
     def answer(self, connection: socket.socket) -> tuple[Admitted, list[int]] | None:
@@ -75,9 +77,11 @@ class Waiting:
             None if the coordinator has ended: then another one is needed.
 
         Raises:
-            ConfigError: the process cannot take part.
+            ConfigError: the process cannot take part, or does not understand what it is told.
             PeerStuckError: others have not come in time.
         """
+        pid = peer(connection)[0]
+        self._patient.waits_for(f"an answer of the coordinator (process {pid})", time.monotonic())
         while True:
             self._say()
             if not select.select([connection], [], [], self._patient.left(time.monotonic()))[0]:
@@ -90,7 +94,7 @@ class Waiting:
                 return None
             if not packet:
                 return None
-            match decode_answer(packet):
+            match self._understood(packet, len(descriptors), pid):
                 case Patience(what):
                     self._patient.waits_for(what, time.monotonic())
                 case TurnedAway(reason):
@@ -98,6 +102,18 @@ class Waiting:
                 case admitted:
                     return admitted, descriptors
 
+    def _understood(self, packet: bytes, descriptors: int, pid: int) -> Answer:
+        try:
+            answer = decode_answer(packet)
+            if isinstance(answer, Admitted) and descriptors != (1 if answer.joins else 2):
+                raise ValueError(f"it comes with {descriptors} descriptors")
+        except ValueError as error:
+            raise ConfigError(
+                f"{self._name} does not understand what process {pid} answers, which has the names of the "
+                f"job's tasks ({error}); use one version of Lockstep for all, or end that process"
+            ) from None
+        return answer
+
     def _say(self) -> None:
         if line := self._patient.line(time.monotonic()):
-            print(f"lockstep: {line}", file=sys.stderr, flush=True)
+            note(line)

@@ -26,3 +26,8 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def unkillable(left: tuple[int, ...]) -> str:
+    """Say which processes SIGKILL did not end."""
+    return f"processes that cannot be killed are left: {', '.join(map(str, left))}"

@@ -1,7 +1,6 @@
 """Evaluating the checkpoints of a training, in a process beside it, as they appear."""
 
 import os
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.keras.input.inputs import split_validation
 from lockstep.keras.state.keeping import apart
 from lockstep.keras.state.loading import give
+from lockstep.notes import note
 
 _PAUSE = 0.5
 
@@ -191,7 +191,7 @@ def _note(history: Any, step: int, figures: dict[str, float]) -> None:
 
 def _say(line: str) -> None:
     if line:
-        print(f"lockstep: {line}", file=sys.stderr, flush=True)
+        note(line)
 
 
 def _listed(evaluator: SidecarEvaluator) -> Any:

@@ -187,6 +187,7 @@ class Exchange:
         return dict(zip(layout.names, total, strict=True))
 
     def _next_step(self, logs: Any, state: Any) -> None:
+        self._job.stepped()
         call = self._calls.current
         call.steps += 1
         if self._trains:

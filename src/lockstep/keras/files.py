@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +16,7 @@ from lockstep.job import Job
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.state.variables import model_state
 from lockstep.locks import wait_for_lock
+from lockstep.notes import note
 
 Write = Callable[[str], object]
 
@@ -48,8 +48,8 @@ def write_once(
     own = os.fspath(path)
     notes.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
     absolute = own if "://" in own else str(Path(own).absolute())
-    note = notes / xxhash.xxh3_128_hexdigest(absolute.encode())
-    with _locked(note, own) as descriptor:
+    file = notes / xxhash.xxh3_128_hexdigest(absolute.encode())
+    with _locked(file, own) as descriptor:
         if os.pread(descriptor, len(state) + 1, 0) == state and ("://" in own or Path(own).exists()):
             return
         os.ftruncate(descriptor, 0)
@@ -88,19 +88,17 @@ class Saves:
 
 
 @contextmanager
-def _locked(note: Path, path: str) -> Iterator[int]:
-    """Hold the note's lock for the block; a process that dies lets go of it."""
+def _locked(file: Path, path: str) -> Iterator[int]:
+    """Hold the lock of a note for the block; a process that dies lets go of it."""
     said = 0.0
 
     def waiting(waited: float) -> None:
         nonlocal said
         if waited - said > _SAY_EVERY_SECONDS:
             said = waited
-            print(
-                f"lockstep: has waited {waited:.0f} s for another worker that writes {path}", file=sys.stderr
-            )
+            note(f"has waited {waited:.0f} s for another worker that writes {path}")
 
-    descriptor = wait_for_lock(note, _PATIENCE_SECONDS, waiting)
+    descriptor = wait_for_lock(file, _PATIENCE_SECONDS, waiting)
     if descriptor is None:
         raise PeerStuckError(
             f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; look whether its disk "

@@ -1,6 +1,5 @@
 """Strategies that keep equal copies of a model, under the names that `tf.distribute` gave them."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +8,7 @@ from lockstep import rendezvous
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.local_devices import restart_once_a_device
+from lockstep.notes import note
 from lockstep.strategy.options import CommunicationImplementation
 from lockstep.strategy.strategy import Strategy
 
@@ -84,8 +84,7 @@ def _note_on(options: Any) -> None:
     """Say it where what was asked to move the bytes is not what moves them."""
     asked = getattr(options, "implementation", CommunicationImplementation.AUTO)
     if getattr(asked, "value", asked) == "NCCL":
-        print(
-            "lockstep: NCCL moves bytes between GPUs only, and is not used yet: shared memory moves them, "
-            "with the same result",
-            file=sys.stderr,
+        note(
+            "NCCL moves bytes between GPUs only, and is not used yet: shared memory moves them, "
+            "with the same result"
         )

@@ -195,6 +195,7 @@ class RunExchange:
         sums = {Span(r, r + 1): [part[name] for name in names] for r, part in parts.items()}
         joined = self._join(gathered, parts, this, communicator)
         total = communicator.reduce(sums, check=check, what=this.what)
+        self._job.stepped()
         return dict(zip(names, total, strict=True)) | joined
 
     def _part(self, this: RunRound, replica: int, view: View) -> dict[str, npt.NDArray[Any]]:

@@ -1,10 +1,10 @@
 """What becomes of `tf.distribute`'s ways to give each worker a part of a dataset's files or elements."""
 
-import sys
 from typing import Any
 
 from lockstep.job import Job
 from lockstep.keras.input.streams import is_tensorflow
+from lockstep.notes import note
 
 _INSTEAD = (
     "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"
@@ -26,7 +26,7 @@ def explain_sharding(job: Job, dataset: Any) -> None:
     if policy in _EXPLANATIONS and policy not in _explained:
         _explained.add(policy)
         if job.is_chief:
-            print(f"lockstep: {_EXPLANATIONS[policy]}", file=sys.stderr)
+            note(_EXPLANATIONS[policy])
 
 
 _explained: set[str] = set()

@@ -3,7 +3,6 @@
 import atexit
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from lockstep.job import Alone, Job
 from lockstep.keras.agreement import agree
 from lockstep.keras.calls import Calls
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.notes import note
 from lockstep.topology import View
 
 _PATIENCE = 20.0
@@ -141,8 +141,8 @@ class Keeping:
         found, self._found = self._found, None
         if choice.refusal:
             raise ConfigError(choice.refusal)
-        for note in choice.notes if self._job.is_chief else ():
-            print(f"lockstep: {note}", file=sys.stderr)
+        for text in choice.notes if self._job.is_chief else ():
+            note(text)
         if choice.path:
             contents = found or load(Path(choice.path))
             self._snapshots.begin(contents)

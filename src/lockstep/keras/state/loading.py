@@ -1,7 +1,6 @@
 """Checkpoints of a job in plain Keras: without the command, on any backend."""
 
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgspec
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.state.matching import Array, Kept, Match, match
+from lockstep.notes import note
 
 _OF_A_MODEL = re.compile(r"(current|model \d+)/(.+)", re.DOTALL)
 _CHECKPOINT = re.compile(r"step-\d+")
@@ -109,7 +109,7 @@ def _read(path: Path) -> tuple[Path, Contents]:
     damaged: list[str] = []
     found = Store(path).newest(damaged.append)
     for text in damaged:
-        print(f"lockstep: {text}", file=sys.stderr)
+        note(text)
     if found is None:
         if damaged:
             raise CheckpointError(f"no checkpoint in {path} is whole: {damaged[0]}")

@@ -93,6 +93,7 @@ class Snapshots:
         if keeper is not None and self._job.is_chief:
             keeper.after_step(self._calls.taken, lambda: take(True))
             if keeper.leaving:
+                self._job.report("leaving", step=self._calls.taken)
                 keeper.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
 

@@ -1,0 +1,95 @@
+"""Whose an abstract Unix socket is: the kernel says so of those, too, that do not let anybody connect."""
+
+import contextlib
+import os
+import pwd
+import socket
+import struct
+
+_SOCK_DIAG = 4
+"""The netlink family that lists sockets."""
+_BY_FAMILY = 20
+_DUMP = 0x301
+"""Of a netlink message: it is a request, for all."""
+_DONE, _ERROR = 3, 2
+_SHOW_NAME, _SHOW_USER = 0x01, 0x40
+_NAME, _USER = 0, 7
+_ALL_STATES = 0xFFFFFFFF
+_HEADER = struct.Struct("=IHHII")
+_REQUEST = struct.Struct("=BBHIIIII")
+_SOCKET = struct.Struct("=BBBBIII")
+_ATTRIBUTE = struct.Struct("=HH")
+_BUFFER = 256 * 1024
+_PATIENCE = 2.0
+
+
+def user_of(name: bytes) -> int | None:
+    """Return the id of the user whose SOCK_SEQPACKET socket has `name`; None if the kernel does not say."""
+    with contextlib.suppress(OSError, struct.error):
+        return _users().get(name)
+    return None
+
+
+def is_of_another_user(name: bytes) -> bool:
+    """Whether a process of another user is known to have `name`."""
+    return user_of(name) not in (None, os.geteuid())
+
+
+def describe(user: int | None, pid: int | None = None) -> str:
+    """Name a process and its user in a message, as far as they are known."""
+    process = f"process {pid}" if pid else "a process"
+    if user is None:
+        return process if pid else "a process that this user cannot see"
+    with contextlib.suppress(KeyError):
+        return f"{process} of user {user} ({pwd.getpwuid(user).pw_name})"
+    return f"{process} of user {user}"
+
+
+def process_of(name: bytes) -> int | None:
+    """Return the id of a process that has `name`; None where this user may not see it."""
+    # Imported only where something is wrong, which is rare.
+    import psutil
+
+    shown = "@" + name[1:].decode(errors="replace")
+    with contextlib.suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("unix"):
+            if found.laddr == shown and found.pid:
+                return int(found.pid)
+    return None
+
+
+def _users() -> dict[bytes, int]:
+    """Return the users of all SOCK_SEQPACKET sockets that have a name, by the name."""
+    request = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ALL_STATES, 0, _SHOW_NAME | _SHOW_USER, 0, 0)
+    users: dict[bytes, int] = {}
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
+        kernel.settimeout(_PATIENCE)
+        kernel.send(_HEADER.pack(_HEADER.size + len(request), _BY_FAMILY, _DUMP, 1, 0) + request)
+        while True:
+            answer = kernel.recv(_BUFFER)
+            at = 0
+            while at < len(answer):
+                length, kind, *_ = _HEADER.unpack_from(answer, at)
+                if kind in (_DONE, _ERROR) or length < _HEADER.size:
+                    return users
+                _note(answer[at + _HEADER.size : at + length], users)
+                at += _aligned(length)
+
+
+def _note(described: bytes, users: dict[bytes, int]) -> None:
+    """Add the socket that a message describes, if it has a name and a user."""
+    _, kind, *_ = _SOCKET.unpack_from(described)
+    attributes: dict[int, bytes] = {}
+    at = _SOCKET.size
+    while at + _ATTRIBUTE.size <= len(described):
+        length, attribute = _ATTRIBUTE.unpack_from(described, at)
+        attributes[attribute] = described[at + _ATTRIBUTE.size : at + length]
+        at += max(_aligned(length), _ATTRIBUTE.size)
+    name, user = attributes.get(_NAME), attributes.get(_USER)
+    if kind == socket.SOCK_SEQPACKET and name and user:
+        # Connections that were accepted have the name of the socket that has accepted them, and its user.
+        users.setdefault(name, struct.unpack("=I", user)[0])
+
+
+def _aligned(length: int) -> int:
+    return (length + 3) & ~3
