@@ -84,7 +84,7 @@ def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keep
     def removed(path: Path) -> None:
         report("checkpoint removed", path=str(path), reason="there is no room for as many as are to be kept")
         note(
-            f"there is no room for another checkpoint: the oldest, {path}, is removed for it; make room there, or "
+            f"there is no room for another checkpoint: the oldest, {path}, is removed for it; make room, or "
             "keep fewer"
         )
 
