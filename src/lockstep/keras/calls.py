@@ -16,6 +16,7 @@ class Call:
         steps: taken in the call so far.
         skipped: how many of its steps were taken before this process began, and are not taken again.
         callbacks: that the call was given.
+        marks: what tells which of their attributes have changed since before and after `on_train_begin`.
         at_end: whether its state can be taken at its end only.
         looks: how often a batch of its data was looked at before it began.
     """
@@ -25,6 +26,7 @@ class Call:
     steps: int = 0
     skipped: int = 0
     callbacks: Any = ()
+    marks: list[Any] = field(default_factory=list)
     at_end: bool = False
     looks: int = 0
 

@@ -199,13 +199,14 @@ class Snapshots:
         arrays = {f"current/{name}": value for name, value in own.items()}
         for index, other in self._others(model):
             arrays |= {f"model {index}/{name}": value for name, value in other.items()}
+        heard = listeners(call.callbacks, model) if program is not None else []
         facts = position | {
             "methods": dict(self._calls.methods),
             "taken": self._calls.taken,
             "since": self.since,
             "call": call.name,
             "logs": {name: np.asarray(self._backend.concrete(value)) for name, value in (logs or {}).items()},
-            "callbacks": callback_states(listeners(call.callbacks, model)) if program is not None else [],
+            "callbacks": callback_states(heard, call.marks),
             "random": random_states(),
         }
         packed, values = pack(facts, "training")
