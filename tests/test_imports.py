@@ -25,6 +25,7 @@ BASE = {
     "memory",
     "locks",
     "prose",
+    "sources",
 }
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -39,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "locks": set(),
     "prose": set(),
     "program": set(),
+    "sources": set(),
     "events": {"clock", "files"},
     "collectives": BASE,
     "control": BASE,

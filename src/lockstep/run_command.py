@@ -15,7 +15,7 @@ import click
 from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
 from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
 from lockstep.control.devices import assign, parse_devices, spread
-from lockstep.control.run_folder import claim_folder, fresh_folder
+from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.errors import ConfigError
@@ -156,6 +156,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if folder is not None and not existed:
         claim_folder(folder, *_OF_CHECKPOINTS)
     claim_folder(spec.run_dir)
+    empty_folder(RunPaths(spec.run_dir).sources)
     click.echo(f"lockstep: {spec.describe()}", err=True)
     for variable in switched_off() if spec.devices else ():
         click.echo(

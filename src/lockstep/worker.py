@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 from lockstep.compiled import keep_compiled
 from lockstep.config import WorkerConfig, cache_folder, forget_worker, read_worker
@@ -21,6 +22,7 @@ from lockstep.control.stack import write_when_asked
 from lockstep.errors import ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
+from lockstep.sources import keep_sources
 
 _GRACE_FOR_CHECKPOINT = 60.0
 
@@ -43,8 +45,13 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
     _enter_job(config, client)
     forget_worker()
+    keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
     client.started()
     _run(Script.parse(arguments), client)
+
+
+def _tell_of_source(client: Client, path: str, what: str) -> None:
+    client.report("source", path=path, what=what)
 
 
 def _end_with_coordinator(config: WorkerConfig, client: Client) -> None:

@@ -261,6 +261,8 @@ class Agent:
                 self._decide(decisions.Keeps())
             case "patience":
                 self._decide(decisions.Patience(float(fields["seconds"])))
+            case "source":
+                self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
             case "checkpoint":
                 self.console.say(f"checkpoint {fields.get('path')}")
             case "resumed" if worker == self.console.chief:

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import shutil
 import time
 from pathlib import Path
 
@@ -51,6 +52,20 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
     if descriptor is None:
         raise ConfigError(f"another run works in {folder}; wait for it, or give another {option}")
     return descriptor
+
+
+def empty_folder(folder: Path) -> None:
+    """Make `folder`, in that of the run, for this user only; remove what an earlier run has left there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise _unusable("the run's folder", folder.parent, "--run-dir", error) from None
 
 
 def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:
