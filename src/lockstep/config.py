@@ -64,6 +64,7 @@ class WorkerConfig:
         pool: inherited descriptor of the memory for partials and totals.
         arena: inherited descriptor of the memory in which the workers meet; None for a worker that joins.
         checkpoints: what is kept, if anything is.
+        accepts_changes: whether training goes on from a checkpoint of a program with other settings.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
         by_hand: whether a person has started this process.
     """
@@ -80,6 +81,7 @@ class WorkerConfig:
     pool: int
     arena: int | None
     checkpoints: Checkpoints | None = None
+    accepts_changes: bool = False
     tf_distribute: bool = False
     by_hand: bool = False
 
@@ -118,6 +120,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         pool=_parse(environ, "POOL_FD", _count),
         arena=_parse(environ, "ARENA_FD", _count_or_none),
         checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
+        accepts_changes=f"{_PREFIX}ACCEPT_CHANGES" in environ,
         tf_distribute=f"{_PREFIX}TF_DISTRIBUTE" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
     )
@@ -310,6 +313,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
     }
     if config.checkpoints is not None:
         values["CHECKPOINTS"] = msgspec.json.encode(config.checkpoints, enc_hook=str).decode()
+    if config.accepts_changes:
+        values["ACCEPT_CHANGES"] = "yes"
     if config.tf_distribute:
         values["TF_DISTRIBUTE"] = "yes"
     if config.by_hand:

@@ -122,6 +122,11 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
     help="How many checkpoints to keep.",
 )
 @click.option(
+    "--accept-changes",
+    is_flag=True,
+    help="Go on from a checkpoint with other settings of model, optimizer, loss or callbacks.",
+)
+@click.option(
     "--tf-distribute",
     is_flag=True,
     help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
@@ -214,6 +219,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         timeout=options["timeout"],
         min_workers=options["min_workers"],
         max_restarts=options["max_restarts"],
+        accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
         run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
         tee=options["tee"],

@@ -80,13 +80,13 @@ def own_sources() -> dict[str, str]:
     script = _file(sys.modules["__main__"])
     found = {}
     for module in list(sys.modules.values()):
-        if (
-            (path := _file(module))
-            and is_own(str(path))
-            and (text := _read.get(str(path)) or file_hash(path))
-        ):
-            below = script is not None and path.is_relative_to(script.parent)
-            found[str(path.relative_to(script.parent) if script and below else path)] = text
+        path = _file(module)
+        if path is None or not is_own(str(path)):
+            continue
+        # What it was when this was first asked for: the file may be another one later.
+        text = _read.get(str(path)) or _read.setdefault(str(path), file_hash(path) or "")
+        below = script is not None and path.is_relative_to(script.parent)
+        found[str(path.relative_to(script.parent) if script and below else path)] = text
     return found
 
 

@@ -19,12 +19,14 @@ from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
 from lockstep.control.script import Script, summarize, user_traceback
 from lockstep.control.stack import write_when_asked
-from lockstep.errors import ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 from lockstep.sources import keep_sources
 
 _GRACE_FOR_CHECKPOINT = 60.0
+_STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
+"""The exit status where a script raises what is not the script's own fault; else 1."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -96,6 +98,7 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
         joins=config.joins,
         keeper=open_keeper(config, client),
         resumed=None if config.joins else resumed(config),
+        accepts_changes=config.accepts_changes,
         policy=policy,
         began_with=config.workers,
     )
@@ -144,7 +147,7 @@ def _end_keeping(client: Client) -> None:
 
 def _fail(error: BaseException, client: Client) -> int:
     error = _own(error).with_traceback(user_traceback(error.__traceback__))
-    status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
     # The others hear of it first: whoever reads our output may take their time.
     client.failed(status, summarize(error), text, isinstance(error, PeerLostError | PeerStuckError))

@@ -42,6 +42,7 @@ class JobSpec:
         backend: the Keras backend, None to leave it.
         devices: of each worker; empty to leave them.
         checkpoints: what is kept, if anything is.
+        accepts_changes: whether training goes on from a checkpoint of a program with other settings.
         min_workers: with fewer, training waits.
         max_restarts: how many lost workers are replaced.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
@@ -61,6 +62,7 @@ class JobSpec:
     backend: str | None = None
     devices: tuple[Devices, ...] = ()
     checkpoints: Checkpoints | None = None
+    accepts_changes: bool = False
     min_workers: int = 1
     max_restarts: int = 0
     tf_distribute: bool = False

@@ -101,6 +101,7 @@ class Loops:
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
+            self._snapshots.note_settings(model)
             call.marks = [marks(call.callbacks)]
             given.update(callbacks=call.callbacks)
             try:

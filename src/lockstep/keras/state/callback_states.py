@@ -52,6 +52,17 @@ Marks = Mapping[int, Mapping[str, bytes]]
 """Hashes of the attributes of callbacks, by their ids."""
 
 
+def listed(callbacks: Any) -> Sequence[Any]:
+    """Return the callbacks of a `fit`, also where Keras has put them into a list of its own."""
+    listed = isinstance(callbacks, keras.callbacks.CallbackList)
+    return callbacks.callbacks if listed else callbacks  # type: ignore[no-any-return]
+
+
+def lasting(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks without those that only show progress, which may be asked for or not."""
+    return [one for one in callbacks if not isinstance(one, keras.callbacks.ProgbarLogger)]
+
+
 def listeners(callbacks: Any, model: Any) -> list[Any]:
     """Return the callbacks of a `fit` in progress, each once, with Keras's own that writes the history.
 
@@ -59,14 +70,14 @@ def listeners(callbacks: Any, model: Any) -> list[Any]:
     """
     if model is None:
         return []
-    found = [*_listed(callbacks), model.history]
+    found = [*listed(callbacks), model.history]
     return list({id(callback): callback for callback in found}.values())
 
 
 def marks(callbacks: Any) -> Marks:
     """Return what tells later which attributes of the callbacks of a `fit` have changed."""
     found = {}
-    for callback in filter(_is_users, _listed(callbacks)):
+    for callback in filter(_is_users, listed(callbacks)):
         packed = ((name, _packed(value)) for name, value in vars(callback).items())
         found[id(callback)] = {name: mark for name, mark in packed if mark is not None}
     return found
@@ -82,7 +93,7 @@ def callback_states(
         before: their `marks` at its beginning: before and after `on_train_begin`. What `on_train_begin` has
             set may depend on a model that another process does not have at that point.
     """
-    return [(type(callback).__name__, *_state(callback, before)) for callback in _lasting(callbacks)]
+    return [(type(callback).__name__, *_state(callback, before)) for callback in lasting(callbacks)]
 
 
 def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
@@ -94,14 +105,14 @@ def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]
     Raises:
         CheckpointError: they are others.
     """
-    lasting = _lasting(callbacks)
-    names = [type(callback).__name__ for callback in lasting]
+    found = lasting(callbacks)
+    names = [type(callback).__name__ for callback in found]
     if names != [kind for kind, *_ in states]:
         raise CheckpointError(
             f"the script gives `fit` the callbacks {names}, and the checkpoint is of "
             f"{[kind for kind, *_ in states]}: give the same in the same order, or begin in another folder"
         )
-    for callback, (kind, state, *missing) in zip(lasting, states, strict=True):
+    for callback, (kind, state, *missing) in zip(found, states, strict=True):
         for name, value in state.items():
             if _is_kept(callback, name) and not _has_text(value):
                 vars(callback)[name] = value
@@ -111,16 +122,6 @@ def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]
                 "not kept: it begins as the script sets it; let the callback keep a number instead",
                 file=sys.stderr,
             )
-
-
-def _listed(callbacks: Any) -> Sequence[Any]:
-    listed = isinstance(callbacks, keras.callbacks.CallbackList)
-    return callbacks.callbacks if listed else callbacks  # type: ignore[no-any-return]
-
-
-def _lasting(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks without those that only show progress, which may be asked for or not."""
-    return [one for one in callbacks if not isinstance(one, keras.callbacks.ProgbarLogger)]
 
 
 def _is_users(callback: Any) -> bool:
