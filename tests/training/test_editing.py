@@ -61,22 +61,17 @@ def test_edits_reach_neither_a_replacement_nor_the_next_run_unseen(
     lost = launch(f"-n 2 --min-workers 2 {keeping}", script, "out", "lose")
     assert lost.status == 0, lost.stderr
     assert f"worker 2: {script} has changed: the text runs that it had" in lost.stderr
-    # Whoever first reads a module decides about its text.
-    later = [line.replace("0.5", "0.2") for line in lost.marked(0, "digest")]
-    assert later == expected
+    # A module that nobody had read before the edit has its new text, on every worker.
+    assert [line.replace("0.5", "0.2") for line in lost.marked(0, "digest")] == expected
     assert lost.marked(2, "digest") == lost.marked(0, "digest")
 
-    refused = launch(keeping, script, "elsewhere")
+    refused = launch(f"-n 1 {keeping}", script, "elsewhere")
     assert refused.status == 2
     assert "the script has other settings than the checkpoint of step 10 (train.py" in refused.stderr
     assert "layer dropout: rate was 0.2, and is 0.5. Take this back" in refused.stderr
     assert "callback 1 (LearningRateScheduler): schedule was" not in refused.stderr
-    accepted = launch(f"{keeping} --accept-changes", script, "elsewhere")
-    assert accepted.status == 0, accepted.stderr
-    assert "rates.py changed) with other settings: layer dropout: rate was 0.2" in accepted.stderr
     (edited / "rates.py").write_text("RATE = 0.2  # as before")
-    # That run has kept no checkpoint after step 10.
-    same = launch(keeping, script, "elsewhere")
+    same = launch(f"-n 1 {keeping}", script, "elsewhere")
     assert same.status == 0, same.stderr
     assert "(train.py, rates.py changed) with the same settings" in same.stderr
     assert [line.replace("0.5", "0.2") for line in same.marked(0, "digest")] == expected

@@ -100,7 +100,7 @@ def _is_incomparable(name: str, before: Settings, now: Settings) -> bool:
     if name in before and name in now:
         return False
     kind = f"{name.partition(': ')[0]}: class"
-    alone = name != kind and (kind in before) != (kind in now)
+    alone = name != kind and before.get(kind) != now.get(kind)
     return alone or name.endswith(f": {_RATE}") or ": code (" in name
 
 

@@ -256,7 +256,7 @@ class Snapshots:
         contents = resumption.contents
         facts = unpack(contents.manifest["training"], contents.arrays)
         if not resumption.joined:
-            self._compare(contents.step, facts, model, program)
+            self.compare_settings(contents.step, facts, model, program)
         for index, known in enumerate(self._models):
             if values := _below(f"model {index}/", contents.arrays):
                 self._pending[index] = values
@@ -292,7 +292,7 @@ class Snapshots:
         own = self._calls.current.settings or settings_of_call(model, (), first=False)
         return {**own, **settings_of_model(model)}
 
-    def _compare(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
+    def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
         """Refuse to go on from a checkpoint with other settings; name files that have another text.
 
         Raises:
