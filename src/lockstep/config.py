@@ -20,6 +20,7 @@ _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
 """Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again: PyTorch takes
 its tensors from there, and TensorFlow the batches of `tf.data`. JAX has an allocator of its own."""
+LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
 
@@ -265,13 +266,20 @@ def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | 
 
 def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
     """Return what `KERAS_BACKEND` and Keras's own configuration file say; None for what is not there."""
-    home = environ.get("KERAS_HOME") or Path(environ.get("HOME", "/")) / ".keras"
+    base = environ.get("HOME") or Path.home()
+    # As Keras looks for it.
+    home = environ.get("KERAS_HOME") or Path(base if os.access(base, os.W_OK) else "/tmp") / ".keras"
     try:
         settings = json.loads((Path(home) / "keras.json").read_text())
     except (OSError, ValueError):
         settings = None
     configured = settings.get("backend") if isinstance(settings, dict) else None
     return environ.get("KERAS_BACKEND"), configured
+
+
+def legacy_keras(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the value of the variable that makes `tf.keras` Keras 2, if there is one."""
+    return environ.get(LEGACY_KERAS)
 
 
 def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -12,9 +12,26 @@ from typing import Any, get_args
 
 import click
 
-from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
-from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
+from lockstep.config import (
+    LEGACY_KERAS,
+    Checkpoints,
+    keras_backend,
+    legacy_keras,
+    switched_off,
+    usable_cores,
+    visible_gpus,
+)
+from lockstep.control.backend import (
+    BACKENDS,
+    RULE,
+    Choice,
+    Wishes,
+    choose_backend,
+    refuse_legacy_keras,
+    require_tensorflow,
+)
 from lockstep.control.devices import assign, parse_devices, spread
+from lockstep.control.foresight import setting_of
 from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
@@ -50,7 +67,7 @@ _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
-    help="Keras backend; sets KERAS_BACKEND.  [default: Keras's, if installed]",
+    help=f"Keras backend; sets KERAS_BACKEND.  [default: {RULE}]",
 )
 @click.option(
     "--devices",
@@ -171,15 +188,31 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
 
 
-def _backend(asked: str | None, past: str | None) -> str:
+def _backend(options: Mapping[str, Any], past: str | None) -> Choice:
     variable, configured = keras_backend()
-    return choose_backend(
-        asked,
-        variable,
-        past or configured,
-        _is_installed,
-        sys.executable,
+    source = Script(options["script"], options["module"]).source()
+    script, overrides = (source and setting_of(source, "KERAS_BACKEND")) or (None, False)
+    _refuse_legacy_keras(source)
+    wishes = Wishes(
+        asked=options["backend"],
+        script=script,
+        overrides=overrides,
+        variable=variable,
+        checkpoint=past,
+        configured=configured,
+        tf_distribute=options["tf_distribute"],
     )
+    if wishes.tf_distribute:
+        require_tensorflow(_is_installed, sys.executable)
+    return choose_backend(wishes, _is_installed, sys.executable)
+
+
+def _refuse_legacy_keras(source: Path | None) -> None:
+    value, always = (source and setting_of(source, LEGACY_KERAS)) or (None, False)
+    if value is not None and (always or legacy_keras() is None):
+        refuse_legacy_keras(value, "the script")
+    else:
+        refuse_legacy_keras(legacy_keras())
 
 
 def _is_installed(name: str) -> bool:
@@ -189,9 +222,7 @@ def _is_installed(name: str) -> bool:
 def _spec(options: dict[str, Any]) -> JobSpec:
     # Before the run's folder is made: what is refused leaves nothing behind.
     checkpoints, past = _checkpoints(options)
-    backend = _backend(options["backend"], past.get("backend"))
-    if options["tf_distribute"]:
-        require_tensorflow(_is_installed, sys.executable)
+    choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
     gpus = visible_gpus()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
@@ -207,7 +238,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     name = options["script"] if options["module"] else Path(options["script"]).stem
     if checkpoints is not None and checkpoints.resume is not None:
-        _compare(checkpoints.resume, past, backend)
+        _compare(checkpoints.resume, past, choice.backend)
     return JobSpec(
         target=options["script"],
         module=options["module"],
@@ -223,7 +254,8 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         tf_distribute=options["tf_distribute"],
         run_dir=options["run_dir"] or fresh_folder(Path("runs"), name, time.time()),
         tee=options["tee"],
-        backend=backend,
+        backend=choice.backend,
+        chosen=str(choice),
         devices=devices,
         checkpoints=checkpoints,
     )

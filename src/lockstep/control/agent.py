@@ -16,6 +16,7 @@ import msgspec
 
 from lockstep.clock import Clock
 from lockstep.control import decisions
+from lockstep.control.backend import NAMES
 from lockstep.control.births import Births
 from lockstep.control.console import Console
 from lockstep.control.descendants import Descendants
@@ -254,6 +255,7 @@ class Agent:
         match event:
             case "strategy":
                 self._used_strategy = True
+                self._tell_of_backend(worker, fields.get("backend"))
                 self._decide(decisions.Ready(worker))
             case "call" if self._desk is not None:
                 self._desk.doing = str(fields.get("name", ""))
@@ -267,6 +269,13 @@ class Agent:
                 self.console.say(f"checkpoint {fields.get('path')}")
             case "resumed" if worker == self.console.chief:
                 self.console.say(f"training goes on behind {fields.get('where')}")
+
+    def _tell_of_backend(self, worker: int, backend: Any) -> None:
+        """Correct the job's first line where the script has chosen in a way that its source does not show."""
+        if worker == self.console.chief and self.spec.backend in NAMES and backend in NAMES:
+            own, chosen = NAMES[backend], NAMES[self.spec.backend]
+            if own != chosen:
+                self.console.say(f"the script runs on {own}, which it has chosen itself, and not on {chosen}")
 
     def _take_given(self, given: Given, descriptors: list[int]) -> None:
         assert self.state.view is not None
