@@ -26,6 +26,7 @@ BASE = {
     "locks",
     "notes",
     "prose",
+    "sources",
 }
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
@@ -41,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "notes": set(),
     "prose": set(),
     "program": set(),
+    "sources": set(),
     "events": {"clock", "files"},
     "collectives": BASE,
     "control": BASE,

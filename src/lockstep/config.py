@@ -20,6 +20,7 @@ _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
 """Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again: PyTorch takes
 its tensors from there, and TensorFlow the batches of `tf.data`. JAX has an allocator of its own."""
+LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
 
@@ -64,6 +65,7 @@ class WorkerConfig:
         pool: inherited descriptor of the memory for partials and totals.
         arena: inherited descriptor of the memory in which the workers meet; None for a worker that joins.
         checkpoints: what is kept, if anything is.
+        accepts_changes: whether training goes on from a checkpoint of a program with other settings.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
         by_hand: whether a person has started this process.
     """
@@ -80,6 +82,7 @@ class WorkerConfig:
     pool: int
     arena: int | None
     checkpoints: Checkpoints | None = None
+    accepts_changes: bool = False
     tf_distribute: bool = False
     by_hand: bool = False
 
@@ -118,6 +121,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         pool=_parse(environ, "POOL_FD", _count),
         arena=_parse(environ, "ARENA_FD", _count_or_none),
         checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
+        accepts_changes=f"{_PREFIX}ACCEPT_CHANGES" in environ,
         tf_distribute=f"{_PREFIX}TF_DISTRIBUTE" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
     )
@@ -262,13 +266,20 @@ def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | 
 
 def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
     """Return what `KERAS_BACKEND` and Keras's own configuration file say; None for what is not there."""
-    home = environ.get("KERAS_HOME") or Path(environ.get("HOME", "/")) / ".keras"
+    base = environ.get("HOME") or Path.home()
+    # As Keras looks for it.
+    home = environ.get("KERAS_HOME") or Path(base if os.access(base, os.W_OK) else "/tmp") / ".keras"
     try:
         settings = json.loads((Path(home) / "keras.json").read_text())
     except (OSError, ValueError, RecursionError):
         settings = None
     configured = settings.get("backend") if isinstance(settings, dict) else None
     return environ.get("KERAS_BACKEND"), configured if isinstance(configured, str) else None
+
+
+def legacy_keras(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the value of the variable that makes `tf.keras` Keras 2, if there is one."""
+    return environ.get(LEGACY_KERAS)
 
 
 def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -310,6 +321,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
     }
     if config.checkpoints is not None:
         values["CHECKPOINTS"] = msgspec.json.encode(config.checkpoints, enc_hook=str).decode()
+    if config.accepts_changes:
+        values["ACCEPT_CHANGES"] = "yes"
     if config.tf_distribute:
         values["TF_DISTRIBUTE"] = "yes"
     if config.by_hand:

@@ -23,7 +23,7 @@ from lockstep.control.arrivals import decode_arrival
 from lockstep.control.command import fill_standard_descriptors
 from lockstep.control.messages import Stop, encode
 from lockstep.control.reception import AdoptingStarter, Reception
-from lockstep.control.run_folder import claim_folder, fresh_folder, open_events
+from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder, open_events
 from lockstep.control.spec import JobSpec
 from lockstep.control.state import Limits, Size, State
 from lockstep.control.views import Views
@@ -78,6 +78,7 @@ def _coordinate(reception: Reception, terminals: Terminals) -> None:
     spec = _spec(reception)
     lock = claim_folder(spec.run_dir)
     paths, pid, clock = RunPaths(spec.run_dir.absolute()), os.getpid(), SystemClock()
+    empty_folder(paths.sources)
     terminals.say(f"{spec.shape}; events in {spec.run_dir}")
     command, person = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 

@@ -3,6 +3,7 @@
     LockstepError
     |-- InputError             what the user gave is wrong; the message says what to change
     |   |-- ConfigError        a command line, an environment variable
+    |   |-- ChangedError       a program that is another one than that of its checkpoint
     |   |-- ScopeError         a model used outside the strategy it belongs to
     |   |-- DataError          an input that cannot be split over replicas
     |   `-- ModelError         a step that cannot be computed by replicas
@@ -31,6 +32,10 @@ class InputError(LockstepError):
 
 class ConfigError(InputError):
     """A command line or an environment variable is wrong."""
+
+
+class ChangedError(InputError):
+    """A program is another one than the one whose checkpoint it would go on from."""
 
 
 class ScopeError(InputError):

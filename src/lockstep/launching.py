@@ -37,6 +37,7 @@ def launch(
     timeout: float | None = None,
     run_dir: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
+    accept_changes: bool = False,
 ) -> Result:
     """Run `function(*args, **kwargs)` on several workers of this machine, and return the chief's result.
 
@@ -62,6 +63,7 @@ def launch(
         timeout: seconds; a worker for which others wait for longer is stuck. 600 by default.
         run_dir: the run's own folder; `runs/<function>-<time>` by default.
         checkpoint: a folder; checkpoints are kept there, and training goes on from the newest.
+        accept_changes: go on from it though the settings of model, optimizer, loss or callbacks have changed.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
@@ -82,6 +84,7 @@ def launch(
         "checkpoint": checkpoint,
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    given += ["--accept-changes"] if accept_changes else []
     with contextlib.ExitStack() as closing:
         errand = pack(function, args, kwargs or {})
         closing.callback(os.close, errand)

@@ -24,6 +24,11 @@ class RunPaths:
         """What happened, a JSON object a line."""
         return self.root / "events.jsonl"
 
+    @property
+    def sources(self) -> Path:
+        """The texts of the script and its modules that the workers run."""
+        return self.root / "sources"
+
     def log(self, worker: int) -> Path:
         """Everything that `worker` wrote to stdout and stderr."""
         return self.root / f"worker-{worker}.log"

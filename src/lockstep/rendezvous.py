@@ -22,6 +22,7 @@ from lockstep.config import (
     WorkerConfig,
     environment_at_start,
     keras_backend,
+    legacy_keras,
     tf_config_given,
     tf_config_now,
     usable_cores,
@@ -29,7 +30,7 @@ from lockstep.config import (
     worker_environment,
 )
 from lockstep.control.arrivals import Admitted, Arrival, Task, encode
-from lockstep.control.backend import choose_backend
+from lockstep.control.backend import Choice, Wishes, choose_backend, refuse_legacy_keras
 from lockstep.control.places import check_free, claim, connect, holder, resolve
 from lockstep.control.script import Script
 from lockstep.control.waiting import Waiting
@@ -106,12 +107,12 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     mine = config.task_type, config.task_id
     seat = next(at for at, task in enumerate(tasks) if (task.kind, task.index) == mine)
     check_free(tasks[seat].place, tasks[seat].name)
-    program, backend = _program(), _backend()
+    program, choice = _program(), _backend()
     target = Script.parse(program.command).target
-    arrival = Arrival(tasks, seat, __version__, backend, usable_cores(), visible_gpus(), target)
+    arrival = Arrival(tasks, seat, __version__, choice.backend, usable_cores(), visible_gpus(), target)
     admitted, connection, memory = _meet(arrival)
     why = "the job goes on" if admitted.joins else "all are there"
-    note(f"{why}; {tasks[seat].name} begins its script again, as worker {admitted.worker}")
+    note(f"{why}; {tasks[seat].name} begins its script again, as worker {admitted.worker}, {choice}")
     worker = WorkerConfig(
         worker=admitted.worker,
         workers=admitted.replicas,
@@ -130,7 +131,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
         os.set_inheritable(descriptor, True)
     flush_streams()
     arguments = (*program.options, "-P", "-m", "lockstep.worker", *program.command)
-    environment = _environment(worker, text, backend, admitted.shares)
+    environment = _environment(worker, text, choice.backend, admitted.shares)
     os.execve(sys.executable, (sys.executable, *arguments), environment)
 
 
@@ -182,11 +183,12 @@ def _program() -> Program:
     return program
 
 
-def _backend() -> str:
+def _backend() -> Choice:
+    # What the script has set is in the environment by now.
+    refuse_legacy_keras(legacy_keras())
     variable, configured = keras_backend()
-    return choose_backend(
-        None, variable, configured, lambda name: importlib.util.find_spec(name) is not None, sys.executable
-    )
+    wishes = Wishes(variable=variable, configured=configured)
+    return choose_backend(wishes, lambda name: importlib.util.find_spec(name) is not None, sys.executable)
 
 
 def _connect(arrival: Arrival) -> socket.socket:

@@ -13,11 +13,28 @@ from typing import Any, get_args
 import click
 
 from lockstep.clock import parse_seconds
-from lockstep.config import Checkpoints, keras_backend, switched_off, usable_cores, visible_gpus
-from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflow
+from lockstep.config import (
+    LEGACY_KERAS,
+    Checkpoints,
+    keras_backend,
+    legacy_keras,
+    switched_off,
+    usable_cores,
+    visible_gpus,
+)
+from lockstep.control.backend import (
+    BACKENDS,
+    RULE,
+    Choice,
+    Wishes,
+    choose_backend,
+    refuse_legacy_keras,
+    require_tensorflow,
+)
 from lockstep.control.devices import assign, parse_devices, spread
+from lockstep.control.foresight import setting_of
 from lockstep.control.limits import check_limits
-from lockstep.control.run_folder import claim_folder, fresh_folder, gone_if_refused
+from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder, gone_if_refused
 from lockstep.control.script import Script
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.control.state import GRACE
@@ -79,7 +96,7 @@ class _Folder(click.Path):
 @click.option(
     "--backend",
     type=click.Choice(BACKENDS),
-    help="Keras backend; sets KERAS_BACKEND.  [default: Keras's, if installed]",
+    help=f"Keras backend; sets KERAS_BACKEND.  [default: {RULE}]",
 )
 @click.option(
     "--devices",
@@ -158,6 +175,11 @@ class _Folder(click.Path):
     help="Time that SIGTERM leaves for the step in flight and a last checkpoint, such as 30s or 2m.",
 )
 @click.option(
+    "--accept-changes",
+    is_flag=True,
+    help="Resume from a checkpoint with other settings of model, optimizer, loss or callbacks.",
+)
+@click.option(
     "--tf-distribute",
     is_flag=True,
     help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
@@ -197,6 +219,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with gone_if_refused(options["run_dir"]):
             spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
             claim_folder(spec.run_dir)
+            empty_folder(RunPaths(spec.run_dir).sources)
     note(spec.describe())
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} switches deterministic operations off: equal bits are no longer promised")
@@ -221,15 +244,31 @@ def _fresh_folder(options: Mapping[str, Any]) -> Path:
     return fresh_folder(Path("runs"), name, time.time())
 
 
-def _backend(asked: str | None, past: str | None) -> str:
+def _backend(options: Mapping[str, Any], past: str | None) -> Choice:
     variable, configured = keras_backend()
-    return choose_backend(
-        asked,
-        variable,
-        past or configured,
-        _is_installed,
-        sys.executable,
+    source = Script(options["script"], options["module"]).source()
+    script, overrides = (source and setting_of(source, "KERAS_BACKEND")) or (None, False)
+    _refuse_legacy_keras(source)
+    wishes = Wishes(
+        asked=options["backend"],
+        script=script,
+        overrides=overrides,
+        variable=variable,
+        checkpoint=past,
+        configured=configured,
+        tf_distribute=options["tf_distribute"],
     )
+    if wishes.tf_distribute:
+        require_tensorflow(_is_installed, sys.executable)
+    return choose_backend(wishes, _is_installed, sys.executable)
+
+
+def _refuse_legacy_keras(source: Path | None) -> None:
+    value, always = (source and setting_of(source, LEGACY_KERAS)) or (None, False)
+    if value is not None and (always or legacy_keras() is None):
+        refuse_legacy_keras(value, "the script")
+    else:
+        refuse_legacy_keras(legacy_keras())
 
 
 def _is_installed(name: str) -> bool:
@@ -239,9 +278,7 @@ def _is_installed(name: str) -> bool:
 def _spec(options: dict[str, Any]) -> JobSpec:
     # Before the run's folder is made: what is refused leaves nothing behind.
     checkpoints, past = _checkpoints(options)
-    backend = _backend(options["backend"], past.get("backend"))
-    if options["tf_distribute"]:
-        require_tensorflow(_is_installed, sys.executable)
+    choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
     gpus = visible_gpus()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
@@ -257,7 +294,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     check_limits(workers, threads)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     if checkpoints is not None and checkpoints.resume is not None:
-        _compare(checkpoints.resume, past, backend)
+        _compare(checkpoints.resume, past, choice.backend)
     return JobSpec(
         target=options["script"],
         module=options["module"],
@@ -270,10 +307,12 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         min_workers=options["min_workers"],
         max_restarts=options["max_restarts"],
         grace=parse_seconds(options["grace"], "--grace"),
+        accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
         run_dir=Path(),
         tee=options["tee"],
-        backend=backend,
+        backend=choice.backend,
+        chosen=str(choice),
         devices=devices,
         checkpoints=checkpoints,
     )

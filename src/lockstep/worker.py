@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from functools import partial
 
 from lockstep.compiled import keep_compiled
 from lockstep.config import WorkerConfig, cache_folder, forget_worker, read_worker
@@ -18,12 +19,15 @@ from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
 from lockstep.control.script import Script, summarize, user_traceback
 from lockstep.control.stack import write_when_asked
-from lockstep.errors import ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.notes import note
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
+from lockstep.sources import keep_sources
 
 _GRACE_FOR_CHECKPOINT = 60.0
+_STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
+"""The exit status where a script raises what is not the script's own fault; else 1."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,8 +48,13 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
     _enter_job(config, client)
     forget_worker()
+    keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
     client.started()
     _run(Script.parse(arguments), client)
+
+
+def _tell_of_source(client: Client, path: str, what: str) -> None:
+    client.report("source", path=path, what=what)
 
 
 def _end_with_coordinator(config: WorkerConfig, client: Client) -> None:
@@ -88,6 +97,7 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
         joins=config.joins,
         keeper=open_keeper(config, client),
         resumed=None if config.joins else resumed(config),
+        accepts_changes=config.accepts_changes,
         policy=policy,
         began_with=config.workers,
     )
@@ -136,7 +146,7 @@ def _end_keeping(client: Client) -> None:
 
 def _fail(error: BaseException, client: Client) -> int:
     error = _own(error).with_traceback(user_traceback(error.__traceback__))
-    status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
     # The others hear of it first: whoever reads our output may take their time.
     client.failed(status, summarize(error), text, isinstance(error, PeerLostError | PeerStuckError))

@@ -140,6 +140,12 @@ def test_tf_config_comes_too_late(desk: Any) -> None:
     )
 
 
+def test_keras_2_in_a_job(desk: Any) -> None:
+    setting = "import os\nos.environ['TF_USE_LEGACY_KERAS'] = '1'\n"
+    error = refused(desk, desk.config(0), desk.script(setting + MEET))
+    assert "sets TF_USE_LEGACY_KERAS=1, which makes tf.keras Keras 2: each worker would train a" in error
+
+
 @pytest.mark.parametrize("command", [("-c", MEET), ("-c", "import runpy; runpy.run_path('main.py')")])
 def test_who_has_no_script(desk: Any, command: tuple[str, ...]) -> None:
     desk.script(MEET)

@@ -1,46 +1,76 @@
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.config import keras_backend
-from lockstep.control.backend import choose_backend, require_tensorflow
+from lockstep.control.backend import Choice, Wishes, choose_backend, require_tensorflow
 from lockstep.errors import ConfigError, UnfitError
 
-
-def choose(asked: str | None, variable: str | None, configured: str | None, *installed: str) -> str:
-    return choose_backend(asked, variable, configured, installed.__contains__, "/bin/python")
+ALL = ("jax", "tensorflow", "torch")
 
 
-def test_what_is_asked_for_comes_before_the_environment_and_the_configuration() -> None:
-    everything = ("jax", "tensorflow", "torch")
-    assert choose("torch", "jax", "tensorflow", *everything) == "torch"
-    assert choose(None, "jax", "tensorflow", *everything) == "jax"
-    assert choose(None, None, "tensorflow", *everything) == "tensorflow"
-    assert choose(None, None, None, *everything) == "jax"
+def choose(*installed: str, **wishes: Any) -> Choice:
+    return choose_backend(Wishes(**wishes), installed.__contains__, "/bin/python")
 
 
-def test_a_configured_backend_that_is_not_installed_was_not_wanted() -> None:
-    assert choose(None, None, "tensorflow", "torch") == "torch"
-    assert choose(None, "", "nonsense", "jax") == "jax"
+def test_the_first_that_says_something_decides() -> None:
+    says = {
+        "script": "torch",
+        "overrides": True,
+        "variable": "tensorflow",
+        "checkpoint": "torch",
+        "configured": "torch",
+        "tf_distribute": True,
+    }
+    assert choose(*ALL, asked="torch", **says) == Choice("torch", "--backend says so")
+    assert choose(*ALL, **says) == Choice("torch", "the script sets KERAS_BACKEND")
+    says["overrides"] = False
+    assert choose(*ALL, **says) == Choice("tensorflow", "KERAS_BACKEND says so")
+    says["variable"] = ""
+    assert choose(*ALL, **says) == Choice("torch", "the script sets KERAS_BACKEND")
+    says["script"] = None
+    assert choose(*ALL, **says) == Choice("torch", "the checkpoint was made on it")
+    says["checkpoint"] = None
+    assert choose(*ALL, **says) == Choice("torch", "keras.json says so")
+    says["configured"] = None
+    assert choose(*ALL, **says) == Choice("tensorflow", "--tf-distribute asks for it")
+    says["tf_distribute"] = False
+    first = "it is the first installed of JAX, TensorFlow and PyTorch"
+    assert choose(*ALL, **says) == Choice("jax", first)
+    assert choose("torch", "tensorflow") == Choice("tensorflow", first)
+    assert str(choose("torch")) == f"on PyTorch, because {first}"
+
+
+def test_what_keras_writes_by_itself_counts_as_nothing() -> None:
+    assert choose(*ALL, configured="tensorflow") == choose(*ALL)
+    assert choose("torch", configured="tensorflow").backend == "torch"
+    assert choose("jax", configured="torch") == choose("jax") == choose("jax", configured="nonsense")
 
 
 @pytest.mark.parametrize(
-    ("asked", "variable", "message"),
+    ("wishes", "message"),
     [
-        ("torch", None, "--backend torch: not installed for /bin/python; install it there"),
-        (None, "torch", "KERAS_BACKEND=torch: not installed for /bin/python; install it there"),
-        (None, "theano", "KERAS_BACKEND=theano: expected one of jax, tensorflow, torch"),
+        ({"asked": "torch"}, "--backend torch: not installed for /bin/python; install it there"),
+        ({"variable": "torch"}, "KERAS_BACKEND=torch: not installed for /bin/python; install it there"),
+        ({"variable": "theano"}, "KERAS_BACKEND=theano: expected one of jax, tensorflow, torch"),
+        ({"script": "theano"}, "the script's KERAS_BACKEND=theano: expected one of jax"),
+        ({"checkpoint": "torch"}, "checkpoint of torch: not installed for /bin/python"),
+        (
+            {"asked": "jax", "script": "torch", "overrides": True},
+            "--backend jax, but the script sets KERAS_BACKEND to torch, which counts for Keras",
+        ),
     ],
 )
-def test_what_was_asked_for_must_be_there(asked: str | None, variable: str | None, message: str) -> None:
+def test_what_was_asked_for_must_be_there(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        choose(asked, variable, "jax", "jax")
+        choose("jax", **wishes)
 
 
 def test_without_any_backend_the_message_says_how_to_get_one() -> None:
     with pytest.raises(ConfigError, match=r"no Keras backend is installed.*keras-lockstep\[jax\]"):
-        choose(None, None, "tensorflow")
+        choose(configured="tensorflow")
 
 
 def test_names_of_tensorflow_need_tensorflow_on_every_backend() -> None:

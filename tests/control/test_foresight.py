@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.control.foresight import NOTHING, Foresight, foresee
+from lockstep.control.foresight import NOTHING, Foresight, foresee, setting_of
 
 
 @pytest.fixture
@@ -82,6 +82,18 @@ def test_nothing_is_known(script: Path, source: str) -> None:
 def test_a_module_beside_it_decides_as_well(script: Path) -> None:
     (script.parent / "settings.py").write_text("import os\nos.environ['KERAS_BACKEND'] = 'torch'\n")
     assert foreseen(script, "import settings\nimport keras\n") == NOTHING
+
+
+def test_what_a_script_sets_a_variable_to(script: Path) -> None:
+    for source, expected in (
+        ("import os, keras\nos.environ['KERAS_BACKEND'] = 'torch'", ("torch", True)),
+        ("import os\nos.environ.setdefault('KERAS_BACKEND', 'jax')", ("jax", False)),
+        ("import os\nos.environ['KERAS_BACKEND'] = input()", None),
+        ("import os\nos.environ['OTHER'] = 'jax'", None),
+        ("import keras; import", None),
+    ):
+        script.write_text(source)
+        assert setting_of(script, "KERAS_BACKEND") == expected
 
 
 def test_a_setting_before_the_first_import_counts(script: Path) -> None:

@@ -17,6 +17,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.functions import assignments
+from lockstep.keras.state.callback_states import KEPT
 
 CHANGED = f"Keras {keras.__version__} has changed a private part that {{}} stands on: {{}}"
 
@@ -106,6 +107,13 @@ def test_a_csv_logger_knows_its_file() -> None:
     assert {"csv_file", "filename", "append", "sep"} <= logger.keys(), CHANGED.format(
         "keras/callbacks.py", "CSVLogger"
     )
+
+
+def test_callbacks_keep_what_changes_under_known_names() -> None:
+    for kind, names in KEPT.items():
+        source = "".join(inspect.getsource(base) for base in kind.__mro__[:-1])
+        missing = [name for name in names if f"self.{name}" not in source and name != "rows"]
+        assert not missing, CHANGED.format("keras/state/callback_states.py", f"{kind.__name__}.{missing}")
 
 
 def test_a_jax_model_says_whether_its_variables_have_its_state() -> None:

@@ -16,6 +16,7 @@ import msgspec
 
 from lockstep.clock import Clock
 from lockstep.control import decisions
+from lockstep.control.backend import NAMES
 from lockstep.control.births import Births
 from lockstep.control.console import Console
 from lockstep.control.descendants import Descendants
@@ -268,6 +269,7 @@ class Agent:
             case "strategy":
                 self._used_strategy = True
                 self._note_progress(worker, PREPARING)
+                self._tell_of_backend(worker, fields.get("backend"))
                 self._decide(decisions.Ready(worker))
             case "call" if self._desk is not None:
                 self._desk.doing = str(fields.get("name", ""))
@@ -280,6 +282,8 @@ class Agent:
                 self._decide(decisions.Patience(float(fields["seconds"])))
             case "leaving":
                 self._decide(decisions.StepEnded(int(fields["step"])))
+            case "source":
+                self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
             case "checkpoint":
                 self.console.say(f"checkpoint {fields.get('path')}")
                 self._decide(decisions.Kept(int(fields["step"])))
@@ -294,6 +298,13 @@ class Agent:
         if self.spec.replicas == 1 and what is PREPARING:
             # Keras's own steps follow, which nobody sees.
             self._progress = None
+
+    def _tell_of_backend(self, worker: int, backend: Any) -> None:
+        """Correct the job's first line where the script has chosen in a way that its source does not show."""
+        if worker == self.console.chief and self.spec.backend in NAMES and backend in NAMES:
+            own, chosen = NAMES[backend], NAMES[self.spec.backend]
+            if own != chosen:
+                self.console.say(f"the script runs on {own}, which it has chosen itself, and not on {chosen}")
 
     def _take_given(self, given: Given, descriptors: list[int]) -> None:
         assert self.state.view is not None

@@ -1,46 +1,108 @@
-"""Which Keras backend the workers use, decided before anything imports Keras. Pure."""
+"""Which Keras backend the workers use, and why, decided before anything imports Keras. Pure.
+
+One rule, the same for `lockstep run`, `lockstep.launch` and workers that a person starts: the first of these
+that says something.
+
+    --backend                          what the command line, or the caller of launch, asks for
+    os.environ["KERAS_BACKEND"] = ...  in the script, which Keras obeys in any case
+    KERAS_BACKEND                      in the environment
+    os.environ.setdefault(...)         in the script
+    the checkpoint                     that training goes on from
+    keras.json                         where it names JAX or PyTorch; Keras writes TensorFlow there unasked
+    --tf-distribute                    asks for TensorFlow
+    the first that is installed        of JAX, TensorFlow and PyTorch
+"""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lockstep.errors import ConfigError, UnfitError
 
-BACKENDS = ("jax", "tensorflow", "torch")
+NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+BACKENDS = tuple(NAMES)
+RULE = (
+    "what SCRIPT itself sets, KERAS_BACKEND, that of the checkpoint, keras.json if it says jax or torch, "
+    "tensorflow with --tf-distribute, else the first of jax, tensorflow and torch that is installed"
+)
+"""The default of `--backend`, as the help shows it."""
+
+_WRITTEN_BY_KERAS = "tensorflow"
 
 
-def choose_backend(
-    asked: str | None,
-    variable: str | None,
-    configured: str | None,
-    installed: Callable[[str], bool],
-    python: str,
-) -> str:
-    """Return the backend: what was asked for, or what Keras would take if it is installed, or what is.
+@dataclass(frozen=True)
+class Wishes:
+    """What says which backend is wanted; None where it says nothing.
+
+    Attributes:
+        asked: the command line.
+        script: what the script sets `KERAS_BACKEND` to.
+        overrides: whether it does so where the variable is set already, too.
+        variable: `KERAS_BACKEND`.
+        checkpoint: the backend of the checkpoint that training goes on from.
+        configured: Keras's own configuration file.
+        tf_distribute: whether names under `tf.distribute` are Lockstep's.
+    """
+
+    asked: str | None = None
+    script: str | None = None
+    overrides: bool = False
+    variable: str | None = None
+    checkpoint: str | None = None
+    configured: str | None = None
+    tf_distribute: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend, and what has chosen it."""
+
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"on {NAMES[self.backend]}, because {self.reason}"
+
+
+def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str) -> Choice:
+    """Return the backend, and the reason.
 
     Args:
-        asked: what the command line says.
-        variable: the value of `KERAS_BACKEND`.
-        configured: what Keras's own configuration file says. Keras writes that file by itself, with its
-            default, so it may name a backend that was never wanted.
+        wishes: what says which is wanted.
         installed: whether a backend can be imported.
         python: the interpreter that `installed` speaks of, for messages.
 
     Raises:
-        ConfigError: what was asked for is not installed or is no backend, or none is installed.
+        ConfigError: what was asked for is not installed or is no backend, contradicts the script, or none is
+            installed.
     """
-    for source, wanted in ((f"--backend {asked}", asked), (f"KERAS_BACKEND={variable}", variable)):
-        if not wanted:
-            continue
-        if wanted not in BACKENDS:
-            raise ConfigError(f"{source}: expected one of {', '.join(BACKENDS)}")
-        if not installed(wanted):
-            raise ConfigError(f"{source}: not installed for {python}; install it there, or choose another")
-        return wanted
-    candidates = [name for name in (configured, *BACKENDS) if name in BACKENDS and installed(name)]
-    if not candidates:
+    if wishes.asked and wishes.overrides and wishes.script != wishes.asked:
         raise ConfigError(
-            f"no Keras backend is installed for {python}: pip install 'keras-lockstep[jax]' brings JAX"
+            f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which counts "
+            "for Keras: leave --backend out, or take the line out of the script"
         )
-    return candidates[0]
+    said = (
+        (wishes.asked, f"--backend {wishes.asked}", "--backend says so"),
+        (wishes.script if wishes.overrides else None, *_of_script(wishes.script)),
+        (wishes.variable, f"KERAS_BACKEND={wishes.variable}", "KERAS_BACKEND says so"),
+        (wishes.script, *_of_script(wishes.script)),
+        (wishes.checkpoint, f"checkpoint of {wishes.checkpoint}", "the checkpoint was made on it"),
+    )
+    for wanted, source, reason in said:
+        if wanted:
+            return Choice(_there(wanted, source, installed, python), reason)
+    if (
+        wishes.configured in BACKENDS
+        and wishes.configured != _WRITTEN_BY_KERAS
+        and installed(wishes.configured)
+    ):
+        return Choice(wishes.configured, "keras.json says so")
+    if wishes.tf_distribute:
+        return Choice("tensorflow", "--tf-distribute asks for it")
+    for name in filter(installed, BACKENDS):
+        return Choice(name, "it is the first installed of JAX, TensorFlow and PyTorch")
+    raise ConfigError(
+        f"no Keras backend is installed for {python}: pip install 'keras-lockstep[jax]' brings JAX"
+    )
 
 
 def require_tensorflow(installed: Callable[[str], bool], python: str) -> None:
@@ -54,3 +116,37 @@ def require_tensorflow(installed: Callable[[str], bool], python: str) -> None:
             f"--tf-distribute: TensorFlow is not installed for {python}; install it there, or write "
             "lockstep.MultiWorkerMirroredStrategy in the place of tf.distribute's, and go without the option"
         )
+
+
+def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None:
+    """Refuse what makes `tf.keras` Keras 2, which knows nothing of Lockstep.
+
+    Args:
+        value: of `TF_USE_LEGACY_KERAS`; None where nobody sets it.
+        who: sets it.
+
+    Raises:
+        ConfigError: it is on.
+    """
+    if is_legacy(value):
+        raise ConfigError(
+            f"{who} sets TF_USE_LEGACY_KERAS={value}, which makes tf.keras Keras 2: each worker would train "
+            "a model of its own. Unset it, and use Keras 3"
+        )
+
+
+def is_legacy(value: str | None) -> bool:
+    """Whether TensorFlow takes a value of `TF_USE_LEGACY_KERAS` for yes."""
+    return value in ("1", "true", "True")
+
+
+def _of_script(value: str | None) -> tuple[str, str]:
+    return f"the script's KERAS_BACKEND={value}", "the script sets KERAS_BACKEND"
+
+
+def _there(wanted: str, source: str, installed: Callable[[str], bool], python: str) -> str:
+    if wanted not in BACKENDS:
+        raise ConfigError(f"{source}: expected one of {', '.join(BACKENDS)}")
+    if not installed(wanted):
+        raise ConfigError(f"{source}: not installed for {python}; install it there, or choose another")
+    return wanted

@@ -77,6 +77,19 @@ def foresee(script: Path, folder: Path, environment: Mapping[str, str]) -> Fores
     return Foresight(tuple(dict.fromkeys(imports)), str(folder), found.settings)
 
 
+def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
+    """Return what a script sets a variable to, and whether also where the environment has it already.
+
+    None where it sets none, or reckons it out, as far as its source tells.
+    """
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return None
+    found = [setting for statement in statements if (setting := _setting(statement)) and setting.name == name]
+    return (found[-1].value, any(setting.always for setting in found)) if found else None
+
+
 class _Found:
     """What has been found in a script, and in those of its modules that lie beside it."""
 

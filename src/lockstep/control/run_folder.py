@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +76,20 @@ def gone_if_refused(folder: Path | None) -> Iterator[None]:
                 RunPaths(each).lock.unlink(missing_ok=True)
                 each.rmdir()
         raise
+
+
+def empty_folder(folder: Path) -> None:
+    """Make `folder`, in that of the run, for this user only; remove what an earlier run has left there.
+
+    Raises:
+        ConfigError: it cannot be made.
+    """
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise _unusable("the run's folder", folder.parent, "--run-dir", error) from None
 
 
 def open_events(paths: RunPaths, complain: Complain) -> EventLog:

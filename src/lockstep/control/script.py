@@ -3,7 +3,6 @@
 import builtins
 import importlib.machinery
 import importlib.util
-import io
 import os
 import sys
 import traceback
@@ -97,8 +96,8 @@ class Script:
 
     def _code(self, attributes: dict[str, Any]) -> CodeType:
         if not self.module:
-            with io.open_code(attributes["__file__"]) as file:
-                return compile(file.read(), attributes["__file__"], "exec", dont_inherit=True)
+            path = attributes["__file__"]
+            return compile(attributes["__loader__"].get_data(path), path, "exec", dont_inherit=True)
         spec: ModuleSpec = attributes["__spec__"]
         # `python -m` imports the packages around the module before it runs it.
         if spec.parent:

@@ -41,8 +41,10 @@ class JobSpec:
         run_dir: the run's own folder, as the person wrote it.
         tee: whose output the terminal shows.
         backend: the Keras backend, None to leave it.
+        chosen: says in words which backend it is, and why.
         devices: of each worker; empty to leave them.
         checkpoints: what is kept, if anything is.
+        accepts_changes: whether training goes on from a checkpoint of a program with other settings.
         min_workers: with fewer, training waits.
         max_restarts: how many lost workers are replaced.
         grace: seconds that a stopped job has for its step and a checkpoint.
@@ -61,8 +63,10 @@ class JobSpec:
     run_dir: Path
     tee: Tee = "chief"
     backend: str | None = None
+    chosen: str = ""
     devices: tuple[Devices, ...] = ()
     checkpoints: Checkpoints | None = None
+    accepts_changes: bool = False
     min_workers: int = 1
     max_restarts: int = 0
     grace: float = GRACE
@@ -95,6 +99,8 @@ class JobSpec:
             f"{count(self.workers, 'worker')}, {count(self.replicas, 'replica')}, "
             f"{count(self.threads, 'thread')} each, seed {self.seed}"
         ]
+        if self.chosen:
+            parts.append(self.chosen)
         if self.replicas > 1:
             parts.append(f"the same bits with any 1 to {self.replicas} workers")
         if self.checkpoints is not None and self.checkpoints.resume is not None:

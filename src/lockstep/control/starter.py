@@ -111,6 +111,7 @@ class LocalStarter:
             pool=self.pool,
             arena=arena,
             checkpoints=spec.checkpoints,
+            accepts_changes=spec.accepts_changes,
             tf_distribute=spec.tf_distribute,
         )
         devices = spec.devices_of(seat)

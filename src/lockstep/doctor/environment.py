@@ -9,8 +9,9 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from lockstep.cluster.hosts import expand_counts, expand_hosts
-from lockstep.config import slurm_variable, switched_off, visible_gpus
-from lockstep.doctor.finding import Finding, Section
+from lockstep.config import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
+from lockstep.control.backend import is_legacy
+from lockstep.doctor.finding import Finding, Section, Verdict
 from lockstep.doctor.shadows import hidden_modules
 from lockstep.errors import ConfigError
 from lockstep.prose import count, printable
@@ -46,7 +47,6 @@ _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
 _WITHOUT_GPU = "cpu"
 _OF_GPUS = {"cuda", "gpu"}
-_OLD_KERAS = "TF_USE_LEGACY_KERAS"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 _SECRET = re.compile(r"^([a-z][a-z0-9+.-]*://)?.*@", re.IGNORECASE | re.DOTALL)
 _LOCAL = ("localhost", "127.0.0.1")
@@ -186,11 +186,11 @@ def _fractions(shell: Shell) -> Iterator[Finding]:
 
 
 def _old_keras(shell: Shell) -> Iterator[Finding]:
-    value = shell.environ.get(_OLD_KERAS, "")
-    if value.lower() in ("1", "true"):
-        reason = f"{shell.shown(_OLD_KERAS)}: tf.keras is Keras 2, whose models each worker trains alone"
-        yield _ROWS.warning(
-            _OLD_KERAS, reason, f"unset {_OLD_KERAS}, or write keras for tf.keras", value=value
+    value = legacy_keras(shell.environ)
+    if value is not None and is_legacy(value):
+        reason = f"{shell.shown(LEGACY_KERAS)}: tf.keras is Keras 2, and lockstep run refuses to start"
+        yield Finding(
+            "environment", LEGACY_KERAS, Verdict.FAILURE, reason, f"unset {LEGACY_KERAS}", {"value": value}
         )
 
 

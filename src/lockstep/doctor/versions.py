@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-from lockstep.control.backend import BACKENDS, choose_backend
+from lockstep.control.backend import BACKENDS, Wishes, choose_backend
 from lockstep.doctor.finding import Finding, Section, Verdict
 from lockstep.errors import LockstepError
 
@@ -183,7 +183,7 @@ def _of_backend(packages: Packages, backend: str, importable: bool, chosen: str 
 
 def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[str | None, Finding]:
     try:
-        chosen = choose_backend(None, wish.variable, wish.configured, installed, python)
+        choice = choose_backend(Wishes(variable=wish.variable, configured=wish.configured), installed, python)
     except LockstepError as error:
         return None, Finding(
             "versions",
@@ -192,15 +192,11 @@ def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[
             str(error),
             "set KERAS_BACKEND to a backend that is installed, or unset it",
         )
-    if wish.variable:
-        source = f"KERAS_BACKEND={wish.variable} says so"
-    elif wish.configured == chosen:
-        source = "Keras's keras.json says so"
-    elif wish.configured:
-        source = f"Keras's keras.json says {wish.configured}, which is not installed"
-    else:
-        source = "the first that is installed; set KERAS_BACKEND to choose another"
-    return chosen, _ROWS.fine("chosen backend", f"{chosen}: {source}", backend=chosen)
+    return choice.backend, _ROWS.fine(
+        "chosen backend",
+        f"{choice.backend}, because {choice.reason}; set KERAS_BACKEND to choose another",
+        backend=choice.backend,
+    )
 
 
 def _of_requirements(unmet: list[str]) -> Finding:

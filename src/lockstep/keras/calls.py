@@ -1,6 +1,6 @@
 """The distributed calls of a process (`fit`, `evaluate`, ...), numbered, and where in them it is."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +16,8 @@ class Call:
         steps: taken in the call so far.
         skipped: how many of its steps were taken before this process began, and are not taken again.
         callbacks: that the call was given.
+        settings: how the call trains, as its checkpoints say it.
+        marks: what tells which of their attributes have changed since before and after `on_train_begin`.
         at_end: whether its state can be taken at its end only.
         looks: how often a batch of its data was looked at before it began.
     """
@@ -25,6 +27,8 @@ class Call:
     steps: int = 0
     skipped: int = 0
     callbacks: Any = ()
+    settings: Mapping[str, str] = field(default_factory=dict)
+    marks: list[Any] = field(default_factory=list)
     at_end: bool = False
     looks: int = 0
 

@@ -43,6 +43,7 @@ def install(job: Job) -> Loops:
             _replace(name, functools.partial(_save, loops, saves))
         for name in _STEPS:
             _silence(name, loops)
+        _watch_beginning(loops)
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.state.tf_checkpoints import share_checkpoints
 
@@ -79,6 +80,17 @@ def _silence(name: str, loops: Loops) -> None:
         return None if loops.forwarding else original(self, *args, **kwargs)
 
     setattr(keras.callbacks.CallbackList, name, replacement)
+
+
+def _watch_beginning(loops: Loops) -> None:
+    original = keras.callbacks.CallbackList.on_train_begin
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        loops.train_begun()
+
+    keras.callbacks.CallbackList.on_train_begin = replacement
 
 
 def _backend() -> Backend:

@@ -28,7 +28,7 @@ from lockstep.keras.input.inputs import GlobalInput, global_input, order_seed, s
 from lockstep.keras.input.sharding import explain_sharding
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.single import Watched
-from lockstep.keras.state.callback_states import callback_states, listeners, set_callback_states
+from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.journal import Finished
 from lockstep.keras.state.keeping import Keeping, apart
 from lockstep.keras.state.snapshots import Snapshots, Superseded
@@ -101,15 +101,23 @@ class Loops:
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
+            self._snapshots.note_settings(model)
+            call.marks = [marks(call.callbacks)]
             given.update(callbacks=call.callbacks)
             try:
                 result = original(*bound.args, **bound.kwargs)
             except Superseded:
                 return past_fit(model, callbacks, self._snapshots.replayed().result)
-            self._finish(result, callback_states(listeners(call.callbacks, model)))
+            self._finish(result, callback_states(listeners(call.callbacks, model), call.marks))
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
+
+    def train_begun(self) -> None:
+        """Note that the callbacks of a `fit` have heard of its beginning."""
+        call = self._calls.current
+        if call.marks:
+            call.marks.append(marks(call.callbacks))
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on global batches; every worker returns the global figures."""

@@ -49,6 +49,11 @@ class NamedState:
         self._parts = dict(parts)
 
     @property
+    def parts(self) -> Mapping[str, Any]:
+        """What the loop has given, by name."""
+        return self._parts
+
+    @property
     def incomplete(self) -> bool:
         """Whether some part gets its variables in the loop's first step only."""
         return not all(getattr(part, "built", True) for part in self._parts.values())

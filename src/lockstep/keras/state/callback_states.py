@@ -1,15 +1,66 @@
-"""What callbacks keep from step to step, as plain values, so that those of another process can go on."""
+"""What callbacks keep from step to step, as plain values, so that those of another process can go on.
 
-from collections.abc import Sequence
+Settings and paths are the script's. Of Keras's callbacks, stated attributes are kept; of others, attributes
+that have changed since the call began, if they are numbers, arrays, or lists and dicts of them.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import msgspec
 
 from lockstep.checkpoint.values import pack
+from lockstep.data.digest import digest_arrays
 from lockstep.errors import CheckpointError
 
-_NOT_STATE = {"_model", "model", "params", "_params", "goes_on", "begun"}
-"""What belongs to a process: what a callback is given, and whether it has begun there."""
+KEPT: Mapping[type, tuple[str, ...]] = {
+    keras.callbacks.BackupAndRestore: (
+        "_batches_seen_since_last_saving",
+        "_current_epoch",
+        "_last_batch_seen",
+    ),
+    keras.callbacks.CSVLogger: ("rows",),
+    keras.callbacks.EarlyStopping: ("best", "best_epoch", "best_weights", "stopped_epoch", "wait"),
+    keras.callbacks.History: ("epoch", "history"),
+    keras.callbacks.ModelCheckpoint: (
+        "_batches_seen_since_last_saving",
+        "_current_epoch",
+        "_last_batch_seen",
+        "best",
+    ),
+    keras.callbacks.ReduceLROnPlateau: ("best", "cooldown_counter", "wait"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
+    keras.callbacks.TensorBoard: (
+        "_global_test_batch",
+        "_global_train_batch",
+        "_previous_epoch_iterations",
+        "_train_accumulated_time",
+    ),
+}
+"""What changes while Keras's own callbacks train; `rows` is of the one that takes the CSVLogger's place."""
+
+_MADE_ANEW: Mapping[type, tuple[str, ...]] = {
+    keras.callbacks.Callback: ("_model", "model", "_params", "params"),
+    keras.callbacks.CSVLogger: ("keys",),
+    keras.callbacks.TensorBoard: ("_log_write_dir", "_train_dir", "_val_dir"),
+}
+"""What each process makes itself, also in subclasses of these."""
+
+Marks = Mapping[int, Mapping[str, bytes]]
+"""Hashes of the attributes of callbacks, by their ids."""
+
+
+def listed(callbacks: Any) -> Sequence[Any]:
+    """Return the callbacks of a `fit`, also where Keras has put them into a list of its own."""
+    listed = isinstance(callbacks, keras.callbacks.CallbackList)
+    return callbacks.callbacks if listed else callbacks  # type: ignore[no-any-return]
+
+
+def lasting(callbacks: Sequence[Any]) -> list[Any]:
+    """Return the callbacks without those that only show progress, which may be asked for or not."""
+    return [one for one in callbacks if not isinstance(one, keras.callbacks.ProgbarLogger)]
 
 
 def listeners(callbacks: Any, model: Any) -> list[Any]:
@@ -19,45 +70,102 @@ def listeners(callbacks: Any, model: Any) -> list[Any]:
     """
     if model is None:
         return []
-    given = callbacks.callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else callbacks
-    found = [*given, model.history]
+    found = [*listed(callbacks), model.history]
     return list({id(callback): callback for callback in found}.values())
 
 
-def callback_states(callbacks: Sequence[Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the kind of each callback, and those of its attributes that are plain values or arrays."""
-    return [(type(callback).__name__, _state(callback)) for callback in _lasting(callbacks)]
+def marks(callbacks: Any) -> Marks:
+    """Return what tells later which attributes of the callbacks of a `fit` have changed."""
+    found = {}
+    for callback in filter(_is_users, listed(callbacks)):
+        packed = ((name, _packed(value)) for name, value in vars(callback).items())
+        found[id(callback)] = {name: mark for name, mark in packed if mark is not None}
+    return found
 
 
-def set_callback_states(callbacks: Sequence[Any], states: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Give callbacks what `callback_states` has returned for those of another process.
+def callback_states(
+    callbacks: Sequence[Any], before: Sequence[Marks]
+) -> list[tuple[str, dict[str, Any], list[str]]]:
+    """Return of each callback its kind, what it keeps by name, and what has changed and cannot be kept.
+
+    Args:
+        callbacks: of a `fit`.
+        before: their `marks` at its beginning: before and after `on_train_begin`. What `on_train_begin` has
+            set may depend on a model that another process does not have at that point.
+    """
+    return [(type(callback).__name__, *_state(callback, before)) for callback in lasting(callbacks)]
+
+
+def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
+    """Give callbacks what `callback_states` has returned for those of another process; say what is missing.
+
+    Of the states that earlier versions have kept, which have all attributes, settings of Keras's own and
+    text are left out.
 
     Raises:
         CheckpointError: they are others.
     """
-    lasting = _lasting(callbacks)
-    names = [type(callback).__name__ for callback in lasting]
-    if names != [name for name, _ in states]:
+    found = lasting(callbacks)
+    names = [type(callback).__name__ for callback in found]
+    if names != [kind for kind, *_ in states]:
         raise CheckpointError(
             f"the script gives `fit` the callbacks {names}, and the checkpoint is of "
-            f"{[name for name, _ in states]}: give the same in the same order, or begin in another folder"
+            f"{[kind for kind, *_ in states]}: give the same in the same order, or begin in another folder"
         )
-    for callback, (_, state) in zip(lasting, states, strict=True):
-        vars(callback).update(state)
+    for callback, (kind, state, *missing) in zip(found, states, strict=True):
+        for name, value in state.items():
+            if _is_kept(callback, name) and not _has_text(value):
+                vars(callback)[name] = value
+        for name in missing[0] if missing else ():
+            print(
+                f"lockstep: {kind}.{name} has changed while training, and text in attributes of callbacks is "
+                "not kept: it begins as the script sets it; let the callback keep a number instead",
+                file=sys.stderr,
+            )
 
 
-def _lasting(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks without those that only show progress, which may be asked for or not."""
-    return [one for one in callbacks if not isinstance(one, keras.callbacks.ProgbarLogger)]
+def _is_users(callback: Any) -> bool:
+    """Whether attributes of a callback are the program's own."""
+    known = type(callback).__module__.startswith(("keras.", "lockstep."))
+    return not known or type(callback) is keras.callbacks.LambdaCallback
 
 
-def _state(callback: Any) -> dict[str, Any]:
-    state = {}
+def _is_kept(callback: Any, name: str) -> bool:
+    return _is_of(KEPT, callback, name) or (_is_users(callback) and not _is_of(_MADE_ANEW, callback, name))
+
+
+def _is_of(table: Mapping[type, tuple[str, ...]], callback: Any, name: str) -> bool:
+    return any(name in names for kind, names in table.items() if isinstance(callback, kind))
+
+
+def _state(callback: Any, before: Sequence[Marks]) -> tuple[dict[str, Any], list[str]]:
+    state, missing = {}, []
     for name, value in vars(callback).items():
-        if name not in _NOT_STATE:
-            try:
-                pack(value, "")
-            except TypeError:
-                continue
+        if not _is_kept(callback, name) or (mark := _packed(value)) is None:
+            continue
+        changed = not before or any(of.get(id(callback), {}).get(name) != mark for of in before)
+        if _is_users(callback) and not changed:
+            continue
+        if _has_text(value):
+            missing.append(name)
+        else:
             state[name] = value
-    return state
+    return state, missing
+
+
+def _packed(value: Any) -> bytes | None:
+    """Return a hash of a value; None if it is of a kind that no checkpoint holds."""
+    try:
+        packed, arrays = pack(value, "")
+    except TypeError:
+        return None
+    return msgspec.json.encode(packed) + digest_arrays(list(arrays.values()))
+
+
+def _has_text(value: Any) -> bool:
+    """Whether there is text in a value; the keys of a dict do not count."""
+    if isinstance(value, dict):
+        return any(map(_has_text, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_text, value))
+    return isinstance(value, str | bytes)

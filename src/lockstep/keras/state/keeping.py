@@ -47,16 +47,25 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
     `fit` raises ConfigError if another job keeps checkpoints in the folder, if the job has other replicas,
     threads, another seed or backend than the checkpoint's, if the command has `--checkpoint`, and if
     `every` or `keep` cannot be understood; CheckpointError if the newest checkpoint is of another model or
-    another place in the program; ScopeError if the model was not compiled in the strategy's scope.
+    another place in the program; ChangedError if model, optimizer, loss or callbacks have other settings than
+    those of the newest checkpoint; ScopeError if the model was not compiled in the strategy's scope.
 
     Args:
         folder: of the checkpoints; one job at a time keeps its there.
         every: how often: a number of steps, or a time such as "30s", "10m" or "1h".
         keep: how many are kept, the newest.
+        accept_changes: go on from a checkpoint with other settings of model, optimizer, loss or callbacks.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], every: int | str = "10m", keep: int = 3) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int | str = "10m",
+        keep: int = 3,
+        accept_changes: bool = False,
+    ) -> None:
         super().__init__()
+        self.accept_changes = accept_changes
         self.folder = folder
         self.every = every
         self.keep = keep
@@ -113,6 +122,7 @@ class Keeping:
                 "that is in no other"
             )
         every, keep = _every(asked.every), _keep(asked.keep)
+        self._job.accepts_changes = self._job.accepts_changes or asked.accept_changes
         announce(folder)
         claim = Claim(folder)
         self._snapshots.since = self._calls.outermost - 1

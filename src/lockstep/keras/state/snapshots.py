@@ -12,15 +12,29 @@ import numpy as np
 
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.errors import CheckpointError, DisagreementError
+from lockstep.errors import ChangedError, CheckpointError, DisagreementError
 from lockstep.job import Job
 from lockstep.keras.agreement import ADVICE_ON_CALLS
 from lockstep.keras.backends.contract import Backend, Held
 from lockstep.keras.calls import Calls
-from lockstep.keras.state.callback_states import callback_states, listeners, set_callback_states
+from lockstep.keras.state.callback_states import (
+    callback_states,
+    lasting,
+    listed,
+    listeners,
+    set_callback_states,
+)
 from lockstep.keras.state.journal import Finished, Journal
 from lockstep.keras.state.randomness import random_states, set_random_states
+from lockstep.keras.state.settings import (
+    Settings,
+    differences,
+    settings_of_call,
+    settings_of_model,
+    settings_of_parts,
+)
 from lockstep.keras.state.variables import all_variables, assign, named_arrays, step_state
+from lockstep.sources import own_sources
 
 _LAST_SECONDS = 60.0
 
@@ -209,13 +223,16 @@ class Snapshots:
         arrays = {f"current/{name}": value for name, value in own.items()}
         for index, other in self._others(model):
             arrays |= {f"model {index}/{name}": value for name, value in other.items()}
+        heard = listeners(call.callbacks, model) if program is not None else []
         facts = position | {
             "methods": dict(self._calls.methods),
             "taken": self._calls.taken,
             "since": self.since,
             "call": call.name,
             "logs": {name: np.asarray(self._backend.concrete(value)) for name, value in (logs or {}).items()},
-            "callbacks": callback_states(listeners(call.callbacks, model)) if program is not None else [],
+            "callbacks": callback_states(heard, call.marks),
+            "settings": self._settings(model, program),
+            "sources": own_sources(),
             "random": random_states(),
         }
         packed, values = pack(facts, "training")
@@ -248,6 +265,8 @@ class Snapshots:
         self.resumption = None
         contents = resumption.contents
         facts = unpack(contents.manifest["training"], contents.arrays)
+        if not resumption.joined:
+            self.compare_settings(contents.step, facts, model, program)
         for index, known in enumerate(self._models):
             if values := _below(f"model {index}/", contents.arrays):
                 self._pending[index] = values
@@ -268,6 +287,40 @@ class Snapshots:
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._job.report("resumed", where=where, step=self._calls.taken)
         return facts["logs"], state
+
+    def note_settings(self, model: Any) -> None:
+        """Note how the `fit` that begins trains, if checkpoints are kept."""
+        if self._job.keeper is not None:
+            own_sources()
+            call = self._calls.current
+            heard = lasting(listed(call.callbacks))
+            call.settings = settings_of_call(model, heard, first=self._calls.outermost == 1)
+
+    def _settings(self, model: Any, program: Held | None) -> Settings:
+        if model is None:
+            return settings_of_parts(getattr(program, "parts", {}))
+        own = self._calls.current.settings or settings_of_call(model, (), first=False)
+        return {**own, **settings_of_model(model)}
+
+    def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
+        """Refuse to go on from a checkpoint with other settings; name files that have another text.
+
+        Raises:
+            ChangedError: settings differ, and the person has not accepted that.
+        """
+        texts = own_sources()
+        sources = [name for name, text in facts.get("sources", {}).items() if texts.get(name, text) != text]
+        changed = f" ({', '.join(sources)} changed)" if sources else ""
+        found = differences(facts["settings"], self._settings(model, program)) if "settings" in facts else ""
+        if found and not self._job.accepts_changes:
+            raise ChangedError(
+                f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Take "
+                "this back to go on to the bits of an undisturbed run, give --accept-changes to go on with "
+                "what the script says now, or begin in another folder"
+            )
+        if (found or sources) and self._job.is_chief:
+            what = f"with other settings: {found}" if found else "with the same settings"
+            print(f"lockstep: goes on from the checkpoint of step {step}{changed} {what}", file=sys.stderr)
 
     def awaits(self, model: Any) -> bool:
         """Whether a model that is not built yet should have values already."""

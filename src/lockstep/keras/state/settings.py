@@ -1,0 +1,243 @@
+"""What a program says of a training, which a checkpoint has, so that one that goes on can be compared.
+
+Settings are compared as texts by name, such as `layer dropout: rate`. What changes while training is none, as
+the learning rate of an optimizer that has trained, and what callbacks count. Paths and how much is printed do
+not count either.
+"""
+
+import hashlib
+import inspect
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.data.digest import digest_arrays
+from lockstep.sources import is_own
+
+Settings = Mapping[str, str]
+
+_NUMBER = re.compile(r"_\d+$")
+_RATE = "learning_rate"
+_LONGEST = 200
+_SHOWN = 5
+_NOT_COMPARED = {
+    *("name", "build_input_shape", "registered_name", "module"),
+    *("filepath", "filename", "backup_dir", "log_dir", "directory", "path", "root", "verbose"),
+}
+_BEHAVES_AS_WRITTEN = f"Python {sys.version_info.major}.{sys.version_info.minor}"
+"""Compiled code can be compared with that of this version."""
+
+
+def settings_of_call(model: Any, callbacks: Sequence[Any], *, first: bool) -> Settings:
+    """Return how a call trains: the model's optimizer and loss, and the settings of callbacks.
+
+    Args:
+        model: as the call begins.
+        callbacks: that the call was given.
+        first: whether no call has trained before: then the learning rate is a setting.
+    """
+    found: dict[str, str] = {}
+    if (optimizer := getattr(model, "optimizer", None)) is not None:
+        found |= _named("optimizer", optimizer, _without_rate(_config(optimizer), keep=first))
+    found |= _flat("loss", _plain(getattr(model, "loss", None)))
+    found |= _flat("loss_weights", _plain(getattr(model, "loss_weights", None)))
+    for number, callback in enumerate(callbacks):
+        if not isinstance(callback, keras.callbacks.ProgbarLogger | keras.callbacks.LambdaCallback):
+            kind = type(callback).__name__.removeprefix("Chief")
+            found |= _named(f"callback {number} ({kind})", callback, _parameters(callback), code=False)
+    return found
+
+
+def settings_of_model(model: Any) -> Settings:
+    """Return what a model that is built computes: its layers, how they are connected, and their code.
+
+    Of the numbers that Keras puts into names, only the order counts.
+    """
+    found: dict[str, str] = {}
+    counts: dict[str, int] = {}
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.InputLayer):
+            # Keras makes it from the first batch that it sees.
+            continue
+        base = _NUMBER.sub("", layer.name)
+        counts[base] = counts.get(base, 0) + 1
+        name = f"layer {base}" + (f" {counts[base]}" if counts[base] > 1 else "")
+        config = _connections(layer) if isinstance(layer, keras.Model) else _config(layer)
+        found |= _named(name, layer, config)
+    return found
+
+
+def settings_of_parts(parts: Mapping[str, Any]) -> Settings:
+    """Return the same for the parts of a loop of the program's own, by their names."""
+    found: dict[str, str] = {}
+    for name, part in parts.items():
+        if isinstance(part, keras.Layer):
+            found |= {f"{name}, {key}": text for key, text in settings_of_model(part).items()}
+        elif isinstance(part, keras.optimizers.Optimizer):
+            found |= _named(name, part, _without_rate(_config(part), keep=False))
+    return found
+
+
+def differences(before: Settings, now: Settings) -> str:
+    """Say which settings differ; nothing if none does."""
+    names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
+    names = [name for name in names if not _is_incomparable(name, before, now)]
+    texts = [
+        f"{name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')}" for name in names
+    ]
+    more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
+    return "; ".join([*texts[:_SHOWN], *more])
+
+
+def _is_incomparable(name: str, before: Settings, now: Settings) -> bool:
+    """Whether a setting that only one side has says nothing, or nothing that its class does not say."""
+    if name in before and name in now:
+        return False
+    kind = f"{name.partition(': ')[0]}: class"
+    alone = name != kind and before.get(kind) != now.get(kind)
+    return alone or name.endswith(f": {_RATE}") or ": code (" in name
+
+
+def _named(name: str, thing: Any, config: Any, *, code: bool = True) -> dict[str, str]:
+    found = {f"{name}: class": type(thing).__qualname__, **_flat(f"{name}", config)}
+    if code and (own := _own_code(type(thing))):
+        found[f"{name}: code ({_BEHAVES_AS_WRITTEN})"] = own
+    return found
+
+
+def _flat(name: str, config: Any) -> dict[str, str]:
+    """Return the parts of a config as short texts, by their names."""
+    if not isinstance(config, dict):
+        return {name: _short(config)}
+    return {
+        f"{name}: {key}": _short(value)
+        for key, value in config.items()
+        if key not in _NOT_COMPARED and not callable(value)
+    }
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(_plain(value), sort_keys=True)
+    return text if len(text) <= _LONGEST else f"#{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+def _config(thing: Any) -> Any:
+    try:
+        return _plain(thing.get_config())
+    except Exception:
+        # A class of the program's own need not have a config, and raises as it likes; its code is compared.
+        return {}
+
+
+def _connections(model: Any) -> Any:
+    """Return how the layers of a model of Keras's own kinds are connected."""
+    config = _config(model) if isinstance(model, keras.Sequential) or hasattr(model, "operations") else {}
+    layers = [layer for layer in config.get("layers", ()) if isinstance(layer, dict)]
+    numbers = {str(layer.get("name")): number for number, layer in enumerate(layers)}
+    connected = [(layer.get("class_name"), layer.get("inbound_nodes")) for layer in layers]
+    return {
+        "layers": _renamed(connected, numbers),
+        "outputs": _renamed(config.get("output_layers"), numbers),
+        "trainable": config.get("trainable"),
+    }
+
+
+def _renamed(value: Any, numbers: Mapping[str, int]) -> Any:
+    """Put the layers' numbers in the place of their names."""
+    if isinstance(value, dict):
+        return {key: _renamed(item, numbers) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_renamed(item, numbers) for item in value]
+    return numbers.get(value, value) if isinstance(value, str) else value
+
+
+def _without_rate(config: Any, *, keep: bool) -> Any:
+    """Leave a learning rate out, which is no schedule and may have changed while training."""
+    if not isinstance(config, dict):
+        return config
+    return {
+        key: _without_rate(value, keep=keep)
+        for key, value in config.items()
+        if keep or key != _RATE or isinstance(value, dict)
+    }
+
+
+def _parameters(callback: Any) -> dict[str, Any]:
+    """Return what a callback keeps under the names of its constructor's parameters.
+
+    Text may be a path where the callback is the program's own, and is left out.
+    """
+    of_keras = type(callback).__module__.startswith(("keras.", "lockstep."))
+    kinds = type(None) | bool | int | float | (str if of_keras else bool)
+    found: dict[str, Any] = {}
+    for kind in type(callback).__mro__:
+        if "__init__" not in vars(kind):
+            continue
+        for name in inspect.signature(vars(kind)["__init__"]).parameters:
+            value = vars(callback).get(name)
+            if isinstance(value, kinds) and name in vars(callback):
+                # Keras changes its sign when it knows which way is better.
+                found[name] = abs(value) if name == "min_delta" and value else value
+            elif inspect.isfunction(value) and of_keras:
+                found[name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: functions by their code, arrays by their bytes, others by class."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, str | int | float | bool | None):
+        return value
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype}{list(value.shape)} #{digest_arrays([value]).hex()}"
+    if isinstance(value, np.generic):
+        return value.item()
+    if inspect.isfunction(value):
+        own = _is_programs(value.__module__)
+        return f"{value.__name__} #{_digest(value)}" if own else value.__qualname__
+    if hasattr(value, "get_config"):
+        return {"class": type(value).__qualname__, "code": _own_code(type(value)), **_config(value)}
+    return type(value).__qualname__
+
+
+def _own_code(kind: type) -> str:
+    """Return a hash of the code of those of a class's bases that are the program's own; empty if none is."""
+    owned = [base for base in kind.__mro__ if _is_programs(base.__module__)]
+    functions = [(name, part) for base in owned for name, part in sorted(vars(base).items())]
+    digests = [f"{name} {_digest(part)}" for name, part in functions if inspect.isfunction(_function(part))]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:16] if digests else ""
+
+
+def _function(part: Any) -> Any:
+    part = part.fget if isinstance(part, property) else getattr(part, "__func__", part)
+    return inspect.unwrap(part) if callable(part) else part
+
+
+def _digest(part: Any) -> str:
+    function: Callable[..., Any] = _function(part)
+    described = repr(list(_described(function.__code__, function.__doc__)))
+    return hashlib.sha256(described.encode()).hexdigest()[:16]
+
+
+def _described(code: CodeType, documentation: str | None) -> Iterator[Any]:
+    """Yield what code does: not where it is, nor its comments."""
+    yield code.co_code, code.co_names, code.co_varnames, code.co_freevars
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _described(constant, None)
+        elif constant != documentation or documentation is None:
+            yield repr(constant)
+
+
+def _is_programs(module: str) -> bool:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return isinstance(file, str) and is_own(file)

@@ -1,0 +1,98 @@
+"""Which backend a job runs on, and what its first line says of it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+DEFAULT = '{"floatx": "float32", "epsilon": 1e-07, "backend": "%s", "image_data_format": "channels_last"}'
+SHOW = "import os; print(os.environ['KERAS_BACKEND'])\n"
+FIRST = "it is the first installed of JAX, TensorFlow and PyTorch"
+
+
+def run(home: Path, *arguments: str, **variables: str) -> tuple[str, str]:
+    """Run a script with this home; return what it printed, and the first line of the command."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("KERAS_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "-n", "1", *arguments],
+        cwd=home,
+        env=environment | {"HOME": str(home)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr.splitlines()[0]
+
+
+def test_a_fresh_home_gives_the_same_backend_again(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import keras; print(keras.backend.backend())")
+    first = run(tmp_path, "--run-dir", "run", "a.py")
+    assert '"backend": "tensorflow"' in (tmp_path / ".keras" / "keras.json").read_text()
+    assert run(tmp_path, "--run-dir", "run", "a.py") == first
+    assert first[0] == "jax"
+    assert f"; on JAX, because {FIRST}; " in first[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "configured", "expected"),
+    [
+        ((), "", "torch", "torch: on PyTorch, because keras.json says so"),
+        (("--tf-distribute",), "", "tensorflow", "tensorflow: on TensorFlow, because --tf-distribute asks"),
+        (("--tf-distribute", "--backend", "jax"), "", "torch", "jax: on JAX, because --backend says so"),
+        (
+            (),
+            "import os\nos.environ['KERAS_BACKEND'] = 'tensorflow'\n",
+            "torch",
+            "tensorflow: on TensorFlow, because the script sets KERAS_BACKEND",
+        ),
+    ],
+)
+def test_the_first_line_says_who_chose(
+    tmp_path: Path, options: tuple[str, ...], source: str, configured: str, expected: str
+) -> None:
+    pytest.importorskip(expected.partition(":")[0])
+    (tmp_path / ".keras").mkdir()
+    (tmp_path / ".keras" / "keras.json").write_text(DEFAULT % configured)
+    (tmp_path / "a.py").write_text(source + SHOW)
+    printed, line = run(tmp_path, *options, "a.py")
+    assert expected in f"{printed}: {line.partition('seed 0; ')[2]}"
+
+
+def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(
+        "from lockstep import job\njob.current().report('strategy', backend='torch')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "-n", "1", "--backend", "jax", "a.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "lockstep: the script runs on PyTorch, which it has chosen itself, and not on JAX" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "variables", "who"),
+    [
+        ("", {"TF_USE_LEGACY_KERAS": "1"}, "the environment"),
+        ("import os\nos.environ['TF_USE_LEGACY_KERAS'] = 'True'\n", {}, "the script"),
+        ("import os\nos.environ['TF_USE_LEGACY_KERAS'] = '0'\n", {"TF_USE_LEGACY_KERAS": "1"}, ""),
+    ],
+)
+def test_keras_2_is_refused(tmp_path: Path, source: str, variables: dict[str, str], who: str) -> None:
+    (tmp_path / "a.py").write_text(source + "print('ran')")
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", "run", "-n", "1", "a.py"],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == (2 if who else 0)
+    assert (f"lockstep: {who} sets TF_USE_LEGACY_KERAS=" in done.stderr) == bool(who)
+    assert (tmp_path / "runs").exists() != bool(who)

@@ -1,0 +1,112 @@
+"""What callbacks hand over to another process: what changes while training, never settings or paths."""
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep.checkpoint.values import pack, unpack
+from lockstep.keras.callbacks import on_chief
+from lockstep.keras.state.callback_states import callback_states, marks, set_callback_states
+
+callbacks = keras.callbacks
+
+
+class Noting(callbacks.Callback):  # type: ignore[misc]
+    def __init__(self, path: str, every: int) -> None:
+        super().__init__()
+        self.path, self.every = path, every
+        self.seen, self.left, self.start, self.phase = {"loss": [1.0]}, 3, None, "warm"
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.start, self.left = np.ones(2), 5
+
+
+class Stopping(callbacks.EarlyStopping):  # type: ignore[misc]
+    def __init__(self, path: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.path, self.stops = path, 0
+
+
+def given(folder: str, number: int) -> list[Any]:
+    """The callbacks of one program, with other settings and paths."""
+    return [
+        callbacks.ModelCheckpoint(f"{folder}/best.keras", save_freq=number),
+        callbacks.CSVLogger(f"{folder}/log.csv"),
+        callbacks.BackupAndRestore(f"{folder}/backup", save_freq=number),
+        callbacks.EarlyStopping(patience=number),
+        callbacks.ReduceLROnPlateau(patience=number, cooldown=number),
+        callbacks.TensorBoard(f"{folder}/logs"),
+        Stopping(f"{folder}/stops", patience=number),
+        Noting(f"{folder}/notes", number),
+    ]
+
+
+def begun(folder: str, number: int) -> tuple[list[Any], list[Any]]:
+    made = on_chief(given(folder, number), 0, goes_on=True)
+    before = [marks(made)]
+    made[-1].on_train_begin()
+    return made, [*before, marks(made)]
+
+
+def travelled(states: Any) -> Any:
+    return unpack(*pack(states, "callbacks"))
+
+
+def test_settings_and_paths_are_those_of_the_process_that_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, before = begun(str(tmp_path / "old"), 1)
+    saving, table, backup, stopping, slower, _, mine, noting = first
+    saving.best, saving._batches_seen_since_last_saving, table.rows = 0.25, 3, 7
+    backup._current_epoch, backup._last_batch_seen = 4, 2
+    stopping.best, stopping.wait, stopping.best_weights = 0.5, 2, [np.arange(3.0)]
+    slower.cooldown_counter, mine.stops, mine.wait = 1, 9, 1
+    noting.seen["loss"].append(0.5)
+    noting.left, noting.phase = 3, "cold"
+
+    second, _ = begun(str(tmp_path / "new"), 2)
+    fresh = given(str(tmp_path / "new"), 2)
+    changed = {
+        0: {"best": 0.25, "_batches_seen_since_last_saving": 3},
+        1: {"rows": 7},
+        2: {"_current_epoch": 4, "_last_batch_seen": 2},
+        3: {"best": 0.5, "wait": 2, "best_weights": stopping.best_weights},
+        4: {"cooldown_counter": 1},
+        6: {"stops": 9, "wait": 1},
+        7: {"seen": {"loss": [1.0, 0.5]}, "left": 3, "start": noting.start},
+    }
+    set_callback_states(second, travelled(callback_states(first, before)))
+    for number, callback in enumerate(second):
+        expected = vars(fresh[number]) | changed.get(number, {}) if number != 5 else vars(callback)
+        found = {name: vars(callback).get(name) for name in expected}
+        assert repr(found) == repr(expected | {name: found[name] for name in _own(found)})
+    said = capsys.readouterr().err
+    assert said.count("lockstep: ") == 1
+    assert "Noting.phase has changed while training, and text" in said
+
+
+def _own(found: dict[str, Any]) -> list[str]:
+    """What has no value that could be compared."""
+    return [name for name, value in found.items() if callable(value) or hasattr(value, "__enter__")]
+
+
+def test_a_checkpoint_chooses_no_file(tmp_path: Path) -> None:
+    made, _ = begun(str(tmp_path), 2)
+    paths = [{k: v for k, v in vars(one).items() if isinstance(v, str)} for one in made]
+    crafted = {name: f"{tmp_path}/victim" for one in paths for name in one}
+    everything = crafted | {"save_freq": 7, "patience": 7, "append": True, "seen": {"loss": ["victim"]}}
+    set_callback_states(made, [(type(one).__name__, everything) for one in made])
+    assert [{k: v for k, v in vars(one).items() if isinstance(v, str)} for one in made] == paths
+    assert (made[0].save_freq, made[3].patience, made[1].append) == (2, 2, False)
+    assert made[-1].seen == {"loss": [1.0]}
+
+
+def test_states_that_earlier_versions_have_kept_are_taken() -> None:
+    stopping = callbacks.EarlyStopping(patience=3)
+    noting = Noting("new", 2)
+    old = [("EarlyStopping", {"patience": 1, "wait": 1}), ("Noting", {"path": "old", "left": 1})]
+    set_callback_states([stopping, noting], old)
+    assert (stopping.patience, stopping.wait, noting.path, noting.left) == (3, 1, "new", 1)
