@@ -1,6 +1,6 @@
 """Draws random numbers in every way that a program of TensorFlow has; prints what came of them.
 
-random_numbers.py [DIES]: the worker DIES is killed within `fit`, and if it is there, each loop reads on.
+random_numbers.py IMAGES [DIES]: in the folder IMAGES are 24 images; worker 1 is killed in the loop DIES.
 Lines that begin with "result" are the same for any number of workers.
 """
 
@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ import tensorflow as tf
 import lockstep
 from lockstep import job
 
-DIES = [int(number) for number in sys.argv[2:]]
-FOLDER = Path(sys.argv[1])
+IMAGES = Path(sys.argv[1])
+DIES = sys.argv[2:]
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
@@ -74,15 +75,17 @@ def draws(rows: Any) -> dict[str, Any]:
     return {name: tf.reshape(value, (1, -1)) for name, value in drawn.items()}
 
 
-def check_draws(steps: list[dict[str, Any]]) -> None:
+def check_draws(steps: list[dict[str, Any]], *, eager: bool) -> None:
     """Replicas, steps, and runs of one operation within a step draw different numbers."""
     for name in steps[0]:
         rows = np.concatenate([step[name] for step in steps])
-        assert len(np.unique(rows, axis=0)) == len(rows), name
+        different = len(np.unique(rows, axis=0))
+        assert different == len(rows) or (name == "crop" and different > 4), name
         if name in ("looped", "mapped", "python", "nested", "uniform", "normal"):
             assert len(np.unique(rows)) == rows.size, name
     for step in steps:
-        assert np.array_equal(step["given"], step["given again"])
+        # In a graph two operations of one seed are equal; eagerly they are one that runs twice.
+        assert np.array_equal(step["given"], step["given again"]) != eager
         assert not np.array_equal(step["python"], step["normal"][:, :3])
     everything = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
     assert sorted(everything["shuffle"][0]) == list(range(50))
@@ -108,7 +111,7 @@ def runs() -> None:
         tf.config.run_functions_eagerly(name == "eager")
         found = [{key: of_all(leaf) for key, leaf in run(rows).items()} for rows in dataset]
         tf.config.run_functions_eagerly(False)
-        check_draws(found)
+        check_draws(found, eager=name == "eager")
         print("result", name, digest(*(step[key] for step in found for key in step)))
     later = nested((2,)), tf.random.normal((2,), seed=1)
     assert not np.array_equal(outside[0], later[0])
@@ -143,14 +146,40 @@ class Noisy(keras.layers.Layer):  # type: ignore[misc]
 class Own(keras.Sequential):  # type: ignore[misc]
     def train_step(self, data: Any) -> Any:
         x, y = data
-        noise = tf.random.gamma(tf.shape(x)[:1], 1.0)[:, None] + tf.random.uniform(tf.shape(x), seed=1)
+        noise = tf.random.truncated_normal(tf.shape(x)) + tf.random.uniform(tf.shape(x), seed=1)
         return super().train_step((x + 0.01 * noise, y))
+
+
+def perhaps_die(loop: str) -> None:
+    if job.current().worker == 1 and DIES == [loop]:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Dies(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if DIES == [job.current().worker] and batch == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if batch == 1:
+            perhaps_die("fit")
+
+
+def pairs(context: Any) -> Any:
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(24)
+    return rows.shard(context.num_input_pipelines, context.input_pipeline_id).batch(2)
+
+
+def driven() -> None:
+    """A loop that workers join: they draw what the others draw, and read on where they are."""
+    dataset = strategy.distribute_datasets_from_function(pairs)
+    batches, total = iter(dataset), tf.Variable(tf.zeros(4))
+
+    @tf.function  # type: ignore[misc]
+    def noisy(rows: Any) -> Any:
+        return strategy.run(lambda rows: tf.reduce_sum(rows * tf.random.normal((1, 4)), 0), args=(rows,))
+
+    for step in strategy.steps(4, {"batches": batches, "total": total}):
+        if step == 2:
+            perhaps_die("driven")
+        total.assign(total / 2 + strategy.reduce("SUM", noisy(next(batches)[0]), axis=None))
+    print("result driven", digest(total, random.random(), tf.random.uniform(())))
 
 
 def fits() -> None:
@@ -170,7 +199,12 @@ def fits() -> None:
             model = Own([keras.layers.Input((4,)), *layers])
             model.compile("adam", "mse", **compiled)
         model.layers[-1].kernel.assign(np.ones((3, 1), "float32"))
-        model.fit(X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Dies()] if name == "graph" else [])
+        if name == "graph":
+            model.fit(
+                strategy.distribute_datasets_from_function(pairs), epochs=2, verbose=0, callbacks=[Dies()]
+            )
+        else:
+            model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
         found[name] = lockstep.digest(model)
         print("result fit", name, found[name])
     assert len(set(found.values())) == len(found)
@@ -221,17 +255,17 @@ def by_torch(context: Any) -> Any:
 
 def images(context: Any) -> Any:
     files = keras.utils.image_dataset_from_directory(
-        FOLDER, label_mode=None, image_size=(1, 1), batch_size=None, color_mode="grayscale", verbose=False
+        IMAGES, label_mode=None, image_size=(1, 1), batch_size=None, color_mode="grayscale", verbose=False
     )
     return files.map(lambda image: tf.cast(image[0, 0, 0], tf.int64))
 
 
 def pipelines() -> None:
     """Each replica has its part of what all of them shuffle alike, wherever its pipeline is made."""
-    before = random.getstate(), np.random.get_state()[1].tolist(), tf.random.get_global_generator()
+    before = random.getstate(), np.random.get_state()[1].tolist()
     kinds = [shuffled, by_numpy, by_python, by_keras, by_tensorflow, mapped, generated, images]
     orders = {}
-    for make in [*kinds, *([by_torch] if "torch" in sys.argv else [])]:
+    for make in [*kinds, *([by_torch] if find_spec("torch") else [])]:
 
         def dataset_fn(context: Any, make: Callable[[Any], Any] = make) -> Any:
             rows = make(context).map(lambda row: tf.cast(row, tf.int64))
@@ -242,18 +276,24 @@ def pipelines() -> None:
         for rows in passes:
             assert sorted(rows) == list(range(24)), (make, rows)
         orders[make.__name__] = passes
-        print("result pipelines", make.__name__, passes)
+    print("result pipelines", digest(*orders.values()))
     assert orders["shuffled"][0] != orders["shuffled"][1]
     assert orders["generated"][0] != orders["generated"][1]
-    assert before[:2] == (random.getstate(), np.random.get_state()[1].tolist())
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+    equal = strategy.distribute_datasets_from_function(lambda context: shuffled(context).batch(4))
+    for _ in range(2):
+        next(iter(equal))
     print("result after", digest(tf.random.uniform((2,)), keras.random.uniform((2,)), np.random.random()))
 
 
 def main() -> None:
+    if keras.backend.backend() == "tensorflow":
+        # Workers cannot join after loops that Lockstep does not drive.
+        fits()
+        driven()
+        runs()
+        rounds()
     pipelines()
-    runs()
-    rounds()
-    fits()
 
 
 if __name__ == "__main__":
