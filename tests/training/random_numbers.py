@@ -151,7 +151,7 @@ class Own(keras.Sequential):  # type: ignore[misc]
 
 
 def perhaps_die(loop: str) -> None:
-    if job.current().worker == 1 and DIES == [loop]:
+    if job.current().worker == 1 and [loop] == DIES:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -169,11 +169,11 @@ def pairs(context: Any) -> Any:
 def driven() -> None:
     """A loop that workers join: they draw what the others draw, and read on where they are."""
     dataset = strategy.distribute_datasets_from_function(pairs)
-    batches, total = iter(dataset), tf.Variable(tf.zeros(4))
+    batches, total = iter(dataset), tf.Variable(0.0)
 
     @tf.function  # type: ignore[misc]
     def noisy(rows: Any) -> Any:
-        return strategy.run(lambda rows: tf.reduce_sum(rows * tf.random.normal((1, 4)), 0), args=(rows,))
+        return strategy.run(lambda rows: tf.reduce_sum(rows * tf.random.normal((1, 4))), args=(rows,))
 
     for step in strategy.steps(4, {"batches": batches, "total": total}):
         if step == 2:
@@ -289,8 +289,8 @@ def pipelines() -> None:
 def main() -> None:
     if keras.backend.backend() == "tensorflow":
         # Workers cannot join after loops that Lockstep does not drive.
-        fits()
         driven()
+        fits()
         runs()
         rounds()
     pipelines()

@@ -171,11 +171,13 @@ def _tensorflow() -> Any:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python, NumPy and, where they are in use, Keras and PyTorch."""
+    """Return the states of Python, NumPy and, where they are in use, Keras, TensorFlow and PyTorch."""
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     generator = global_generator()
     if generator is not None:
         states["keras"] = np.asarray(generator.state.numpy())
+    if "tensorflow" in sys.modules and type(_tensorflow()._seed) is int:
+        states["tensorflow"] = _tensorflow()._seed, _tensorflow()._rng.getstate()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
     return states
@@ -191,6 +193,11 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             generator = keras.random.SeedGenerator(0)
             set_global_generator(generator)
         generator.state.assign(states["keras"])
+    if "tensorflow" in states and "tensorflow" in sys.modules:
+        context = _tensorflow()
+        context._seed, state = states["tensorflow"]
+        context._rng = random.Random()
+        context._rng.setstate(state)
     if "torch" in states and (torch := sys.modules.get("torch")) is not None:
         torch.set_rng_state(torch.from_numpy(np.array(states["torch"])))
 
