@@ -72,10 +72,16 @@ class GraphDraws:
 
     def __init__(self) -> None:
         self._operations = 0
+        self._depth = len(_entered_graphs())
+
+    @property
+    def in_function(self) -> bool:
+        """Whether operations that are made now belong to the function: not within `tf.init_scope`."""
+        return all(graph.is_building_function for graph in _entered_graphs()[self._depth :])
 
     def seed(self, given: int | None) -> Seed | None:
         """Add operations to the graph that give another seed whenever they run."""
-        if tf.executing_eagerly():
+        if not self.in_function:
             return None
         number, self._operations = self._operations, self._operations + 1
         times = _counter(number)
@@ -197,6 +203,11 @@ def _refuse(operation: str, name: str = "") -> NoReturn:
         "generator that the model owns: self.seed = keras.random.SeedGenerator(1), "
         "keras.random.normal(shape, seed=self.seed)"
     )
+
+
+def _entered_graphs() -> Any:
+    """Return the graphs, and eager modes, that this thread is within, the innermost last."""
+    return context.context().context_switches.stack
 
 
 def _signed(seed: int) -> int:
@@ -335,7 +346,7 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def make_function_context(*args: Any, **options: Any) -> Any:
         found = original(*args, **options)
-        if isinstance(_active.draws, GraphDraws) and not tf.executing_eagerly():
+        if isinstance(_active.draws, GraphDraws) and _active.draws.in_function:
             return found._replace(context=found.context._replace(xla_context_id=_active.draws))
         return found
 
