@@ -25,6 +25,7 @@ here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with t
 
 if HERE:
     import tensorflow as tf
+    from tensorflow.python.eager import context
     from tensorflow.python.eager.polymorphic_function import function_context
     from tensorflow.python.framework import op_def_registry, random_seed
     from tensorflow.python.framework.auto_control_deps import LEGACY_RANDOM_OPS
