@@ -14,6 +14,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
+from keras.src.utils import rng_utils
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.functions import assignments
@@ -100,6 +101,14 @@ def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name(
     assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format(
         "keras/state/randomness.py", "global_state"
     )
+
+
+def test_keras_keeps_the_seed_of_the_script() -> None:
+    keras.utils.set_random_seed(5)
+    kept = rng_utils.get_random_seed(), global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
+    assert kept == (5, 5), CHANGED.format("keras/state/randomness.py", "rng_utils.get_random_seed")
+    keras.utils.clear_session()
+    assert rng_utils.get_random_seed() is None
 
 
 def test_a_csv_logger_knows_its_file() -> None:

@@ -3,7 +3,9 @@
 Keras has one backend a process: under another one, this file runs itself again.
 """
 
+import inspect
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,7 +25,13 @@ here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with t
 
 if HERE:
     import tensorflow as tf
+    from tensorflow.python.eager import context
+    from tensorflow.python.eager.polymorphic_function import function_context
+    from tensorflow.python.framework import op_def_registry, random_seed
+    from tensorflow.python.framework.auto_control_deps import LEGACY_RANDOM_OPS
+    from tensorflow.python.ops import gen_random_ops, random_ops
 
+    from lockstep.keras.backends import drawing
     from lockstep.keras.backends.graphs import borrowed
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
 
@@ -244,6 +252,37 @@ def test_gradients_are_dense_and_those_that_are_none_stay_away() -> None:
     assert [name for name in partial if name.startswith("gradient/")] == ["gradient/0"]
 
 
+def drawn(model: Any, data: Any) -> Any:
+    noise = [tf.random.normal(tf.shape(data[0])) for _ in range(2)]
+    again = [tf.random.uniform((), seed=seed) for seed in (1, 1, 2)]
+    return keras.Model.train_step(model, (data[0] + noise[0], data[1])) | {
+        "twice": tf.reduce_sum(noise[0] - noise[1]),
+        "one seed": again[0] - again[1],
+        "two seeds": again[0] - again[2],
+    }
+
+
+@here
+@pytest.mark.parametrize("options", [{}, {"run_eagerly": True}, {"jit_compile": True}])
+def test_random_operations_draw_by_seed_step_and_replica(options: dict[str, Any]) -> None:
+    class Own(keras.Sequential):  # type: ignore[misc]
+        def train_step(self, data: Any) -> Any:
+            return drawn(self, data)
+
+    functions = [tf.random.normal, *vars(gen_random_ops).values()]
+    steps = program(Own([keras.layers.Input((6,)), keras.layers.Dense(1)]), **options)
+    shares = [share(), share(1), share()._replace(seed=2), share()]
+    partials = [steps.compute(None, one, []) for one in shares]
+    gradients = [np.asarray(partial["gradient/0"]).tobytes() for partial in partials]
+    assert gradients[0] == gradients[3]
+    assert len(set(gradients)) == 3
+    for partial in partials:
+        assert float(partial["log/twice"]) != 0 != float(partial["log/two seeds"])
+        assert (float(partial["log/one seed"]) == 0) != ("run_eagerly" in options)
+    assert functions == [tf.random.normal, *vars(gen_random_ops).values()]
+    assert not tf.config.functions_run_eagerly()
+
+
 def clipped(model: Any, data: Any) -> Any:
     logs = keras.Model.train_step(model, data)
     for weight in model.trainable_variables:
@@ -274,8 +313,23 @@ def stray(model: Any, data: Any) -> Any:
     return {}
 
 
-def drawn(model: Any, data: Any) -> Any:
-    return keras.Model.train_step(model, (data[0] + tf.random.normal(tf.shape(data[0])), data[1]))
+def noised(model: Any, data: Any, noise: Any) -> Any:
+    return keras.Model.train_step(model, (data[0] + noise, data[1]))
+
+
+def raw(model: Any, data: Any) -> Any:
+    return noised(model, data, tf.raw_ops.RandomStandardNormal(shape=tf.shape(data[0]), dtype=tf.float32))
+
+
+def loaded(model: Any, data: Any) -> Any:
+    with tf.init_scope():
+        graph = tf.function(lambda: tf.random.normal((6,))).get_concrete_function()
+    return noised(model, data, graph())
+
+
+def sampled(model: Any, data: Any) -> Any:
+    sample = tf.random.log_uniform_candidate_sampler([[1]], 1, 6, True, 6)[0]
+    return noised(model, data, tf.cast(sample, tf.float32))
 
 
 def normalised(model: Any, data: Any) -> Any:
@@ -292,7 +346,9 @@ def normalised(model: Any, data: Any) -> Any:
         (branched, r"assigns the variable '.*kernel.*' itself"),
         (conditional, "applies its optimizer within a condition"),
         (stray, "train_step applies no optimizer that the model knows"),
-        (drawn, "the operation RandomStandardNormal"),
+        (raw, "the operation RandomStandardNormal"),
+        (loaded, "the operation RandomStandardNormal"),
+        (sampled, "(?i)the operation log_?uniform_?candidate_?sampler"),
         (normalised, r"assigns the variable '.*kernel.*' itself"),
     ],
 )
@@ -304,7 +360,7 @@ def test_a_step_that_replicas_cannot_compute_is_refused(
         def train_step(self, data: Any) -> Any:
             return step(self, data)
 
-    if eager and step in (conditional, drawn):
+    if eager and step in (conditional, raw, loaded):
         pytest.skip("without a graph there is no condition, and no telling which operations a step has")
     model = Own([keras.layers.Input((6,)), keras.layers.Dense(1)])
     steps = program(model, run_eagerly=eager)
@@ -333,7 +389,6 @@ def test_an_update_that_xla_does_not_know_is_applied_without_it() -> None:
 
 @here
 def test_the_private_parts_are_there() -> None:
-    from tensorflow.python.eager import context
     from tensorflow.python.framework import auto_control_deps_utils
 
     assert context.async_wait() is None
@@ -342,3 +397,23 @@ def test_the_private_parts_are_there() -> None:
     model.compile("sgd", ["mse"])
     model.fit(X, Y, verbose=0)
     assert model._compile_loss.metrics == []
+    assert function_context.make_function_context().context.xla_context_id == 0
+    tf.random.set_seed(3)
+    state = context.context()._seed, context.context()._rng.getstate()
+    assert state == (3, random.Random(3).getstate())
+    assert not any(graph.is_building_function for graph in context.context().context_switches.stack)
+
+
+@here
+def test_the_operations_that_count_their_runs_are_known() -> None:
+    """A failure here means that TensorFlow has another operation, or calls one in another way."""
+    for module, name in drawing._WITHOUT_EQUIVALENT:
+        assert callable(getattr(module, name))
+    for name in drawing._EQUIVALENTS:
+        assert {"seed", "seed2"} <= inspect.signature(getattr(gen_random_ops, name)).parameters.keys()
+        assert f"gen_random_ops.{name}(" in inspect.getsource(random_ops)
+    assert "random_seed.get_seed(seed)" in inspect.getsource(random_ops)
+    assert random_seed.get_seed(5)[1] == 5
+    stateful = {name for name in LEGACY_RANDOM_OPS if op_def_registry.get(name).is_stateful}
+    replaced = {"".join(part.capitalize() for part in name.split("_")) for name in drawing._EQUIVALENTS}
+    assert stateful - replaced == {"ParameterizedTruncatedNormal", "RandomPoisson"}

@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from lockstep.keras.state.randomness import script_seeds, seed_of
+
 
 @dataclass
 class Call:
@@ -13,6 +15,7 @@ class Call:
     Attributes:
         name: of the method, and how many of it there were; for messages.
         number: of the call among all, from 1; 0 outside of any.
+        seed: 64 bits that follow from the seeds that the script had set when the call began.
         steps: taken in the call so far.
         skipped: how many of its steps were taken before this process began, and are not taken again.
         callbacks: that the call was given.
@@ -24,6 +27,7 @@ class Call:
 
     name: str
     number: int
+    seed: int = 0
     steps: int = 0
     skipped: int = 0
     callbacks: Any = ()
@@ -38,18 +42,22 @@ class Calls:
     """The calls in progress, the innermost last, and how many of each method there were.
 
     Attributes:
+        job_seed: everything random in the job follows from it.
         methods: how many calls of each method have begun.
         outermost: how many calls outside of any other have begun.
         taken: how many steps of training have been taken, in all calls.
         stack: the calls in progress.
         unnumbered: methods whose calls do not count in the numbers of calls.
+        asked: where the program was when it last asked for its place, and how often it has asked there.
     """
 
+    job_seed: int = 0
     methods: dict[str, int] = field(default_factory=dict)
     outermost: int = 0
     taken: int = 0
     stack: list[Call] = field(default_factory=lambda: [Call("no call", 0)])
     unnumbered: frozenset[str] = frozenset()
+    asked: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
 
     @contextmanager
     def enter(self, method: str) -> Iterator[Call]:
@@ -61,11 +69,22 @@ class Calls:
         else:
             name = f"{name} within {self.current.name}"
         numbered = (count for method, count in self.methods.items() if method not in self.unnumbered)
-        self.stack.append(Call(name, sum(numbered)))
+        self.stack.append(Call(name, sum(numbered), seed_of(script_seeds(self.job_seed))))
         try:
             yield self.current
         finally:
             self.stack.pop()
+
+    def seed_here(self) -> int:
+        """Return a seed for a place in the program: another for each time it asks.
+
+        It follows from the job's seed, the script's, and the place, and is the same in a process that passes
+        over what others have computed.
+        """
+        where = self.outermost, len(self.stack), self.current.steps
+        count = self.asked[1] + 1 if self.asked[0] == where else 1
+        self.asked = where, count
+        return seed_of(script_seeds(self.job_seed), where, count)
 
     @property
     def current(self) -> Call:

@@ -154,7 +154,7 @@ class Exchange:
         contributing it: that is how it learns what a partial looks like.
         """
         call = self._calls.current
-        seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._job.seed, call.number, call.steps))
+        seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
         for replica in view.replicas_of(self._job.worker):
             share = this.batch.share(replica, view.replicas, seed)
             if share.examples and replica not in this.started:

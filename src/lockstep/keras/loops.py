@@ -52,7 +52,7 @@ class Loops:
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
         # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
-        self._calls = Calls(unnumbered=_NOT_TRAINING if self._alone else frozenset())
+        self._calls = Calls(job.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
         self._snapshots = Snapshots(job, backend, self._calls)
         self._keeping = Keeping(job, self._calls, self._snapshots)
         self._evaluating = Evaluating()
@@ -70,6 +70,10 @@ class Loops:
     def behind(self) -> bool:
         """Whether the script has not come yet to where the process before this one was."""
         return self._snapshots.behind
+
+    def seed_here(self) -> int:
+        """Return a seed for this place in the program; see `lockstep.keras.calls.Calls.seed_here`."""
+        return self._calls.seed_here()
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in the strategy's scope."""
@@ -298,7 +302,8 @@ class Loops:
         self._job.report("call", name=call.name)
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
-            agree(self._job, call.name, {"call": call.name} | dict(facts()) | state)
+            this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
+            agree(self._job, call.name, this | dict(facts()) | state)
 
     def _finish(self, result: Any, kept: Any = None) -> Any:
         """Note what a call that is in no other has returned."""

@@ -135,9 +135,10 @@ class Strategy:
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give each replica a dataset of its own: `dataset_fn(context)`, of an `InputContext`.
 
-        There is one pipeline a replica; the worker that computes the replica reads it.
+        There is one pipeline a replica; the worker that computes the replica reads it. What is random in
+        them follows from seeds, and begins alike in all of them: so they may shuffle before they shard.
         """
-        return distribute_from_function(self._job, self._runs, dataset_fn)
+        return distribute_from_function(self._job, self._runs, dataset_fn, self._loops.seed_here())
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.

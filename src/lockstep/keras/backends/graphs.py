@@ -26,9 +26,6 @@ _ALIGNMENT = 64
 _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
 
-_RANDOM = ("Random", "Multinomial", "TruncatedNormal")
-"""How the names of TensorFlow's operations begin whose numbers depend on how often they have run."""
-
 
 class Places:
     """Where in its graph a step makes updates, as numbers of operations; made where the step begins.
@@ -113,20 +110,6 @@ def assigned(graph: Any) -> list[tf.Variable]:
             raise ModelError(f"the step changes {handle}, which is no variable: that cannot be combined")
         found.append(known[id(handle)])
     return found
-
-
-def refuse_random_operations(graph: Any) -> None:
-    """Raise ModelError for random numbers that depend on how often an operation has run in this process."""
-    definition = graph.as_graph_def()
-    nodes = [definition.node, *(function.node_def for function in definition.library.function)]
-    for node in (node for part in nodes for node in part):
-        if node.op.startswith(_RANDOM) and not node.op.startswith("RandomDataset"):
-            raise ModelError(
-                f"the step draws random numbers with the operation {node.op} ({node.name}), whose numbers "
-                "depend on what else this process computes; use keras.random with a generator that the "
-                "model owns: self.seed = keras.random.SeedGenerator(1), "
-                "keras.random.normal(shape, seed=self.seed)"
-            )
 
 
 def uses(graph: Any, variables: Iterable[tf.Variable], start: int) -> bool:

@@ -19,6 +19,7 @@ from tensorflow.python.eager import context
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
+from lockstep.keras.backends import drawing
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.graphs import (
     Places,
@@ -26,7 +27,6 @@ from lockstep.keras.backends.graphs import (
     borrowed,
     own,
     refuse_assignments,
-    refuse_random_operations,
     same_bits,
     traced,
     uses,
@@ -147,8 +147,14 @@ class TensorFlowProgram(VariableState):
         totals = self._tensors(earlier)
         function = self._function(data, leaves, totals)
         replica, weight = tf.constant(share.replica, tf.int64), tf.constant(share.weight, tf.float64)
+        given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
-        partial, outputs = function(replica, weight, totals, *(leaf for leaf in leaves if leaf is not None))
+        if self._eager:
+            with drawing.eagerly(drawing.of_replica(share.seed, share.replica)):
+                partial, outputs = function(replica, weight, totals, *given)
+        else:
+            drawing.set_seed(share.seed)
+            partial, outputs = function(replica, weight, totals, *given)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial
@@ -210,11 +216,12 @@ class TensorFlowProgram(VariableState):
     ) -> Callable[..., Any]:
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
-        inner = traced(step, False, weight, earlier, *specs)
+        stateless = drawing.stateless(step)
+        inner = traced(stateless, False, weight, earlier, *specs)
         if not self._rounds.leaves(number) and self._trace.goes_on(inner.graph):
             self._rounds.leave(number)
-            inner = traced(step, False, weight, earlier, *specs)
-        refuse_random_operations(inner.graph)
+            inner = traced(stateless, False, weight, earlier, *specs)
+        drawing.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.places.made)
         touched = self._classified(number, assigned(inner.graph))
         if self._rounds.complete(number):
@@ -300,7 +307,7 @@ class TensorFlowProgram(VariableState):
 
         def repeat(index: int) -> None:
             update = self._updates[index]
-            with places.making():
+            with places.making(), drawing.drawn_from(None):
                 update.apply(gradients_in(earlier[index], update))
             if self._eager:
                 after.update({id(v.value): (v.value, v.value.read_value()) for v in update.changed})
@@ -346,6 +353,7 @@ class TensorFlowProgram(VariableState):
             metric.assign(tf.zeros_like(metric))
         for seed in touched.seeds:
             seed.assign(mixed(seed.read_value(), replica))
+        drawing.begin(touched.counters, replica)
         starts = [variable.read_value() for variable in touched.state]
         gradients, own, rest = step(weight, earlier, *given)
         partial = gradients | {name: figure * tf.cast(weight, figure.dtype) for name, figure in own.items()}

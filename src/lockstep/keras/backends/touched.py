@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.drawing import is_counter
 from lockstep.keras.backends.rounds import refuse_own_update
 from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.state.variables import seed_positions
@@ -32,6 +33,7 @@ class Touched:
         firsts: what only replica 0 changes.
         layers: floating-point state of the layers.
         updated: what the updates of earlier rounds change.
+        counters: how often random operations have run; start from zero.
     """
 
     metrics: list[tf.Variable] = field(default_factory=list)
@@ -39,6 +41,7 @@ class Touched:
     firsts: list[tf.Variable] = field(default_factory=list)
     layers: list[tf.Variable] = field(default_factory=list)
     updated: list[tf.Variable] = field(default_factory=list)
+    counters: list[tf.Variable] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -74,7 +77,9 @@ class Touched:
                 refuse_own_update(variable.name)
             if any(variable is metric for metric in metrics):
                 continue
-            if id(variable) in free:
+            if is_counter(variable):
+                touched.counters.append(variable)
+            elif id(variable) in free:
                 touched.updated.append(variable)
             elif id(variable) in seeds or (id(variable) not in known and _SEED in variable.name):
                 touched.seeds.append(variable)
@@ -101,7 +106,9 @@ class Touched:
         """
         touched, free = cls(), {id(variable) for variable in updated}
         for variable in {id(variable): variable for variable in variables}.values():
-            if id(variable) in free:
+            if is_counter(variable):
+                touched.counters.append(variable)
+            elif id(variable) in free:
                 touched.updated.append(variable)
             elif variable.aggregation == tf.VariableAggregation.SUM:
                 touched.metrics.append(variable)

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from lockstep.keras.backends.drawing import eagerly
 from lockstep.keras.backends.rounds import Update
-from lockstep.keras.state.randomness import random_numbers
 
 
 class EagerTensorFlow:
@@ -17,7 +17,7 @@ class EagerTensorFlow:
 
     def apart(self, seed: int) -> AbstractContextManager[None]:
         """Within the block a replica computes."""
-        return random_numbers(seed)
+        return eagerly(seed)
 
     def kept(self, variable: Any) -> Any:
         """Return the value of a variable."""

@@ -11,13 +11,13 @@ import tensorflow as tf
 from lockstep.errors import LockstepError
 from lockstep.job import Job
 from lockstep.keras.agreement import state_facts
+from lockstep.keras.backends import drawing
 from lockstep.keras.backends.graphs import (
     Places,
     assigned,
     borrowed,
     own,
     refuse_assignments,
-    refuse_random_operations,
     traced,
     uses,
 )
@@ -83,15 +83,16 @@ class GraphRun:
         self._rounds = Rounds()
         self._meetings: list[Meeting] = []
         self._touched = Touched()
+        self._draws = False
         self._result: Any = None
         self._outputs: list[Spec] = []
 
     def build(self) -> Any:
         """Return the function's result, with a PerReplica for each leaf."""
-        order = self._begin()
+        order = seed = self._begin()
         totals: list[Tensors] = []
         while not totals or not self._rounds.complete(len(totals) - 1):
-            order, total = self._round(order, totals)
+            order, total = self._round(order, seed, totals)
             totals.append(total)
         with tf.control_dependencies(self._applied(totals)):
             ticket = on_host(self._job, self._finish, [], tf.int64)
@@ -112,24 +113,31 @@ class GraphRun:
         return self._host.finish(self._outputs)
 
     def _begin(self) -> Any:
+        """Begin an execution on the host; return what its random numbers follow from."""
         origins = [(leaf.shelf, leaf.leaf) for leaf in self._own]
 
         def begin(*tickets: Any) -> int:
+            seed = drawing.new_seed() if self._draws else 0
             self._host.begin(
                 [
                     (Shelf.numbered(shelf).kept(int(ticket)).values, leaf)
                     for ticket, (shelf, leaf) in zip(tickets, origins, strict=True)
-                ]
+                ],
+                seed,
             )
-            return 0
+            return seed
 
-        return on_host(self._job, begin, [leaf.ticket for leaf in self._own], tf.int64)
+        seed = on_host(self._job, begin, [leaf.ticket for leaf in self._own], tf.int64)
+        seed.set_shape(())
+        return seed
 
-    def _round(self, order: Any, earlier: list[Tensors]) -> tuple[Any, Tensors]:
+    def _round(self, order: Any, seed: Any, earlier: list[Tensors]) -> tuple[Any, Tensors]:
         """Add one round to the graph, after `order`; return what the next is to wait for, and the total."""
         number = len(earlier)
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in (*self._own, *self._shared)]
         compute = self._traced(earlier, specs)
+        if self._draws:
+            drawing.set_seed(seed)
         parts, _ = compute.structured_outputs
         names = sorted(parts)
         like = {name: _zeros(parts[name]) for name in names}
@@ -214,7 +222,7 @@ class GraphRun:
             self._rounds.leave(number)
         if trace.meeting is not None and number == len(self._meetings):
             self._meetings.append(trace.meeting)
-        refuse_random_operations(inner.graph)
+        drawing.refuse_random_operations(inner.graph)
         updates = [meeting.update for meeting in self._meetings[:number] if meeting.update is not None]
         updated = [variable for update in updates for variable in _changed(update)]
         # The round's own update would not see what the function assigns before it.
@@ -222,6 +230,7 @@ class GraphRun:
         refuse_assignments(inner.graph, [*updated, *own_changes], trace.places.made)
         variables = [*assigned(inner.graph), *summed_on_read(inner.graph.variables)]
         touched = Touched.of_function(variables, updated)
+        self._draws = self._draws or bool(touched.counters)
         if trace.ended:
             self._touched = touched
 
@@ -236,7 +245,7 @@ class GraphRun:
         def step(replica: Any, earlier: Any, *given: Any) -> Any:
             return self._step(trace, replica, earlier, *given)
 
-        return traced(step, False, replica, earlier, *specs), trace
+        return traced(drawing.stateless(step), False, replica, earlier, *specs), trace
 
     def _step(self, trace: "Trace", replica: Any, earlier: list[Tensors], *given: Any) -> Any:
         """Run the function; return (what it brings to the round's meeting, its results)."""
@@ -245,7 +254,7 @@ class GraphRun:
         def repeat(index: int) -> None:
             update = self._meetings[index].update
             assert update is not None
-            with trace.places.making(), entered(None):
+            with trace.places.making(), entered(None), drawing.drawn_from(None):
                 update.apply(self._meetings[index].leaves(earlier[index]))
 
         def noted(update: Update) -> None:
@@ -295,6 +304,7 @@ class GraphRun:
             metric.assign(tf.where(replica == 0, metric.read_value(), tf.zeros_like(metric)))
         for seed in touched.seeds:
             seed.assign(mixed(seed.read_value(), replica))
+        drawing.begin(touched.counters, replica)
         starts = [variable.read_value() for variable in (*touched.metrics, *touched.state)]
         partial, results = inner(replica, earlier, *given)
         partial = dict(partial)

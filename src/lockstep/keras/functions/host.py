@@ -4,6 +4,7 @@ The graph is made once; which replicas this worker computes may change while it 
 one replica after the other, until there is none left and the replicas' parts have been added up.
 """
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -33,12 +34,14 @@ class Execution:
 
     Attributes:
         inputs: what each replica has its own of: values, and which leaf of them.
+        seed: random numbers that no variable gives follow from it.
         rounds: that have begun.
         totals: of the rounds that are summed.
         outputs: what replicas of this worker have returned, apart from single numbers.
     """
 
     inputs: Sequence[tuple[Values, int]]
+    seed: int = 0
     rounds: list[RunRound] = field(default_factory=list)
     totals: list[Total] = field(default_factory=list)
     outputs: dict[int, Sequence[Any]] = field(default_factory=dict)
@@ -69,11 +72,11 @@ class RunHost:
         """Whether the workers' weights are to be compared after the present execution."""
         return (self._count - 1) % CHECK_EVERY == 0
 
-    def begin(self, inputs: Sequence[tuple[Values, int]]) -> None:
-        """Begin an execution, whose replicas have `inputs`."""
+    def begin(self, inputs: Sequence[tuple[Values, int]], seed: int) -> None:
+        """Begin an execution, whose replicas have `inputs`, and random numbers that follow from `seed`."""
         self._exchange.refuse_followers(self._name)
         self._count += 1
-        self._execution = Execution(inputs)
+        self._execution = Execution(inputs, seed)
 
     def next_replica(self, number: int, like: Mapping[str, npt.NDArray[Any]] | None) -> int:
         """Return the next replica to compute in round `number`; NONE_LEFT once the round is summed.
@@ -85,7 +88,8 @@ class RunHost:
         execution = self._execution
         if number == len(execution.rounds):
             inputs = list({id(values): values for values, _ in execution.inputs}.values())
-            execution.rounds.append(RunRound(inputs, self.what, like))
+            seed = struct.pack("<q", execution.seed)
+            execution.rounds.append(RunRound(inputs, self.what, like, seed=seed))
         try:
             total = self._exchange.total(execution.rounds[number], _missing)
         except Missing as missing:

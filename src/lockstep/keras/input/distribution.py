@@ -154,7 +154,9 @@ def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
     return _dataset(runs, Joint(dataset, job.view.replicas))
 
 
-def distribute_from_function(job: Job, runs: Runs, dataset_fn: Callable[[InputContext], Any]) -> Any:
+def distribute_from_function(
+    job: Job, runs: Runs, dataset_fn: Callable[[InputContext], Any], seed: int
+) -> Any:
     """Give each replica a dataset of its own, which the worker that computes the replica reads.
 
     A pass ends when all of them have ended; a replica whose dataset has ended has no examples until then.
@@ -165,13 +167,14 @@ def distribute_from_function(job: Job, runs: Runs, dataset_fn: Callable[[InputCo
         runs: what gives each replica its own.
         dataset_fn: makes the dataset of a replica, of any kind that `distribute` takes, from its
             `InputContext`; gives the same wherever it is called. Its batches are the replica's own.
+        seed: of all pipelines.
 
     Raises:
         DataError: its elements have no examples to count.
     """
     if job.view.replicas == 1:
         return dataset_fn(InputContext())
-    return _dataset(runs, Pipelines(job, dataset_fn))
+    return _dataset(runs, Pipelines(job, dataset_fn, seed))
 
 
 def _described(form: Form) -> Any:

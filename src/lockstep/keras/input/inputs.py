@@ -33,6 +33,7 @@ from lockstep.errors import DataError
 from lockstep.keras.input.nests import on_host, parts_of
 from lockstep.keras.input.reordered import Reordered
 from lockstep.keras.input.streams import easily_freed, host_nest
+from lockstep.keras.state.randomness import script_seed
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -313,8 +314,7 @@ def global_input(
 
 def order_seed(job_seed: int, call: int) -> tuple[int, ...]:
     """Return the numbers from which the order of the examples follows in a call of the script."""
-    script_seed = keras.utils.get_random_seed() if hasattr(keras.utils, "get_random_seed") else None
-    return job_seed, script_seed or 0, call
+    return job_seed, script_seed() or 0, call
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:

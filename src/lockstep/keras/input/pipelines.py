@@ -1,6 +1,7 @@
 """Datasets of which each replica has one of its own, which the worker that computes the replica reads."""
 
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.contract import Communicator
+from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.job import Job
@@ -16,10 +18,17 @@ from lockstep.keras.functions.values import Spec
 from lockstep.keras.input.batches import Element, count_examples
 from lockstep.keras.input.nests import Nest
 from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, packed, spec_of
+from lockstep.keras.state.randomness import RandomNumbers
 from lockstep.topology import View
 
 _UNKNOWN = -1
 _ENDLESS = -2
+
+_EQUAL = (
+    "lockstep: the first batches of replicas {} and {} are equal; if replicas are to read different "
+    "examples, let dataset_fn shard its dataset, before or after it shuffles: "
+    "dataset.shard(context.num_input_pipelines, context.input_pipeline_id)"
+)
 
 
 class Pipelines:
@@ -29,14 +38,16 @@ class Pipelines:
         job: whose replicas they are.
         dataset_fn: makes the dataset of a replica from its `InputContext`; called on whichever worker
             computes the replica, when its examples are first wanted there.
+        seed: random numbers of each of the datasets follow from it, alike, and from nothing else.
 
     Attributes:
         read: how many elements of each pass have been asked for.
     """
 
-    def __init__(self, job: Job, dataset_fn: Callable[[InputContext], Any]) -> None:
+    def __init__(self, job: Job, dataset_fn: Callable[[InputContext], Any], seed: int) -> None:
         self.job = job
         self._dataset_fn = dataset_fn
+        self._seed = seed
         self._pipelines: dict[int, Pipeline] = {}
         self.read: list[int] = []
         for replica in self.own:
@@ -50,10 +61,11 @@ class Pipelines:
     def pipeline(self, replica: int) -> "Pipeline":
         """Return the pipeline of a replica."""
         if replica not in self._pipelines:
-            replicas = self.job.view.replicas
+            replicas, numbers = self.job.view.replicas, RandomNumbers(self._seed)
             context = InputContext(replicas, replica, replicas)
+            dataset = numbers.make(lambda: self._dataset_fn(context))
             self._pipelines[replica] = Pipeline(
-                Stream(self._dataset_fn(context)), f"the dataset of replica {replica}"
+                Stream(dataset, numbers.drawn), f"the dataset of replica {replica}"
             )
         return self._pipelines[replica]
 
@@ -64,6 +76,8 @@ class Pipelines:
 
     def begin(self) -> "PipelinesPass":
         """Begin a pass over all of them; all workers do this together."""
+        if not self.read:
+            self._warn_of_equals()
         self.read.append(0)
         return PipelinesPass(self, len(self.read) - 1, self.length)
 
@@ -104,6 +118,22 @@ class Pipelines:
             return [everyone[replica] for replica in range(view.replicas)]
 
         return self.job.exchange(act)
+
+    def _warn_of_equals(self) -> None:
+        """Say, on the chief, if two replicas begin with the same examples."""
+        digests = self.gather(self._first, "the first batches of the replicas' datasets")
+        seen: dict[int, int] = {}
+        for replica, digest in enumerate(digests):
+            other = seen.setdefault(digest, replica)
+            if digest and other != replica:
+                if self.job.is_chief:
+                    print(_EQUAL.format(other, replica), file=sys.stderr)
+                return
+
+    def _first(self, replica: int) -> int:
+        """Return a hash of a replica's first batch, 0 if there is none."""
+        nest = self.pipeline(replica).stream.peek()
+        return 0 if nest is None else int.from_bytes(digest_arrays(leaves_of(nest))[:8], "little")
 
     def _length(self, replica: int) -> int:
         length = self.pipeline(replica).stream.length

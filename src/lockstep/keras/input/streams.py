@@ -1,7 +1,8 @@
 """Datasets of every kind, read as nests of arrays on the host."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from math import inf
@@ -31,11 +32,16 @@ class Form:
 class Stream:
     """A dataset that is read in its own order: `tf.data`, PyTorch's, a `PyDataset`, or any iterable.
 
+    Args:
+        dataset: of any of these kinds.
+        apart: surrounds whatever the dataset itself does.
+
     Raises:
         DataError: it is known already that its elements have no rows that can be split.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self.apart = apart
         self.is_tensorflow = is_tensorflow(dataset)
         self.dataset = easily_freed(dataset) if self.is_tensorflow else dataset
         self._begun: Reader | None = None
@@ -44,11 +50,11 @@ class Stream:
     def begin(self) -> "Reader":
         """Begin a pass."""
         begun, self._begun = self._begun, None
-        return begun or Reader(self, read(self.dataset))
+        return begun or self._opened()
 
     def peek(self) -> Nest:
         """Return the first element of the next pass, which begins with this; None where it has none."""
-        self._begun = self._begun or Reader(self, read(self.dataset))
+        self._begun = self._begun or self._opened()
         return self._begun.peek()
 
     def sample(self) -> Nest:
@@ -57,7 +63,7 @@ class Stream:
         What the passes after it give is then what it is where Keras itself was given the dataset.
         """
         if not isinstance(self.dataset, Iterator):
-            return Reader(self, read(self.dataset)).peek()
+            return self._opened().peek()
         return self.peek()
 
     def form(self) -> Form:
@@ -85,6 +91,10 @@ class Stream:
         if self._form is None:
             marks = keras.tree.map_structure(lambda leaf: None if leaf is None else True, element)
             self._form = Form(marks, tuple(spec_of(leaf) for leaf in leaves_of(element)))
+
+    def _opened(self) -> "Reader":
+        with self.apart():
+            return Reader(self, read(self.dataset))
 
     @property
     def length(self) -> float | None:
@@ -129,7 +139,8 @@ class Reader:
         return self._ahead[0]
 
     def _read(self) -> Nest:
-        element = host_nest(next(self.iterator))
+        with self._stream.apart():
+            element = host_nest(next(self.iterator))
         self._stream.note(element)
         return element
 

@@ -2,16 +2,25 @@
 
 import random
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
+import xxhash
 from keras.src.backend.common import global_state
+from keras.src.utils import rng_utils
+
+from lockstep import job
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras keeps the generator of random operations without a seed."""
+
+_FRAMEWORKS = ("tensorflow", "torch")
+"""Modules with random states of their own, which a script may import at any time."""
+
+Result = TypeVar("Result")
 
 
 def global_generator() -> Any:
@@ -24,32 +33,151 @@ def set_global_generator(generator: Any) -> None:
     global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
 
 
+def script_seed() -> int | None:
+    """Return the seed that the script has given `keras.utils.set_random_seed`; None without one."""
+    seed: int | None = rng_utils.get_random_seed()
+    return seed
+
+
+def script_seeds(job_seed: int) -> tuple[Any, ...]:
+    """Return the seeds that the script has given Keras, TensorFlow and PyTorch, and the job's.
+
+    TensorFlow and PyTorch have the job's, imported or not, where the script has given them none.
+    """
+    torch = sys.modules.get("torch")
+    return (
+        script_seed(),
+        _tensorflow()._seed if "tensorflow" in sys.modules else job_seed,
+        job_seed if torch is None else torch.initial_seed(),
+        job_seed,
+    )
+
+
+def seed_of(*facts: Any) -> int:
+    """Return 64 bits that follow from `facts`, plain values."""
+    return xxhash.xxh3_64_intdigest(repr(facts).encode())
+
+
+class RandomNumbers:
+    """Random numbers apart from the program's: they follow from a seed, whatever else draws any.
+
+    They are those of Python, NumPy and Keras, and of TensorFlow and PyTorch outside of functions and devices
+    of their own.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: dict[str, Any] | None = None
+        self._draws: Any = None
+
+    @contextmanager
+    def drawn(self) -> Iterator[None]:
+        """Within the block all random numbers are these, from where the last block left them.
+
+        Afterwards the states are what they were; those of a framework that the block has imported are what
+        they are after an import.
+        """
+        before, own = _states(), self._states or {}
+        _set_states(own if own.keys() >= before.keys() else _seeded(self._seed) | own)
+        try:
+            with self._operations():
+                yield
+        finally:
+            self._states = _states()
+            if self._states.keys() != before.keys():
+                before = _seeded(job.current().seed) | before
+            _set_states(before)
+
+    def make(self, function: Callable[[], Result]) -> Result:
+        """Return what `function` makes from the first of these numbers.
+
+        It is called again if it has imported a framework, for which there was no state to be set before.
+        """
+        while True:
+            known, self._states, self._draws = _imported(), None, None
+            with self.drawn():
+                made = function()
+            if _imported() == known:
+                return made
+
+    def _operations(self) -> AbstractContextManager[None]:
+        """Return what lets TensorFlow's operations draw numbers that follow from the seed."""
+        if "tensorflow" not in sys.modules:
+            return nullcontext()
+        from lockstep.keras.backends.drawing import EagerDraws, drawn_from
+
+        self._draws = self._draws or EagerDraws(self._seed)
+        return drawn_from(self._draws)
+
+
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Within the block the states of Python, NumPy and Keras follow from `seed`, but not the backend's own.
-
-    Afterwards they are what they were.
-    """
-    states, generator = (random.getstate(), np.random.get_state()), global_generator()
-    # What a layer draws from without a generator of its own. The name keeps Keras from counting it.
-    ours = keras.random.SeedGenerator(seed % 10**9, name="replica")
-    set_global_generator(ours)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    try:
+    """Within the block the random numbers are those that follow from `seed`."""
+    with RandomNumbers(seed).drawn():
         yield
-    finally:
-        set_global_generator(generator)
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+
+
+def _states() -> dict[str, Any]:
+    """Return the states of what is imported; they are not copied where they are only replaced."""
+    states = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "keras": (script_seed(), global_generator()),
+    }
+    if "tensorflow" in sys.modules:
+        context = _tensorflow()
+        states["tensorflow"] = context._seed, context.__dict__.get("_rng")
+    if (torch := sys.modules.get("torch")) is not None:
+        states["torch"] = torch.get_rng_state()
+    return states
+
+
+def _seeded(seed: int) -> dict[str, Any]:
+    """Return states that follow from `seed`, also of what is not imported."""
+    # The name keeps Keras from counting the generator.
+    generator = keras.random.SeedGenerator(seed % 10**9, name="replica")
+    numbers = np.random.RandomState(seed % 2**32)
+    states = {
+        "python": random.Random(seed).getstate(),
+        "numpy": numbers.get_state(),
+        "keras": (script_seed(), generator),
+        "tensorflow": (seed, random.Random(seed)),
+    }
+    if (torch := sys.modules.get("torch")) is not None:
+        states["torch"] = torch.Generator().manual_seed(seed % 2**64).get_state()
+    return states
+
+
+def _set_states(states: Mapping[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    seed, generator = states["keras"]
+    global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
+    set_global_generator(generator)
+    if "tensorflow" in sys.modules:
+        context = _tensorflow()
+        context._seed, context._rng = states["tensorflow"]
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_rng_state(states["torch"])
+
+
+def _imported() -> list[str]:
+    return [name for name in _FRAMEWORKS if name in sys.modules]
+
+
+def _tensorflow() -> Any:
+    """Return what holds the random states of TensorFlow's eager operations."""
+    return sys.modules["tensorflow.python.eager.context"].context()
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python, NumPy and, where they are in use, Keras and PyTorch."""
+    """Return the states of Python, NumPy and, where they are in use, Keras, TensorFlow and PyTorch."""
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     generator = global_generator()
     if generator is not None:
         states["keras"] = np.asarray(generator.state.numpy())
+    if "tensorflow" in sys.modules and type(_tensorflow()._seed) is int:
+        states["tensorflow"] = _tensorflow()._seed, _tensorflow()._rng.getstate()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
     return states
@@ -65,6 +193,11 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             generator = keras.random.SeedGenerator(0)
             set_global_generator(generator)
         generator.state.assign(states["keras"])
+    if "tensorflow" in states and "tensorflow" in sys.modules:
+        context = _tensorflow()
+        context._seed, state = states["tensorflow"]
+        context._rng = random.Random()
+        context._rng.setstate(state)
     if "torch" in states and (torch := sys.modules.get("torch")) is not None:
         torch.set_rng_state(torch.from_numpy(np.array(states["torch"])))
 

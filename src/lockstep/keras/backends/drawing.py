@@ -1,0 +1,379 @@
+"""Random numbers of TensorFlow's own operations, such as `tf.random.normal`, as a replica draws them.
+
+Such an operation counts, in the process, how often it has run. Where a replica computes, a stateless one
+takes its place, whose numbers follow from the step's seed, the replica, the operation's place in the function
+(or the seed that it is given), and how often it has run in this step. So they do not depend on the worker.
+"""
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function import function_context
+from tensorflow.python.framework import op_def_registry, random_seed
+from tensorflow.python.ops import gen_candidate_sampling_ops, gen_image_ops, gen_nn_ops, gen_random_ops
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+from lockstep.errors import ModelError
+from lockstep.keras.state.randomness import random_numbers, seed_of
+
+_GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+
+_TIMES = 1 << 31
+"""How often an operation may run in a step."""
+
+_GIVEN = 1 << 62
+"""Tells seeds that the program gives operations from operations' places."""
+
+Seed = Any
+"""Two integers as a tensor of int64, the seed of a stateless operation."""
+
+
+class Draws(Protocol):
+    """Where the operations of a function get their numbers from."""
+
+    def seed(self, given: int | None) -> Seed | None:
+        """Return the seed of an operation that is being made; None if that is none of the function's own.
+
+        Args:
+            given: the seed that the program gives the operation, if any; operations with equal seeds draw
+                equal numbers, as TensorFlow's do.
+        """
+
+
+class EagerDraws:
+    """The draws of a function that runs eagerly."""
+
+    def __init__(self, seed: int) -> None:
+        self._key = _signed(seed)
+        self._operations = 0
+        self._times: Counter[int] = Counter()
+
+    def seed(self, given: int | None) -> Seed | None:
+        """Return a seed that has not been returned before."""
+        if not tf.executing_eagerly():
+            return None
+        if given is None:
+            self._operations += 1
+            return tf.constant([self._key, self._operations * _TIMES], tf.int64)
+        self._times[given] += 1
+        return tf.constant([self._key, _place_of(given) + self._times[given]], tf.int64)
+
+
+class GraphDraws:
+    """The draws of a function that is being traced; each operation counts in a variable how often it runs."""
+
+    def __init__(self) -> None:
+        self._operations = 0
+        self._depth = len(_entered_graphs())
+
+    @property
+    def in_function(self) -> bool:
+        """Whether operations that are made now belong to the function: not within `tf.init_scope`."""
+        return all(graph.is_building_function for graph in _entered_graphs()[self._depth :])
+
+    def seed(self, given: int | None) -> Seed | None:
+        """Add operations to the graph that give another seed whenever they run."""
+        if not self.in_function:
+            return None
+        number, self._operations = self._operations, self._operations + 1
+        times = _counter(number)
+        place = number * _TIMES if given is None else _place_of(given)
+        seed = tf.stack([_variable("key").read_value(), times.read_value() + place])
+        times.assign_add(1)
+        return seed
+
+
+class _Active(threading.local):
+    draws: Draws | None = None
+
+
+class _GivenSeed(int):
+    """The second seed of an operation to which the program has given one."""
+
+
+_active = _Active()
+_variables: dict[str, tf.Variable] = {}
+_counters: list[tf.Variable] = []
+_replaced: list[tuple[Any, str, Any]] = []
+_lock = threading.Lock()
+_blocks = 0
+
+
+@contextmanager
+def drawn_from(draws: Draws | None) -> Iterator[None]:
+    """Within the block TensorFlow's operations draw from `draws`; None leaves them as they are."""
+    before, _active.draws = _active.draws, draws
+    _enter()
+    try:
+        yield
+    finally:
+        _leave()
+        _active.draws = before
+
+
+@contextmanager
+def eagerly(seed: int) -> Iterator[None]:
+    """Within the block a replica computes eagerly: all of its random numbers follow from `seed`.
+
+    Functions run eagerly, too: graphs of theirs may be older than the block.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with random_numbers(seed):
+            yield
+    finally:
+        tf.config.run_functions_eagerly(before)
+
+
+def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function`, which is to be traced, with operations that count nothing in the process."""
+
+    def traced(*args: Any) -> Any:
+        with drawn_from(GraphDraws()):
+            return function(*args)
+
+    return traced
+
+
+def is_counter(variable: tf.Variable) -> bool:
+    """Whether a variable counts how often an operation has run in a step."""
+    return any(variable is counter for counter in _counters)
+
+
+def new_seed() -> int:
+    """Return a number of int64 that follows from the states of Python and the seed of TensorFlow."""
+    return _signed(seed_of(random.getrandbits(64), context.global_seed()))
+
+
+def set_seed(seed: Any) -> None:
+    """Let the numbers of traced functions follow from `seed`: 64 bits, or a tensor of int64."""
+    if _counters:
+        _variable("seed").assign(_signed(seed) if isinstance(seed, int) else seed)
+
+
+def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
+    """Let a replica's computation begin, in which operations count in `counters`."""
+    if counters:
+        key = tf.bitwise.bitwise_xor(_variable("seed").read_value(), replica * _signed(_GOLDEN))
+        _variable("key").assign(key)
+    for counter in counters:
+        counter.assign(0)
+
+
+def of_replica(seed: int, replica: int) -> int:
+    """Return what a replica's numbers follow from where functions run eagerly."""
+    return seed ^ replica * _GOLDEN % 2**64
+
+
+def refuse_random_operations(graph: Any) -> None:
+    """Raise ModelError for random numbers that depend on how often an operation has run in this process."""
+    definition = graph.as_graph_def()
+    nodes = [definition.node, *(function.node_def for function in definition.library.function)]
+    for node in (node for part in nodes for node in part):
+        if _counts_its_runs(node):
+            _refuse(node.op, f" ({node.name})")
+
+
+def _counts_its_runs(node: Any) -> bool:
+    definition = op_def_registry.get(node.op)
+    names = {attribute.name for attribute in definition.attr} if definition is not None else set()
+    if "seed" not in names:
+        return False
+    if node.op.startswith("Fractional"):
+        return not node.attr["deterministic"].b
+    if node.op.startswith("CudnnRNN"):
+        return bool(definition.is_stateful and node.attr["dropout"].f > 0)
+    return bool(definition.is_stateful)
+
+
+def _refuse(operation: str, name: str = "") -> NoReturn:
+    raise ModelError(
+        f"the step draws random numbers with the operation {operation}{name}, whose numbers depend on what "
+        "else this process computes, and which no stateless operation can replace here; draw with "
+        "tf.random.normal and its like in Python, not in a graph that was loaded, or with keras.random and a "
+        "generator that the model owns: self.seed = keras.random.SeedGenerator(1), "
+        "keras.random.normal(shape, seed=self.seed)"
+    )
+
+
+def _entered_graphs() -> Any:
+    """Return the graphs, and eager modes, that this thread is within, the innermost last."""
+    return context.context().context_switches.stack
+
+
+def _signed(seed: int) -> int:
+    """Return the lower 64 bits as a number of int64."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
+def _place_of(given: int) -> int:
+    return _GIVEN + given * _TIMES
+
+
+def _variable(name: str) -> tf.Variable:
+    if name not in _variables:
+        _variables[name] = _made(name)
+    return _variables[name]
+
+
+def _counter(number: int) -> tf.Variable:
+    """Return what counts the runs of the operation of a number; functions share it, one after the other."""
+    if number == len(_counters):
+        _variable("seed")
+        _counters.append(_made("counter"))
+    return _counters[number]
+
+
+def _made(name: str) -> tf.Variable:
+    """Return a new variable; not as `tf.Variable`, which functions may make in their first call only."""
+    with tf.init_scope():
+        return ResourceVariable(0, trainable=False, dtype=tf.int64, name=f"lockstep_{name}")
+
+
+def _uniform(seed: Seed, shape: Any, dtype: Any) -> Any:
+    return tf.random.stateless_uniform(shape, seed, dtype=dtype)
+
+
+def _uniform_int(seed: Seed, shape: Any, minval: Any, maxval: Any) -> Any:
+    return tf.random.stateless_uniform(shape, seed, minval, maxval, minval.dtype)
+
+
+def _normal(seed: Seed, shape: Any, dtype: Any) -> Any:
+    return tf.random.stateless_normal(shape, seed, dtype=dtype)
+
+
+def _truncated_normal(seed: Seed, shape: Any, dtype: Any) -> Any:
+    return tf.random.stateless_truncated_normal(shape, seed, dtype=dtype)
+
+
+def _shuffle(seed: Seed, value: Any) -> Any:
+    return tf.random.experimental.stateless_shuffle(tf.convert_to_tensor(value), seed)
+
+
+def _multinomial(seed: Seed, logits: Any, num_samples: Any, output_dtype: Any = tf.int64) -> Any:
+    return tf.random.stateless_categorical(logits, num_samples, seed, output_dtype)
+
+
+def _gamma(seed: Seed, shape: Any, alpha: Any) -> Any:
+    return tf.random.stateless_gamma(tf.concat([shape, tf.shape(alpha)], 0), seed, alpha, dtype=alpha.dtype)
+
+
+def _poisson(seed: Seed, shape: Any, rate: Any, dtype: Any = tf.int64) -> Any:
+    rate = tf.convert_to_tensor(rate)
+    return tf.random.stateless_poisson(tf.concat([shape, tf.shape(rate)], 0), seed, rate, dtype)
+
+
+_EQUIVALENTS: dict[str, Callable[..., Any]] = {
+    "random_uniform": _uniform,
+    "random_uniform_int": _uniform_int,
+    "random_standard_normal": _normal,
+    "truncated_normal": _truncated_normal,
+    "random_shuffle": _shuffle,
+    "multinomial": _multinomial,
+    "random_gamma": _gamma,
+    "random_poisson_v2": _poisson,
+}
+"""What takes the place of the functions of `gen_random_ops`, by their names; the seed comes first."""
+
+_WITHOUT_EQUIVALENT = (
+    (gen_random_ops, "parameterized_truncated_normal"),
+    (gen_candidate_sampling_ops, "all_candidate_sampler"),
+    (gen_candidate_sampling_ops, "fixed_unigram_candidate_sampler"),
+    (gen_candidate_sampling_ops, "learned_unigram_candidate_sampler"),
+    (gen_candidate_sampling_ops, "log_uniform_candidate_sampler"),
+    (gen_candidate_sampling_ops, "uniform_candidate_sampler"),
+    (gen_image_ops, "sample_distorted_bounding_box_v2"),
+    (gen_nn_ops, "fractional_avg_pool"),
+    (gen_nn_ops, "fractional_max_pool"),
+)
+
+
+def _enter() -> None:
+    """Put functions of our own into TensorFlow's modules, unless another block has done so."""
+    global _blocks
+    with _lock:
+        _blocks += 1
+        if _blocks > 1:
+            return
+        _replace(random_seed, "get_seed", _noted)
+        _replace(function_context, "make_function_context", _apart)
+        for name, equivalent in _EQUIVALENTS.items():
+            _replace(gen_random_ops, name, partial(_drawn, equivalent))
+        for module, name in _WITHOUT_EQUIVALENT:
+            _replace(module, name, partial(_refused, name))
+
+
+def _leave() -> None:
+    """Put TensorFlow's own functions back once no block needs others."""
+    global _blocks
+    with _lock:
+        _blocks -= 1
+        while not _blocks and _replaced:
+            setattr(*_replaced.pop())
+
+
+def _replace(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(module, name)
+    _replaced.append((module, name, original))
+    setattr(module, name, make(original))
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the seeds of an operation tell whether the program has given it one."""
+
+    def get_seed(given: Any) -> Any:
+        first, second = original(given)
+        return (first, second) if given is None else (first, _GivenSeed(second))
+
+    return get_seed
+
+
+def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let functions that a traced function calls be traced for it alone.
+
+    Graphs that were made elsewhere have operations that count their runs; and the counters of this one are of
+    no use elsewhere.
+    """
+
+    def make_function_context(*args: Any, **options: Any) -> Any:
+        found = original(*args, **options)
+        if isinstance(_active.draws, GraphDraws) and _active.draws.in_function:
+            return found._replace(context=found.context._replace(xla_context_id=_active.draws))
+        return found
+
+    return make_function_context
+
+
+def _drawn(equivalent: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    def draw(*args: Any, seed: Any = 0, seed2: Any = 0, name: Any = None, **options: Any) -> Any:
+        given = int(seed2) if isinstance(seed2, _GivenSeed) else None
+        own = None if _active.draws is None else _active.draws.seed(given)
+        if own is None:
+            return original(*args, seed=seed, seed2=seed2, name=name, **options)
+        return equivalent(own, *args, **options)
+
+    return draw
+
+
+def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """In a graph the operation itself is refused, if it is used there."""
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if (
+            isinstance(_active.draws, EagerDraws)
+            and tf.executing_eagerly()
+            and not options.get("deterministic")
+        ):
+            _refuse(name)
+        return original(*args, **options)
+
+    return refuse
