@@ -194,6 +194,63 @@ def together() -> Any:
     return {name: np.asarray(value).tolist() for name, value in figures.items()}
 
 
+def through() -> Any:
+    """Gradients pass through what replicas tell each other, also those of gradients."""
+    weight = tf.Variable(tf.reshape(tf.range(12.0), (6, 2)) / 12)
+    share = 1 / strategy.num_replicas_in_sync
+
+    def contrast(rows: Any) -> Any:
+        own = tf.math.l2_normalize(rows @ weight, axis=1)
+        found = lockstep.get_replica_context().all_gather({"rows": own, "size": tf.shape(own)[:1]}, axis=0)
+        assert found["rows"].shape[1] == 2
+        looked_up = tf.gather(found["rows"], [0, 0, 1])
+        return tf.reduce_sum(tf.exp(own @ tf.transpose(found["rows"]))) + share * tf.reduce_sum(looked_up**3)
+
+    def steep(rows: Any) -> Any:
+        context = lockstep.get_replica_context()
+        with tf.GradientTape(persistent=True) as tape:
+            total = context.all_reduce("SUM", tf.reduce_sum(tf.tanh(rows @ weight)))
+        whole = context.all_reduce("MEAN", [tape.gradient(total, weight), tf.shape(rows)[0]])[0]
+        return share * tf.reduce_sum((whole + tf.stop_gradient(whole)) ** 3)
+
+    def step(inputs: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = contrast(inputs[0]) + steep(inputs[0])
+        return tape.gradient(loss, weight)
+
+    def known() -> Any:
+        """The official semantics in numbers: 1 + 10 R + 100 R for each replica."""
+        with tf.GradientTape() as tape:
+            rows = tf.reduce_sum(weight) * tf.ones([1])
+            context = lockstep.get_replica_context()
+            everybody, total = context.all_gather(rows, axis=0), context.all_reduce("SUM", rows)
+            loss = tf.reduce_sum(rows) + 10 * tf.reduce_sum(everybody) + 100 * tf.reduce_sum(total)
+        return tape.gradient(loss, weight)[0, 0]
+
+    wanted = 1 + 110 * strategy.num_replicas_in_sync
+    assert float(strategy.reduce("MEAN", strategy.run(known))) == wanted
+    run = tf.function(lambda inputs: strategy.reduce("SUM", strategy.run(step, args=(inputs,))))
+    return [(run(inputs) / 1000).numpy().tolist() for inputs in dataset()]
+
+
+def meeting_in_a_loop() -> Any:
+    """Replicas meet in no loop or condition of the graph."""
+
+    def step(inputs: Any) -> Any:
+        total = tf.constant(0.0)
+        if tf.reduce_sum(inputs[0]) > 0:
+            total = lockstep.get_replica_context().all_reduce("SUM", total)
+        return total
+
+    errors = []
+    try:
+        strategy.run(step, args=(next(iter(dataset())),))
+    except lockstep.errors.ModelError as error:
+        errors.append(str(error))
+    assert strategy.num_replicas_in_sync == 1 or "within a condition, a loop" in errors.pop()
+    return errors
+
+
 class Accumulating(tf.Module):
     """Functions and weights are TensorFlow's; what two batches give is added up before it is applied."""
 
@@ -346,6 +403,8 @@ CASES: list[Callable[[], Any]] = [
     few_rows,
     two_updates,
     together,
+    through,
+    meeting_in_a_loop,
     accumulating,
     generator,
     optional,

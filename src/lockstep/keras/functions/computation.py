@@ -16,6 +16,7 @@ from lockstep.keras.functions.assignments import heard_by
 from lockstep.keras.functions.changes import RunChanges
 from lockstep.keras.functions.eager import Eager
 from lockstep.keras.functions.exchange import SCALAR
+from lockstep.keras.functions.gradients import through
 from lockstep.keras.functions.merges import Meeting, RunMerges
 from lockstep.keras.functions.replica import Replica, entered
 from lockstep.keras.functions.values import DistributedValues, Values
@@ -96,6 +97,7 @@ class ReplicaComputation:
     def __init__(self, eager: Eager, replicas: int) -> None:
         self._eager = eager
         self._replicas = replicas
+        self._through = through()
 
     def compute(self, this: Execution, earlier: Sequence[Total], number: int) -> Mapping[str, Any]:
         """Compute the part of replica `number` in the round after `earlier`."""
@@ -153,7 +155,9 @@ class ReplicaComputation:
                 [self._tensors(*pair) for pair in zip(this.meetings, earlier, strict=False)],
                 repeat,
                 lambda update: stack.enter_context(changes.hide(update)),
+                number,
                 self._replicas,
+                self._through,
             )
             args, kwargs = self._arguments_of(this, number)
             stack.enter_context(entered(Replica(number, merges)))

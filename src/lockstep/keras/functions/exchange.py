@@ -8,7 +8,7 @@ numbers that a replica returns travel with the last round; so whoever asks for t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -232,6 +232,11 @@ class RunExchange:
             name: np.concatenate([column[r] for r in sorted(column)], axis=int(name.split("/")[1]))
             for name, column in columns.items()
         }
+
+
+def refuse_sum_of_booleans(name: str) -> NoReturn:
+    """Raise ModelError: NumPy's sum of two booleans is whether one of them is true."""
+    raise ModelError(f"{name} is to add up booleans, which have no sum: cast them to integers first")
 
 
 def spread(array: npt.NDArray[Any], replica: int, replicas: int) -> npt.NDArray[Any]:
