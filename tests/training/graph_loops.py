@@ -116,6 +116,32 @@ def few_rows() -> Any:
     return made.result(losses)
 
 
+def zero_rows() -> Any:
+    """A replica without examples computes as well; means of integers; what is printed."""
+    run, data = strategy.run, tf.data.Dataset.range(9).map(lambda row: tf.cast(row, tf.float32)).batch(4)
+    found = []
+
+    @tf.function
+    def figures(rows: Any) -> Any:
+        means = [strategy.reduce("MEAN", run(tf.size, args=(rows,)), axis=None)]
+        means.append(
+            run(lambda x: lockstep.get_replica_context().all_reduce("MEAN", tf.size(x)), args=(rows,))
+        )
+        own = [run(function, args=(rows,)) for function in (tf.reduce_sum, tf.reduce_mean, tf.reduce_max)]
+        return [strategy.reduce("SUM", one, axis=None) for one in own], means
+
+    for rows in strategy.experimental_distribute_dataset(data):
+        sums, (mean, same) = figures(rows)
+        assert mean.dtype == strategy.experimental_local_results(same)[0].dtype
+        assert strategy.num_replicas_in_sync == 1 or mean.dtype == tf.float64
+        found.append([float(mean), *map(float, sums)])
+        assert "[" in str(rows)
+    if strategy.num_replicas_in_sync > 1:
+        assert np.isnan(found[-1][2])
+        assert found[-1][3] == -np.inf
+    return found[:2], found[-1][:2]
+
+
 def two_updates() -> Any:
     """The second update wants what the first has made."""
     first, second = Plain(), Plain()
@@ -401,6 +427,7 @@ CASES: list[Callable[[], Any]] = [
     stateful,
     without_function,
     few_rows,
+    zero_rows,
     two_updates,
     together,
     through,

@@ -10,7 +10,7 @@ import pytest
 
 Launch = Callable[..., Any]
 CASES = (
-    *("plain", "stateful", "without_function", "few_rows", "two_updates", "together"),
+    *("plain", "stateful", "without_function", "few_rows", "zero_rows", "two_updates", "together"),
     *("through", "meeting_in_a_loop"),
     *("accumulating", "generator", "optional", "returning", "saving", "refused"),
 )

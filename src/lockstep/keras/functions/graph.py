@@ -159,11 +159,13 @@ class GraphRun:
         return end, self._total(number, end, parts)
 
     def _values_of(self, replica: Any) -> list[Any]:
+        """Return whether a replica has examples, and its own of each argument."""
         if not self._own:
-            return []
-        types = [leaf.dtype for leaf in self._own]
+            return [tf.constant(True)]
+        types = [tf.bool, *(leaf.dtype for leaf in self._own)]
         tensors = on_host(self._job, lambda r: self._host.leaves_of(int(r)), [replica], types)
-        for tensor, leaf in zip(tensors, self._own, strict=True):
+        tensors[0].set_shape(())
+        for tensor, leaf in zip(tensors[1:], self._own, strict=True):
             tensor.set_shape(leaf.shape)
         return list(tensors)
 
@@ -234,10 +236,10 @@ class GraphRun:
         if trace.ended:
             self._touched = touched
 
-        def compute(replica: Any, earlier: Any, *given: Any) -> Any:
-            return self._computed(inner, touched, trace.ended, replica, earlier, *given)
+        def compute(replica: Any, earlier: Any, examples: Any, *given: Any) -> Any:
+            return self._computed(inner, touched, trace.ended, replica, earlier, examples, *given)
 
-        return traced(compute, False, replica, earlier, *specs)
+        return traced(compute, False, replica, earlier, tf.TensorSpec((), tf.bool), *specs)
 
     def _trace(self, replica: Any, earlier: list[Partial], specs: list[Any]) -> tuple[Any, "Trace"]:
         trace = Trace()
@@ -302,7 +304,14 @@ class GraphRun:
         return tensors
 
     def _computed(
-        self, inner: Any, touched: Touched, ended: bool, replica: Any, earlier: Any, *given: Any
+        self,
+        inner: Any,
+        touched: Touched,
+        ended: bool,
+        replica: Any,
+        earlier: Any,
+        examples: Any,
+        *given: Any,
     ) -> Any:
         """Return a replica's partial and results; restore what the function assigns."""
         variables = [*touched.metrics, *touched.state, *touched.updated]
@@ -318,9 +327,8 @@ class GraphRun:
         if ended:
             sums = zip(touched.metrics, starts, strict=False)
             partial |= {f"metric/{i}": changed(*sum) for i, sum in enumerate(sums)}
-            partial |= touched.changes(
-                starts[len(touched.metrics) :], replica, tf.constant(1.0 / self._replicas, tf.float64)
-            )
+            weight = tf.where(examples, tf.constant(1.0 / self._replicas, tf.float64), 0)
+            partial |= touched.changes(starts[len(touched.metrics) :], replica, weight)
             numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]
             partial |= {f"{SCALAR}{i}": leaf for i, leaf in numbers}
         for variable, value in zip(variables, before, strict=True):
