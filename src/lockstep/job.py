@@ -137,6 +137,7 @@ class Job:
     failure: LockstepError | None = None
     began_with: int | None = None
     task: str = "worker"
+    _distributes: bool = False
     _undone: list[Callable[[], object]] = field(default_factory=list)
 
     @property
@@ -153,6 +154,12 @@ class Job:
         """From now on a worker that others wait for is stuck after `timeout` seconds; all workers say so."""
         self.policy.timeout = timeout + GRACE_FOR_AGENT
         self.report("patience", seconds=timeout)
+
+    def distributes(self) -> None:
+        """Report, once, that the script has given the replicas something to compute, or to read."""
+        if not self._distributes:
+            self._distributes = True
+            self.report("distributes")
 
     def as_chief(self, act: Callable[[], object]) -> None:
         """Have `act` done by the chief: writing a file, for example.

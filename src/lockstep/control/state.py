@@ -33,6 +33,7 @@ class Limits:
         kill: to workers that got SIGKILL, until the job ends without them.
         save: to the chief, to keep a checkpoint before the job is stopped.
         notice: between two notices that one worker waits for another.
+        idle: to a script that has made a strategy, to distribute something, until a person is told.
         young: since its start, in which the loss of a worker makes the next replacement wait.
         pause: before a replacement of a young worker is started; doubled with each in a row.
         longest_pause: the most of that.
@@ -46,6 +47,7 @@ class Limits:
     kill: float = 1.0
     save: float = 20.0
     notice: float = 10.0
+    idle: float = 45.0
     young: float = 60.0
     pause: float = 1.0
     longest_pause: float = 60.0
@@ -110,6 +112,8 @@ class State:
         view: who computes what.
         view_since: when the view began; None for the first.
         elastic: whether the job can go on without a worker.
+        distributes: whether the script has given the replicas anything to compute or to read.
+        idle_until: when a person is told that it has not; None if that is no question.
         keeps: whether the job keeps checkpoints.
         failed: what each worker whose script raised ended with, the first one first.
         finished: workers that ended well.
@@ -139,6 +143,8 @@ class State:
     view: View | None = None
     view_since: float | None = None
     elastic: bool = False
+    distributes: bool = False
+    idle_until: float | None = None
     keeps: bool = False
     failed: tuple[tuple[int, Verdict], ...] = ()
     finished: frozenset[int] = frozenset()
@@ -159,8 +165,8 @@ class State:
     @property
     def due(self) -> float | None:
         """When `TimePassed` is due."""
-        times = [at for at in (self.deadline, self.next_start, self.patience_ends) if at is not None]
-        return min(times) if times else None
+        times = (self.deadline, self.next_start, self.patience_ends, self.idle_until)
+        return min((at for at in times if at is not None), default=None)
 
     @property
     def members(self) -> tuple[int, ...]:
