@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "importing": set(),
     "seeding": {"importing"},
     "compiled": {"errors", "files", "importing"},
-    "tf_distribute": {"importing"},
+    "tf_distribute": {"errors", "importing"},
     "membership": BASE | {"checkpoint", "collectives", "control", "job"},
     "persistence": BASE | {"checkpoint", "control", "job"},
     "worker": BASE

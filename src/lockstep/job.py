@@ -139,6 +139,7 @@ class Job:
     failure: LockstepError | None = None
     began_with: int | None = None
     task: str = "worker"
+    _distributes: bool = False
     _undone: list[Callable[[], object]] = field(default_factory=list)
     _stepped: bool = False
 
@@ -162,6 +163,12 @@ class Job:
         if not self._stepped:
             self._stepped = True
             self.report("first step")
+
+    def distributes(self) -> None:
+        """Report, once, that the script has given the replicas something to compute, or to read."""
+        if not self._distributes:
+            self._distributes = True
+            self.report("distributes")
 
     def as_chief(self, act: Callable[[], object]) -> None:
         """Have `act` done by the chief: writing a file, for example.

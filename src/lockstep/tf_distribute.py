@@ -1,10 +1,12 @@
 """What scripts find under `tf.distribute` with `lockstep run --tf-distribute`."""
 
 import sys
+from functools import cache
 from pkgutil import resolve_name
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from lockstep.errors import ConfigError
 from lockstep.importing import when_imported
 
 _BY_THE_SAME_NAME = (
@@ -37,7 +39,29 @@ SERVED = {name: f"lockstep:{name}" for name in _BY_THE_SAME_NAME} | {
     "experimental.CommunicationOptions": "lockstep:CommunicationOptions",
     "experimental.MultiWorkerMirroredStrategy": "lockstep.strategy.experimental:MultiWorkerMirroredStrategy",
 }
-"""What stands for which name under `tf.distribute`. All others there stay TensorFlow's."""
+"""What stands for which name under `tf.distribute`."""
+
+_SERVERS = (
+    "updates that servers take as they come depend on who comes first, so no two runs are equal; "
+    "MultiWorkerMirroredStrategy trains on any number of workers, and replaces those that are lost"
+)
+_TPUS = "TPUs are not supported; MultiWorkerMirroredStrategy trains on CPUs and GPUs"
+NOT_SERVED = {
+    "ParameterServerStrategy": _SERVERS,
+    "TPUStrategy": _TPUS,
+    "coordinator.ClusterCoordinator": _SERVERS,
+    "experimental.CentralStorageStrategy": (
+        "each worker has its own copy of the variables; MirroredStrategy trains on the devices of one machine"
+    ),
+    "experimental.ParameterServerStrategy": _SERVERS,
+    "experimental.TPUStrategy": _TPUS,
+    "experimental.coordinator.ClusterCoordinator": _SERVERS,
+    "experimental_set_strategy": "write `with strategy.scope():`",
+}
+"""What a script must not take from TensorFlow by mistake: it would train beside the job. And why.
+
+All other names under `tf.distribute` stay TensorFlow's.
+"""
 
 _THEIR_OWN = ("keras", "lockstep", "tensorflow")
 
@@ -58,7 +82,8 @@ def _serve_in(tensorflow: ModuleType) -> None:
     # `from tensorflow.distribute import ...` asks here.
     sys.modules["tensorflow.distribute"] = served
     sys.modules["tensorflow.distribute.experimental"] = served.experimental
-    sys.modules["tensorflow.distribute.cluster_resolver"] = served.cluster_resolver
+    for module in ("cluster_resolver", "coordinator"):
+        sys.modules[f"tensorflow.distribute.{module}"] = getattr(served, module)
 
 
 class Served(ModuleType):
@@ -79,13 +104,32 @@ class Served(ModuleType):
         """Return what `name` is for the module whose code asks."""
         theirs = getattr(self._theirs, name)
         full = self._prefix + name
-        if isinstance(theirs, ModuleType) and any(ours.startswith(f"{full}.") for ours in SERVED):
+        if isinstance(theirs, ModuleType) and any(
+            ours.startswith(f"{full}.") for ours in SERVED | NOT_SERVED
+        ):
             module = vars(self)[name] = Served(theirs, f"{full}.")
             return module
         asks = str(sys._getframe(1).f_globals.get("__name__"))
-        if full not in SERVED or asks.partition(".")[0] in _THEIR_OWN:
+        if asks.partition(".")[0] in _THEIR_OWN:
             return theirs
-        return resolve_name(SERVED[full])
+        if full in NOT_SERVED:
+            return _refused(theirs, full)
+        return resolve_name(SERVED[full]) if full in SERVED else theirs
 
     def __dir__(self) -> list[str]:
         return dir(self._theirs)
+
+
+@cache
+def _refused(theirs: Any, name: str) -> Any:
+    """Return what stands for a name that is not served: it can be asked for, but not be called."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"tf.distribute.{name} is not served by `lockstep run --tf-distribute`: {NOT_SERVED[name]}"
+        )
+
+    if not isinstance(theirs, type):
+        return refuse
+    # Programs ask whether a strategy is of such a class.
+    return type(theirs)(theirs.__name__, (theirs,), {"__new__": refuse})

@@ -53,7 +53,9 @@ class Job(Workers):
             size = Size(count, by_hand=True)
         workers = frozenset(view.workers)
         keeps = self.dice.random() < 0.5
-        self.state = State(workers, LIMITS, view=view, keeps=keeps, size=size, next_worker=count)
+        self.state = State(
+            workers, LIMITS, view=view, distributes=True, keeps=keeps, size=size, next_worker=count
+        )
         self.views = [view]
         self.holds: tuple[bool, int] | None = None
         self.notices: list[str] = []

@@ -147,6 +147,7 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 def well(worker: FakeHandle) -> None:
     worker.say(Started())
     worker.say(Report("strategy", {}))
+    worker.say(Report("distributes", {}))
     worker.write(stdout=f"out {worker.launch.worker}\n".encode(), stderr=b"err\n")
     worker.say(Finished())
     worker.end(0)
@@ -306,6 +307,17 @@ def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
 
     line = "lockstep: the script used no strategy: each of the 2 workers ran all of it, alone\n"
     assert stage.run(alone, alone).stderr == line
+
+
+def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
+    def by_itself(worker: FakeHandle) -> None:
+        worker.say(Report("strategy", {}))
+        worker.end(0)
+
+    said = stage.run(by_itself, by_itself).stderr
+    assert (
+        "made a strategy and distributed nothing: each of the 2 workers runs all of its lines, alone" in said
+    )
 
 
 def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:

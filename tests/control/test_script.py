@@ -93,6 +93,18 @@ def broken() -> BaseException:
     return error
 
 
+OF_A_GRAPH = """Graph execution error:
+
+Detected at node PyFunc defined at (most recent call last):
+  File "script.py", line 1, in <module>
+
+2 root error(s) found.
+the innermost cause
+\t [[{{node PyFunc}}]]
+0 successful operations.
+0 derived errors ignored. [Op:__inference_step_1]"""
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -101,6 +113,7 @@ def broken() -> BaseException:
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (ConfigError("x"), "lockstep.errors.ConfigError: x"),
         (SyntaxError("bad", ("f.py", 3, 1, "def (\n")), "SyntaxError: bad"),
+        (RuntimeError(OF_A_GRAPH), "RuntimeError: Graph execution error: the innermost cause"),
     ],
 )
 def test_an_error_in_one_line(error: BaseException, text: str) -> None:

@@ -20,6 +20,7 @@ from lockstep.control.decisions import (
     Ask,
     Asks,
     Deliver,
+    Distributes,
     DumpStack,
     Event,
     Evidence,
@@ -72,6 +73,7 @@ PATTERNS: list[tuple[str, type[Event]]] = [
     (r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)", Failed),
     (r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)", Waits),
     (r"worker (?P<worker>\d+) has a strategy", Ready),
+    (r"the script distributes", Distributes),
     (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", Asks),
     (r"the chief of view (?P<view>\d+) gives the (?P<whole>state|position)(, but (?P<failure>.*))?", Given),
     (r"a worker is started by hand", Arrived),
@@ -147,7 +149,8 @@ def trace(scenario: str) -> str:
         if match := re.fullmatch(r"workers (\d+), timeout (\d+)", line):
             count = int(match[1])
             view = place(count, tuple(range(count)))
-            state = State(frozenset(view.workers), Limits(timeout=float(match[2])), view=view)
+            limits = Limits(timeout=float(match[2]))
+            state = State(frozenset(view.workers), limits, view=view, distributes=True)
         elif match := re.fullmatch(r"at least (\d+), restarts (\d+)(?:, replicas (\d+))?", line):
             count = len(state.running)
             view = place(int(match[3] or count), tuple(range(count)))
@@ -156,6 +159,8 @@ def trace(scenario: str) -> str:
         elif line == "workers are started by hand":
             size = Size(len(state.running), by_hand=True)
             state = replace(state, size=size, next_worker=len(state.running))
+        elif line == "nothing is distributed yet":
+            state = replace(state, distributes=False)
         elif line == "keeps checkpoints":
             state = replace(state, keeps=True)
         elif match := re.fullmatch(r"([\d.]+): (.*)", line):

@@ -235,6 +235,59 @@ def talk() -> Any:
     return [model, optimizer], figures
 
 
+def gradient(function: Callable[[Any], Any], at: Any) -> Any:
+    """Return the gradient of a function of one tensor, which can be differentiated again."""
+    if BACKEND == "jax":
+        import jax
+
+        return jax.grad(function)(at)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            tape.watch(at)
+            value = function(at)
+        return tape.gradient(value, at)
+    import torch
+
+    at = at if at.requires_grad else at.detach().requires_grad_()
+    return torch.autograd.grad(function(at), at, create_graph=True)[0]
+
+
+def through() -> Any:
+    """Gradients through what replicas tell each other: a contrastive loss, joint statistics, a penalty."""
+    weight = keras.Variable(np.random.default_rng(1).normal(size=(6, 4)).astype("float32"))
+    optimizer = keras.optimizers.SGD(0.01)
+    share = 1 / context.strategy.num_replicas_in_sync
+
+    def contrast(rows: Any, weight: Any) -> Any:
+        """Each row against all others; the other leaf is of integers."""
+        own = ops.tanh(ops.matmul(rows, weight))
+        found = context.all_gather({"rows": own, "ids": ops.arange(ops.shape(rows)[0])})
+        return ops.sum(ops.logsumexp(ops.matmul(own, ops.transpose(found["rows"])), axis=1)) / 6
+
+    def normalized(rows: Any, weight: Any) -> Any:
+        own = ops.matmul(rows, weight)
+        count = context.all_reduce("SUM", ops.shape(rows)[0])
+        mean = context.all_reduce("SUM", ops.sum(own, 0)) / ops.cast(count, "float32")
+        spread = context.all_reduce("MEAN", [ops.sum(ops.square(own - mean), 0)])[0] / share
+        return ops.sum((own - mean) ** 3 / ops.sqrt(spread + 1)) / 6
+
+    def penalty(rows: Any, weight: Any) -> Any:
+        """The gradient of what all replicas have, differentiated once more."""
+        whole = gradient(lambda w: share * ops.sum(context.all_gather(ops.matmul(rows, w)) ** 3), weight)
+        return share * ops.mean(context.all_reduce("SUM", whole) ** 2) / 1e3
+
+    def train(x: Any, y: Any) -> Any:
+        losses = [contrast, normalized, penalty]
+        gradients = [gradient(lambda w, loss=loss: loss(x, w), weight.value + 0) for loss in losses]
+        optimizer.apply([sum(ops.stop_gradient(one) for one in gradients)], [weight])
+
+    for batch in context.batches(6, 24):
+        context.strategy.run(train, args=batch)
+    return [weight, optimizer], []
+
+
 def tiny() -> Any:
     """Fewer examples than replicas, results over rows, and a mean over all of them."""
     model = classifier(*context.random(layers.Dropout(0.5)))
@@ -322,7 +375,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--near", action="store_true")
     parser.add_argument("--dies", type=int, nargs=2, default=[])
-    parser.add_argument("names", nargs="*", default=["driven", "full", "pure", "two", "talk", "tiny"])
+    parser.add_argument(
+        "names", nargs="*", default=["driven", "full", "pure", "two", "talk", "through", "tiny"]
+    )
     arguments = parser.parse_args()
     strategy = lockstep.MultiWorkerMirroredStrategy()
     context = Context(strategy, dies=arguments.dies)

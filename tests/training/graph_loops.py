@@ -116,6 +116,32 @@ def few_rows() -> Any:
     return made.result(losses)
 
 
+def zero_rows() -> Any:
+    """A replica without examples computes as well; means of integers; what is printed."""
+    run, data = strategy.run, tf.data.Dataset.range(9).map(lambda row: tf.cast(row, tf.float32)).batch(4)
+    found = []
+
+    @tf.function
+    def figures(rows: Any) -> Any:
+        means = [strategy.reduce("MEAN", run(tf.size, args=(rows,)), axis=None)]
+        means.append(
+            run(lambda x: lockstep.get_replica_context().all_reduce("MEAN", tf.size(x)), args=(rows,))
+        )
+        own = [run(function, args=(rows,)) for function in (tf.reduce_sum, tf.reduce_mean, tf.reduce_max)]
+        return [strategy.reduce("SUM", one, axis=None) for one in own], means
+
+    for rows in strategy.experimental_distribute_dataset(data):
+        sums, (mean, same) = figures(rows)
+        assert mean.dtype == strategy.experimental_local_results(same)[0].dtype
+        assert strategy.num_replicas_in_sync == 1 or mean.dtype == tf.float64
+        found.append([float(mean), *map(float, sums)])
+        assert "[" in str(rows)
+    if strategy.num_replicas_in_sync > 1:
+        assert np.isnan(found[-1][2])
+        assert found[-1][3] == -np.inf
+    return found[:2], found[-1][:2]
+
+
 def two_updates() -> Any:
     """The second update wants what the first has made."""
     first, second = Plain(), Plain()
@@ -192,6 +218,63 @@ def together() -> Any:
     for replica, rows in zip(own, local, strict=True):
         np.testing.assert_array_equal(rows, left[starts[int(replica)] : starts[int(replica) + 1]])
     return {name: np.asarray(value).tolist() for name, value in figures.items()}
+
+
+def through() -> Any:
+    """Gradients pass through what replicas tell each other, also those of gradients."""
+    weight = tf.Variable(tf.reshape(tf.range(12.0), (6, 2)) / 12)
+    share = 1 / strategy.num_replicas_in_sync
+
+    def contrast(rows: Any) -> Any:
+        own = tf.math.l2_normalize(rows @ weight, axis=1)
+        found = lockstep.get_replica_context().all_gather({"rows": own, "size": tf.shape(own)[:1]}, axis=0)
+        assert found["rows"].shape[1] == 2
+        looked_up = tf.gather(found["rows"], [0, 0, 1])
+        return tf.reduce_sum(tf.exp(own @ tf.transpose(found["rows"]))) + share * tf.reduce_sum(looked_up**3)
+
+    def steep(rows: Any) -> Any:
+        context = lockstep.get_replica_context()
+        with tf.GradientTape(persistent=True) as tape:
+            total = context.all_reduce("SUM", tf.reduce_sum(tf.tanh(rows @ weight)))
+        whole = context.all_reduce("MEAN", [tape.gradient(total, weight), tf.shape(rows)[0]])[0]
+        return share * tf.reduce_sum((whole + tf.stop_gradient(whole)) ** 3)
+
+    def step(inputs: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = contrast(inputs[0]) + steep(inputs[0])
+        return tape.gradient(loss, weight)
+
+    def known() -> Any:
+        """The official semantics in numbers: 1 + 10 R + 100 R for each replica."""
+        with tf.GradientTape() as tape:
+            rows = tf.reduce_sum(weight) * tf.ones([1])
+            context = lockstep.get_replica_context()
+            everybody, total = context.all_gather(rows, axis=0), context.all_reduce("SUM", rows)
+            loss = tf.reduce_sum(rows) + 10 * tf.reduce_sum(everybody) + 100 * tf.reduce_sum(total)
+        return tape.gradient(loss, weight)[0, 0]
+
+    wanted = 1 + 110 * strategy.num_replicas_in_sync
+    assert float(strategy.reduce("MEAN", strategy.run(known))) == wanted
+    run = tf.function(lambda inputs: strategy.reduce("SUM", strategy.run(step, args=(inputs,))))
+    return [(run(inputs) / 1000).numpy().tolist() for inputs in dataset()]
+
+
+def meeting_in_a_loop() -> Any:
+    """Replicas meet in no loop or condition of the graph."""
+
+    def step(inputs: Any) -> Any:
+        total = tf.constant(0.0)
+        if tf.reduce_sum(inputs[0]) > 0:
+            total = lockstep.get_replica_context().all_reduce("SUM", total)
+        return total
+
+    errors = []
+    try:
+        strategy.run(step, args=(next(iter(dataset())),))
+    except lockstep.errors.ModelError as error:
+        errors.append(str(error))
+    assert strategy.num_replicas_in_sync == 1 or "within a condition, a loop" in errors.pop()
+    return errors
 
 
 class Accumulating(tf.Module):
@@ -344,8 +427,11 @@ CASES: list[Callable[[], Any]] = [
     stateful,
     without_function,
     few_rows,
+    zero_rows,
     two_updates,
     together,
+    through,
+    meeting_in_a_loop,
     accumulating,
     generator,
     optional,

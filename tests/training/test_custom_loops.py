@@ -11,7 +11,7 @@ import pytest
 
 Launch = Callable[..., Any]
 EXAMPLES = Path(__file__).parents[2] / "examples"
-LOOPS = 6
+LOOPS = 7
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """What `strategy.run` does where functions run eagerly, and what it refuses, in a process of its own."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -58,6 +58,89 @@ def test_results_come_back_as_the_nest_that_a_replica_returns(
     np.testing.assert_array_equal(strategy.gather(found["rows"], axis=0), X)
     again = strategy.run(lambda x, y: ops.sum(x) - y, args=(found["rows"], found["sum"]))
     assert [int(value) for value in again.values] == [0, 0, 0]
+
+
+def test_a_replica_without_examples_computes_on_zero_rows(
+    strategy: lockstep.Strategy,
+) -> None:
+    """As under `tf.distribute`: what is a mean over zero rows there is one here."""
+    single = next(iter(strategy.experimental_distribute_dataset([X[:1]])))
+    mean, bn = keras.metrics.Mean(), keras.layers.BatchNormalization(momentum=0.5)
+
+    def step(x: Any) -> Any:
+        assert lockstep.get_replica_context().all_reduce("SUM", ops.shape(x)[0]) == 1
+        mean.update_state(x[:, 1])
+        bn(x, training=True)
+        loss = keras.losses.MeanSquaredError()(ops.zeros_like(x), x)
+        return {"rows": x, "sum": ops.sum(x), "mean": ops.mean(x), "loss": loss}
+
+    found = strategy.run(step, args=(single,))
+    assert [value.shape for value in found["rows"].values] == [(1, 2), (0, 2), (0, 2)]
+    np.testing.assert_array_equal(strategy.gather(found["rows"], axis=0), X[:1])
+    assert float(strategy.reduce("SUM", found["sum"])) == 1
+    assert np.isnan(float(strategy.reduce("SUM", found["mean"])))
+    assert float(strategy.reduce("SUM", found["loss"])) == pytest.approx(0.5 / 3)
+    np.testing.assert_array_equal(strategy.reduce("MEAN", found["rows"], axis=0), X[0])
+    assert (float(mean.total), float(mean.count)) == (1, 1)
+    # Statistics of no examples are none: such a replica changes nothing.
+    np.testing.assert_allclose(bn.moving_mean, X[0] / 2 / 3, rtol=1e-6)
+    with pytest.raises(ValueError, match="max") as caught:
+        strategy.run(ops.max, args=(single,))
+    assert "replica 1 has no examples in this batch" in caught.value.__notes__[-1]
+
+
+def test_the_mean_of_integers_is_no_integer(strategy: lockstep.Strategy) -> None:
+    def own(value: Any) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: value[context.replica_id_in_sync_group]
+        )
+
+    def mean(value: Any) -> Any:
+        return lockstep.get_replica_context().all_reduce("MEAN", value)
+
+    numbers, rows = own([0, 3, 2]), own([np.array([0, 1]), np.array([3, 1]), np.array([2, 2])])
+    flags = own([True, True, False])
+    assert float(strategy.reduce("MEAN", numbers)) == pytest.approx(5 / 3)
+    assert float(strategy.reduce("MEAN", rows, axis=0)) == 1.5
+    assert float(strategy.reduce("MEAN", np.array([0, 3]), axis=0)) == 1.5
+    assert float(strategy.reduce("MEAN", flags)) == pytest.approx(2 / 3)
+    for given, wanted in ((numbers, 5 / 3), (flags, 2 / 3)):
+        assert float(strategy.run(mean, args=(given,)).values[0]) == pytest.approx(wanted)
+    assert int(strategy.reduce("SUM", numbers)) == 5
+    with pytest.raises(ModelError, match="add up booleans"):
+        strategy.reduce("SUM", flags)
+
+
+def test_what_replicas_have_is_shown_and_is_no_tensor(strategy: lockstep.Strategy, batch: Any) -> None:
+    found = strategy.run(ops.sum, args=(batch,))
+    assert str(found) == (
+        "PerReplica:{\n  0: Array(6., dtype=float32),\n  1: Array(22., dtype=float32),\n"
+        "  2: Array(38., dtype=float32)\n}"
+    )
+    uses: list[Callable[[Any], Any]] = [
+        float,
+        ops.mean,
+        np.asarray,
+        lambda value: value + 1,
+        lambda value: ops.ones(()) * value,
+        lambda value: f"{value:.3f}",
+        lambda value: value.numpy(),
+    ]
+    for use in uses:
+        with pytest.raises(ModelError, match="it holds a value of each replica"):
+            use(found)
+
+
+def test_gradients_do_not_pass_replicas_where_jax_traces(strategy: lockstep.Strategy, batch: Any) -> None:
+    def summed(x: Any) -> Any:
+        return ops.sum(lockstep.get_replica_context().all_reduce("SUM", ops.sum(x)) ** 2)
+
+    found = strategy.run(jax.grad(summed), args=(batch,))
+    np.testing.assert_array_equal(found.values[2], np.full((2, 2), 3 * 2 * X.sum(), "float32"))
+    constant = lockstep.get_replica_context
+    for function in (jax.jit(summed), jax.vmap(summed), jax.jit(lambda x: constant().all_reduce("SUM", 1))):
+        with pytest.raises(ModelError, match="cannot meet within a function that JAX traces"):
+            strategy.run(function, args=(batch,))
 
 
 def test_what_is_no_result_is_the_same_on_all_replicas(strategy: lockstep.Strategy) -> None:

@@ -10,10 +10,13 @@ import pytest
 
 Launch = Callable[..., Any]
 CASES = (
-    *("plain", "stateful", "without_function", "few_rows", "two_updates", "together"),
+    *("plain", "stateful", "without_function", "few_rows", "zero_rows", "two_updates", "together"),
+    *("through", "meeting_in_a_loop"),
     *("accumulating", "generator", "optional", "returning", "saving", "refused"),
 )
-WITHOUT_PARTS_PER_REPLICA = ("plain", "few_rows", "two_updates", "accumulating", "optional", "returning")
+WITHOUT_PARTS_PER_REPLICA = (
+    *("plain", "few_rows", "two_updates", "through", "accumulating", "optional", "returning"),
+)
 MARKS = ("figures: ", "first: ", "second: ")
 
 

@@ -57,20 +57,19 @@ class Examples:
         return b"same"
 
 
-def test_a_replica_without_examples_adds_nothing_wherever_it_is() -> None:
+def test_a_replica_without_examples_computes_too_and_numbers_go_to_everybody() -> None:
     computed: list[int] = []
 
     def compute(replica: int) -> dict[str, Any]:
         computed.append(replica)
-        return {"metric": np.full(2, replica + 1.0), "output/0": np.float32(replica + 0.5)}
+        return {"metric": np.full(2, replica % 2 + 1.0), "output/0": np.float32(replica + 0.5)}
 
     def act(worker: int, exchange: RunExchange) -> Any:
         total = exchange.total(RunRound([Examples([1, 1, 0])], "a run"), compute)
         return total["metric"].tolist(), [float(n) for n in gathered_scalars(total["output/0"], "float32")]
 
-    assert together(act) == [([3.0, 3.0], [0.5, 1.5, 0.0])] * 2
-    # The worker of the empty one learns from replica 0 what a part looks like.
-    assert sorted(computed) == [0, 0, 1]
+    assert together(act) == [([4.0, 4.0], [0.5, 1.5, 2.5])] * 2
+    assert sorted(computed) == [0, 1, 2]
 
 
 def test_what_is_joined_has_the_rows_of_all_in_the_order_of_the_replicas() -> None:
@@ -114,15 +113,23 @@ def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
     assert "do not compute the same things (metric/0)" in str(error)
 
 
-def test_several_leaves_are_reduced_at_once_and_those_without_examples_do_not_count() -> None:
-    rows = {0: np.array([1.0, 2.0]), 1: np.array([3.0]), 2: None}
+def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:
+    def act(worker: int, exchange: RunExchange) -> Any:
+        this = RunRound((), "a run")
+        return {} if worker else exchange.total(this, lambda r: {"merge/0": np.ones(r + 1)})
+
+    error, _ = together(act)
+    assert isinstance(error, ModelError)
+    assert "values of the shapes [1] and [2] (replica 1); all_gather joins" in str(error)
+
+
+def test_several_leaves_are_reduced_at_once_and_those_without_rows_do_not_count() -> None:
+    rows = {0: np.array([1.0, 2.0]), 1: np.array([3.0]), 2: np.array([])}
 
     def act(worker: int, exchange: RunExchange) -> Any:
         own = [0, 1] if worker == 0 else [2]
-        column = {replica: rows[replica] for replica in own if rows[replica] is not None}
-        values = Returned(
-            (Spec("float64", (None,)),) * 2, (column, column), frozenset(r for r in own if r not in column)
-        )
+        column = {replica: rows[replica] for replica in own}
+        values = Returned((Spec("float64", (None,)),) * 2, (column, column))
         results = Results(exchange, np.asarray, REPLICAS)
         means = results.reduce_all("mean", [(values, 0), (values, 1)], axis=0)
         return [float(mean) for mean in means], results.gather(values, 0, 0).tolist()

@@ -82,6 +82,17 @@ def test_scripts_find_lockstep_and_keras_finds_tensorflow(names: Any) -> None:
     assert names.marked(0, "keras finds:") in ([], ["keras finds: tensorflow 1"])
 
 
+def test_what_is_not_served_is_refused_when_it_is_called(names: Any) -> None:
+    said = names.marked(0, "refused: tf.distribute.")
+    refused = ["ParameterServerStrategy", "TPUStrategy", "experimental.CentralStorageStrategy"]
+    refused += ["coordinator.ClusterCoordinator", "experimental_set_strategy"]
+    assert len(said) == len(refused)
+    for line, name in zip(said, refused, strict=True):
+        assert line.startswith(
+            f"refused: tf.distribute.{name} is not served by `lockstep run --tf-distribute`: "
+        )
+
+
 def test_a_strategy_may_come_after_devices_and_sessions(names: Any) -> None:
     assert names.marked(0, "computed:") == ["computed: 2", "computed: 3"]
 

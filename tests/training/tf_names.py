@@ -8,10 +8,12 @@ import numpy as np
 import tensorflow as tf
 from tensorflow import distribute
 from tensorflow.distribute.cluster_resolver import TFConfigClusterResolver
+from tensorflow.distribute.coordinator import ClusterCoordinator
 from tensorflow.distribute.experimental import CollectiveCommunication
 from tensorflow.distribute.experimental import MultiWorkerMirroredStrategy as Experimental
 
 import lockstep
+from lockstep.errors import ConfigError
 
 ROWS = 70
 
@@ -71,9 +73,21 @@ assert tf.distribute is distribute
 assert TFConfigClusterResolver is lockstep.cluster_resolver.TFConfigClusterResolver
 assert tf.distribute.Server.__module__.startswith("tensorflow.")
 assert "ParameterServerStrategy" in dir(tf.distribute)
+for refused, given in (
+    (tf.distribute.ParameterServerStrategy, (None,)),
+    (tf.distribute.TPUStrategy, ()),
+    (tf.distribute.experimental.CentralStorageStrategy, ()),
+    (ClusterCoordinator, (None,)),
+    (tf.distribute.experimental_set_strategy, (None,)),
+):
+    try:
+        refused(*given)
+    except ConfigError as error:
+        print("refused:", error)
 strategy = Experimental(CollectiveCommunication.RING)
 assert isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 assert isinstance(strategy, lockstep.Strategy)
+assert not isinstance(strategy, tf.distribute.TPUStrategy)
 print("outside:", *facts())
 with strategy.scope():
     print("inside:", *facts())

@@ -43,7 +43,7 @@ from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
 from lockstep.control.supervision import decide
 from lockstep.control.views import Views
-from lockstep.control.wording import UNSEEN, unkillable
+from lockstep.control.wording import UNSEEN, unkillable, whose_lines
 from lockstep.errors import LockstepError
 from lockstep.events import EventLog
 from lockstep.paths import RunPaths
@@ -271,6 +271,8 @@ class Agent:
                 self._note_progress(worker, PREPARING)
                 self._tell_of_backend(worker, fields.get("backend"))
                 self._decide(decisions.Ready(worker))
+            case "distributes":
+                self._decide(decisions.Distributes())
             case "call" if self._desk is not None:
                 self._desk.doing = str(fields.get("name", ""))
                 self._note_progress(worker, first_step(self._desk.doing))
@@ -412,6 +414,12 @@ class Agent:
         elif self.spec.workers > 1 and not self._used_strategy:
             count = self.spec.workers
             self.console.say(f"the script used no strategy: each of the {count} workers ran all of it, alone")
+        elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
+            lines = whose_lines(self.spec.workers, self.spec.replicas)
+            self.console.say(
+                f"the script made a strategy and distributed nothing: {lines}; train with model.fit, or give "
+                "strategy.run what a replica computes"
+            )
         if left:
             self.console.say(unkillable(left))
         self.events.write("finished", status=verdict.status, message=verdict.message, workers=verdict.workers)

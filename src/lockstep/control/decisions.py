@@ -41,6 +41,11 @@ class Ready:
 
 
 @dataclass(frozen=True)
+class Distributes:
+    """The script has given the replicas something to compute, or to read."""
+
+
+@dataclass(frozen=True)
 class Keeps:
     """The script keeps checkpoints from now on."""
 
@@ -141,6 +146,7 @@ Event = (
     Exited
     | Failed
     | Ready
+    | Distributes
     | Keeps
     | StepEnded
     | Kept

@@ -15,6 +15,10 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 
+_IN_A_GRAPH = "Graph execution error:"
+_NO_CAUSES = ("[[", "File ", "Detected at node", "0 successful operations", "0 derived errors")
+"""How lines of TensorFlow's errors begin that say where something has failed, not what."""
+
 
 @dataclass(frozen=True)
 class Script:
@@ -138,9 +142,17 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def summarize(error: BaseException) -> str:
-    """Say in one line what was raised: neither the code of a SyntaxError, nor notes, nor further lines."""
+    """Say in one line what was raised: neither the code of a SyntaxError, nor notes, nor further lines.
+
+    Where TensorFlow only says that executing a graph has failed, and then how the graph was made, the line
+    ends with what has failed in it.
+    """
     texts = [text for text in traceback.format_exception_only(error) if not text.startswith(" ")]
-    return texts[0].strip().split("\n")[0]
+    first, *others = texts[0].strip().split("\n")
+    if not first.endswith(_IN_A_GRAPH):
+        return first
+    causes = [line for line in others if line.strip() and not line.lstrip().startswith(_NO_CAUSES)]
+    return f"{first} {causes[-1].strip()}" if causes else first
 
 
 def _runnable(name: str, spec: ModuleSpec | None) -> ModuleSpec:

@@ -36,6 +36,7 @@ class Limits:
         kill: to workers that got SIGKILL, until the job ends without them.
         save: to the chief, to end its step and write a checkpoint before the job is stopped (`--grace`).
         notice: between two notices that one worker waits for another.
+        idle: to a script that has made a strategy, to distribute something, until a person is told.
         young: since its start, in which the loss of a worker makes the next replacement wait.
         pause: before a replacement of a young worker is started; doubled with each in a row.
         longest_pause: the most of that.
@@ -49,6 +50,7 @@ class Limits:
     kill: float = 1.0
     save: float = GRACE
     notice: float = 10.0
+    idle: float = 45.0
     young: float = 60.0
     pause: float = 1.0
     longest_pause: float = 60.0
@@ -134,6 +136,8 @@ class State:
         view: who computes what.
         view_since: when the view began; None for the first.
         elastic: whether the job can go on without a worker.
+        distributes: whether the script has given the replicas anything to compute or to read.
+        idle_until: when a person is told that it has not; None if that is no question.
         keeps: whether the job keeps checkpoints.
         saving: what has come of the checkpoint that a job keeps before it is stopped.
         failed: what each worker whose script raised ended with, the first one first.
@@ -164,6 +168,8 @@ class State:
     view: View | None = None
     view_since: float | None = None
     elastic: bool = False
+    distributes: bool = False
+    idle_until: float | None = None
     keeps: bool = False
     saving: Saving = field(default_factory=Saving)
     failed: tuple[tuple[int, Verdict], ...] = ()
@@ -185,8 +191,8 @@ class State:
     @property
     def due(self) -> float | None:
         """When `TimePassed` is due."""
-        times = [at for at in (self.deadline, self.next_start, self.patience_ends) if at is not None]
-        return min(times) if times else None
+        times = (self.deadline, self.next_start, self.patience_ends, self.idle_until)
+        return min((at for at in times if at is not None), default=None)
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from lockstep.control import ending, strength
 from lockstep.control.decisions import (
     Arrived,
     Asks,
+    Distributes,
     DumpStack,
     Event,
     Evidence,
@@ -36,7 +37,7 @@ from lockstep.control.decisions import (
     Waits,
 )
 from lockstep.control.state import Decision, Saving, Stage, State
-from lockstep.control.wording import describe_exit, shell_status, signal_name
+from lockstep.control.wording import describe_exit, shell_status, signal_name, whose_lines
 from lockstep.prose import name_workers
 
 
@@ -54,8 +55,10 @@ def _decide(state: State, event: Event, now: float) -> Decision:
         case Failed():
             return _failed(state, event, now)
         case Ready():
-            ready = replace(state, elastic=state.view is not None)
-            return Decision(ready, reason=f"worker {event.worker} has a strategy")
+            return _ready(state, event, now)
+        case Distributes():
+            busy = replace(state, distributes=True, idle_until=None)
+            return Decision(busy, reason="the script distributes what it computes")
         case Keeps():
             return Decision(replace(state, keeps=True), reason="the script keeps checkpoints")
         case StepEnded() | Kept() | NotKept():
@@ -79,6 +82,13 @@ def _decide(state: State, event: Event, now: float) -> Decision:
             return _stop_asked(state, event, now)
         case TimePassed():
             return _time_passed(state, now)
+
+
+def _ready(state: State, event: Ready, now: float) -> Decision:
+    ready = replace(state, elastic=state.view is not None)
+    if not state.elastic and not state.distributes and state.view is not None and state.view.replicas > 1:
+        ready = replace(ready, idle_until=now + state.limits.idle)
+    return Decision(ready, reason=f"worker {event.worker} has a strategy")
 
 
 def _exited(state: State, event: Exited, now: float) -> Decision:
@@ -297,9 +307,23 @@ def _time_passed(state: State, now: float) -> Decision:
         return _deadline_passed(state, now)
     if state.patience_ends is not None and now >= state.patience_ends:
         return strength.patience_over(state, now)
+    if state.idle_until is not None and now >= state.idle_until:
+        return _idle(state)
     if state.next_start is not None and now >= state.next_start:
         return Decision(replace(state, next_start=None), reason="workers can be started again")
     return Decision(state, reason="nothing is due")
+
+
+def _idle(state: State) -> Decision:
+    """Say that nothing is distributed yet, which may be as it should."""
+    assert state.view is not None
+    lines = whose_lines(len(state.members), state.view.replicas)
+    text = (
+        f"the script made its strategy {state.limits.idle:g} s ago, and has distributed nothing yet: until "
+    )
+    text += f"it calls model.fit, evaluate or predict, strategy.run or strategy.steps, {lines}"
+    told = (Notice(text),) if state.stage is Stage.RUNNING else ()
+    return Decision(replace(state, idle_until=None), told, text)
 
 
 def _deadline_passed(state: State, now: float) -> Decision:

@@ -1,4 +1,4 @@
-"""How the ends of processes are named in messages."""
+"""How the ends of processes, and who computes what, are named in messages."""
 
 import signal
 
@@ -18,6 +18,13 @@ def describe_exit(status: int) -> str:
     if status == UNSEEN:
         return "has ended"
     return f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
+
+
+def whose_lines(workers: int, replicas: int) -> str:
+    """Say who computes a script's own lines, outside of all that is distributed."""
+    if workers > 1:
+        return f"each of the {workers} workers runs all of its lines, alone"
+    return f"the {replicas} replicas have nothing to compute"
 
 
 def signal_name(number: int) -> str:

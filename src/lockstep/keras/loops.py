@@ -89,6 +89,7 @@ class Loops:
         if model not in self._adopted:
             self._refuse_outsider(model)
             return original(model, *args, **kwargs)
+        self._job.distributes()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         if self._job.evaluates:
@@ -127,6 +128,7 @@ class Loops:
         """Evaluate on global batches; every worker returns the global figures."""
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
+        self._job.distributes()
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
                 return {}
@@ -150,6 +152,7 @@ class Loops:
         """Predict on global batches; every worker returns all rows, in their order."""
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
+        self._job.distributes()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         with self._calls.enter("predict") as call:
@@ -175,6 +178,7 @@ class Loops:
             if method == "train_on_batch":
                 self._refuse_outsider(model)
             return original(model, *args, **kwargs)
+        self._job.distributes()
         with self._calls.enter(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():

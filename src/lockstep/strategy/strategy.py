@@ -73,6 +73,7 @@ class Strategy:
             PeerLostError: a worker was lost, and Lockstep does not drive the loop.
         """
         _refuse_within_replica("run")
+        self._job.distributes()
         with self._entered():
             return self._runs.run(fn, args, kwargs or {})
 
@@ -96,6 +97,7 @@ class Strategy:
             InputError: a part of the state cannot be given to others.
             CheckpointError: the state that was kept is of other parts.
         """
+        self._job.distributes()
         return self._loops.driving.steps(count, state, checkpoint)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
@@ -130,6 +132,7 @@ class Strategy:
 
         Every worker reads the dataset, and all must read the same. See `lockstep.keras.input.distribution`.
         """
+        self._job.distributes()
         return distribute(self._job, self._runs, dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
@@ -138,6 +141,7 @@ class Strategy:
         There is one pipeline a replica; the worker that computes the replica reads it. What is random in
         them follows from seeds, and begins alike in all of them: so they may shuffle before they shard.
         """
+        self._job.distributes()
         return distribute_from_function(self._job, self._runs, dataset_fn, self._loops.seed_here())
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
@@ -146,6 +150,7 @@ class Strategy:
         The context has `replica_id_in_sync_group` and `num_replicas_in_sync`. Leaves are arrays or numbers of
         equal shapes and dtypes.
         """
+        self._job.distributes()
         return values_from_function(self._job, self._runs, value_fn)
 
     @contextmanager

@@ -52,15 +52,17 @@ class Places:
         self.made.append(range(start, self._here()))
 
     def _here(self) -> int:
-        if tf.executing_eagerly():
-            return 0
-        if tf.compat.v1.get_default_graph() is not self._graph:
+        self.check()
+        return 0 if tf.executing_eagerly() else len(self._graph.get_operations())
+
+    def check(self) -> None:
+        """Raise ModelError if the program is in a graph within the step's."""
+        if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
             raise ModelError(
-                "the step applies its optimizer within a condition, a loop or a function of TensorFlow's; "
-                "its replicas cannot meet there: apply it in the step itself, and call what is a tf.function "
-                "as a plain one"
+                "the step applies its optimizer, or calls all_reduce or all_gather, within a condition, a "
+                "loop or a function of TensorFlow's; its replicas cannot meet there: do it in the step "
+                "itself, and call what is a tf.function as a plain one"
             )
-        return len(self._graph.get_operations())
 
 
 def exempt_from_autograph(package: str) -> None:

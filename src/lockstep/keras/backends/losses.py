@@ -191,13 +191,21 @@ def scaled_losses(replicas: int) -> Iterator[None]:
     Programs for `tf.distribute` count on it: Keras's losses divide their means by the number of replicas that
     TensorFlow's strategy has, and so do `tf.nn.scale_regularization_loss` and `tf.nn.compute_average_loss`.
     """
-    scale = keras_loss.scale_loss_for_distribution
+    scale, reduce = keras_loss.scale_loss_for_distribution, keras_loss.reduce_values
+
+    def reduced(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
+        # Keras leaves a vector without elements as it is; its sum is the zero that its graphs give.
+        if tuple(values.shape) == (0,) and reduction not in (None, "none"):
+            return keras.ops.sum(values)
+        return reduce(values, sample_weight, reduction)
+
+    keras_loss.reduce_values = reduced
     keras_loss.scale_loss_for_distribution = lambda value: value / keras.ops.cast(replicas, value.dtype)
     try:
         with _scaled_by_tensorflow(replicas) if keras.backend.backend() == "tensorflow" else nullcontext():
             yield
     finally:
-        keras_loss.scale_loss_for_distribution = scale
+        keras_loss.scale_loss_for_distribution, keras_loss.reduce_values = scale, reduce
 
 
 @contextmanager

@@ -139,7 +139,9 @@ class Touched:
                 # Every replica advances its seed by the same amount: replica 0 speaks for all.
                 changes[f"state/{i}"] = tf.where(replica == 0, end - start, zero)
             else:
-                changes[f"state/{i}"] = changed(variable, start) * tf.cast(weight, start.dtype)
+                change = changed(variable, start) * tf.cast(weight, start.dtype)
+                # A mean over no examples is not a number.
+                changes[f"state/{i}"] = tf.where(weight > 0, change, zero)
         return changes
 
 

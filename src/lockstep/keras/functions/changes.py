@@ -122,25 +122,33 @@ class RunChanges:
         """Whether there are variables that nobody is to see."""
         return bool(self._hidden)
 
-    def found(self, replica: int, replicas: int) -> dict[str, tuple[Any, Array]]:
-        """Return the variables that were assigned, and what was done to them, in the form that adds up."""
+    def found(self, replica: int, weight: float) -> dict[str, tuple[Any, Array]]:
+        """Return the variables that were assigned, and what was done to them, in the form that adds up.
+
+        Args:
+            replica: which has done it.
+            weight: its part in the mean of the replicas' changes; 0 if it had no examples.
+        """
         found = {}
         for i, (kind, variable) in enumerate(self._assigned.values()):
             end = np.asarray(self._eager.concrete(variable._value))
             found[f"{kind}/{i}/{variable.path}"] = (
                 variable,
-                self._change(kind, variable, end, replica, replicas),
+                self._change(kind, variable, end, replica, weight),
             )
         return found
 
-    def _change(self, kind: Kind, variable: Any, end: Array, replica: int, replicas: int) -> Array:
+    def _change(self, kind: Kind, variable: Any, end: Array, replica: int, weight: float) -> Array:
         start = self._starts.get(id(variable))
         if start is None:
             start = np.asarray(self._eager.concrete(self._kept[id(variable)][1]))
+        if kind == "layer" and not weight:
+            # A mean over no examples is not a number.
+            return np.zeros_like(start)
         if kind in ("metric", "layer"):
             # What has not changed stays, even if it is infinite.
             change = np.where(end == start, np.zeros_like(start), end - start)
-            share = 1.0 if kind == "metric" else 1.0 / replicas
+            share = 1.0 if kind == "metric" else weight
             return np.asarray(change * np.asarray(share, start.dtype))
         # Every replica advances its seeds by the same amount: replica 0 speaks for all.
         return np.asarray(end - start) if replica == 0 else np.zeros_like(start)

@@ -16,12 +16,19 @@ from lockstep.keras.functions.assignments import heard_by
 from lockstep.keras.functions.changes import RunChanges
 from lockstep.keras.functions.eager import Eager
 from lockstep.keras.functions.exchange import SCALAR
+from lockstep.keras.functions.gradients import through
 from lockstep.keras.functions.merges import Meeting, RunMerges
 from lockstep.keras.functions.replica import Replica, entered
-from lockstep.keras.functions.values import DistributedValues, Values
+from lockstep.keras.functions.values import DistributedValues, Values, is_empty
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+
+ZERO_ROWS = (
+    "lockstep: replica {replica} has no examples in this batch, which has fewer rows than there are replicas "
+    "({replicas}); it computes on zero rows, as under tf.distribute: leave such a batch out "
+    "(drop_remainder=True), or let the function compute on zero rows"
+)
 
 
 @dataclass
@@ -96,6 +103,7 @@ class ReplicaComputation:
     def __init__(self, eager: Eager, replicas: int) -> None:
         self._eager = eager
         self._replicas = replicas
+        self._through = through()
 
     def compute(self, this: Execution, earlier: Sequence[Total], number: int) -> Mapping[str, Any]:
         """Compute the part of replica `number` in the round after `earlier`."""
@@ -128,7 +136,7 @@ class ReplicaComputation:
             if outputs is None or not rounds.complete(len(earlier)):
                 return merges.partial
             this.known.completed = True
-            found = changes.found(number, self._replicas)
+            found = changes.found(number, 0.0 if is_empty(this.inputs, number) else 1.0 / self._replicas)
             this.note(found)
             computed = merges.partial | {name: change for name, (_, change) in found.items()}
             return computed | self._scalars(outputs) if computed or earlier else {}
@@ -153,7 +161,9 @@ class ReplicaComputation:
                 [self._tensors(*pair) for pair in zip(this.meetings, earlier, strict=False)],
                 repeat,
                 lambda update: stack.enter_context(changes.hide(update)),
+                number,
                 self._replicas,
+                self._through,
             )
             args, kwargs = self._arguments_of(this, number)
             stack.enter_context(entered(Replica(number, merges)))
@@ -161,10 +171,13 @@ class ReplicaComputation:
                 with suppress(Left):
                     nest = this.known.function(*args, **kwargs)
                     outputs = [self._result(leaf) for leaf in keras.tree.flatten(nest) if leaf is not None]
-            except (TypeError, ValueError) as error:
+            except Exception as error:
                 # Not everything that is given an unknown value asks for it.
                 names = (Unknown.__name__, "__jax_array__")
-                if not changes.hides or not any(name in str(error) for name in names):
+                asks = isinstance(error, TypeError | ValueError) and any(name in str(error) for name in names)
+                if not changes.hides or not asks:
+                    if is_empty(this.inputs, number):
+                        error.add_note(ZERO_ROWS.format(replica=number, replicas=self._replicas))
                     raise
         if outputs is not None:
             this.take(nest, number, outputs)

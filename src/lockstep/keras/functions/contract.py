@@ -8,6 +8,7 @@ import keras
 from lockstep.job import Job
 from lockstep.keras.functions import replica
 from lockstep.keras.functions.replica import Op, Replica, Single, entered
+from lockstep.keras.functions.results import along
 from lockstep.keras.functions.values import Shelf, Values
 
 
@@ -58,8 +59,7 @@ class SingleRuns:
         """Return the value, or its sum or mean along an axis."""
         if axis is None:
             return value
-        along = keras.ops.sum if op == "sum" else keras.ops.mean
-        return keras.tree.map_structure(lambda leaf: along(leaf, axis=axis), value)
+        return keras.tree.map_structure(lambda leaf: along(op, leaf, axis), value)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the value."""

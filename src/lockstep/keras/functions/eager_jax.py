@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.errors import ModelError
 from lockstep.keras.backends.rounds import Update
+from lockstep.keras.functions.gradients_jax import refuse_tracing
 from lockstep.keras.state.randomness import random_numbers
 
 
@@ -35,11 +35,7 @@ class EagerJax:
     def concrete(self, array: Any) -> npt.NDArray[Any]:
         """Wait for an array and view it in place (on a CPU), or copy it to the host."""
         if isinstance(array, jax.core.Tracer):
-            raise ModelError(
-                "replicas cannot meet within a function that JAX traces: let the compiled function return "
-                "gradients or values, and call optimizer.apply or get_replica_context().all_reduce with "
-                "them in the function that strategy.run is given, or strategy.reduce after it"
-            )
+            refuse_tracing()
         return np.asarray(array)
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:

@@ -24,8 +24,8 @@ from lockstep.keras.functions.computation import Execution, Known, ReplicaComput
 from lockstep.keras.functions.eager import Eager
 from lockstep.keras.functions.exchange import SCALAR, RunExchange, RunRound, gathered_scalars
 from lockstep.keras.functions.replica import Op
-from lockstep.keras.functions.results import Results
-from lockstep.keras.functions.values import PerReplica, Returned, Shelf, Spec, Values, lost
+from lockstep.keras.functions.results import Results, along
+from lockstep.keras.functions.values import PerReplica, Returned, Shelf, Spec, Values, is_empty, lost
 from lockstep.keras.state.variables import named_arrays
 
 _KEPT_FUNCTIONS = 32
@@ -78,7 +78,7 @@ class EagerRuns:
                 return self._eager.own(next(reduced))
             tensor = keras.ops.convert_to_tensor(leaf)
             if axis is not None:
-                tensor = (keras.ops.sum if op == "sum" else keras.ops.mean)(tensor, axis)
+                tensor = along(op, tensor, axis)
             return tensor * self._replicas if op == "sum" else tensor
 
         return keras.tree.pack_sequence_as(value, [None if leaf is None else one(leaf) for leaf in leaves])
@@ -94,7 +94,7 @@ class EagerRuns:
         return keras.tree.map_structure(gather, value)
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return what this worker's replicas have, one value for each that had examples."""
+        """Return what this worker's replicas have, one value a replica."""
         leaves = keras.tree.flatten(value)
         own = next((leaf.owned for leaf in leaves if isinstance(leaf, PerReplica)), None)
         if own is None:
@@ -104,7 +104,7 @@ class EagerRuns:
 
     def per_replica(self, values: Values, shelf: Shelf) -> list[Any]:
         """Return one PerReplica for each leaf of `values`."""
-        own = [r for r in self._job.view.replicas_of(self._job.worker) if values.examples(r) != 0]
+        own = self._job.view.replicas_of(self._job.worker)
         return [PerReplica(values, leaf, own) for leaf in range(len(values.specs))]
 
     def _known(self, function: Any) -> Known:
@@ -142,10 +142,10 @@ class EagerRuns:
         outputs = this.outputs
         like = next(iter(outputs.values()))
         own = self._job.view.replicas_of(self._job.worker)
-        empty = frozenset(replica for replica in own if last.is_empty(replica))
+        empty = frozenset(replica for replica in own if is_empty(this.inputs, replica))
         columns: list[Mapping[int, Any]] = []
         for i, leaf in enumerate(like):
-            column = {r: leaves[i] for r, leaves in outputs.items() if r not in empty}
+            column = {r: leaves[i] for r, leaves in outputs.items()}
             if (bits := total.get(f"{SCALAR}{i}")) is not None:
                 dtype = self._eager.concrete(leaf).dtype
                 column = dict(enumerate(gathered_scalars(bits, dtype))) | column
@@ -154,21 +154,19 @@ class EagerRuns:
         values = (
             Returned(specs, tuple(columns), empty)
             if total or this.meetings
-            else Returned(specs, tuple(columns), empty, last.check(), self._again(this, last))
+            else Returned(specs, tuple(columns), empty, last.check(), self._again(this))
         )
         leaves = iter(self.per_replica(values, self._shelf))
         return keras.tree.map_structure(lambda leaf: None if leaf is None else next(leaves), this.nest)
 
-    def _again(self, this: Execution, only: RunRound) -> Callable[[int], Sequence[Any] | None]:
+    def _again(self, this: Execution) -> Callable[[int], Sequence[Any]]:
         """Return what computes replicas of a run that has changed nothing, as long as nothing else has."""
         count = assignments.count()
 
-        def again(number: int) -> Sequence[Any] | None:
+        def again(number: int) -> Sequence[Any]:
             nonlocal count
             if assignments.count() != count:
                 lost(number)
-            if only.is_empty(number):
-                return None
             if number not in this.outputs:
                 self._replica.compute(this, (), number)
                 count = assignments.count()

@@ -8,7 +8,7 @@ numbers that a replica returns travel with the last round; so whoever asks for t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -44,7 +44,7 @@ class RunRound:
     Attributes:
         inputs: the values that each replica has its own of.
         what: names the round in messages.
-        like: a partial of zeros, once it is known what one looks like.
+        like: a partial, once it is known what one looks like.
         started: the partials of the replicas that this worker has computed.
         seed: what random numbers follow from, where that is not the state of a variable.
     """
@@ -54,12 +54,6 @@ class RunRound:
     like: Mapping[str, npt.NDArray[Any]] | None = None
     started: dict[int, Mapping[str, Any]] = field(default_factory=dict)
     seed: bytes = b""
-
-    def is_empty(self, replica: int) -> bool:
-        """Whether a replica has inputs, but no examples in any of them."""
-        counts = [values.examples(replica) for values in self.inputs]
-        counts = [count for count in counts if count is not None]
-        return bool(counts) and not any(counts)
 
     def check(self) -> bytes:
         """Return what must be equal on all workers: the inputs, and what is computed from them."""
@@ -170,12 +164,11 @@ class RunExchange:
 
     def _compute(self, this: RunRound, compute: Compute, view: View) -> None:
         for replica in view.replicas_of(self._job.worker):
-            if replica not in this.started and not this.is_empty(replica):
+            if replica not in this.started:
                 this.started[replica] = compute(replica)
         if this.like is None:
-            computed = next(iter(this.started.values()), None)
-            computed = compute(0) if computed is None else computed
-            this.like = {name: np.zeros_like(self.concrete(value)) for name, value in computed.items()}
+            computed = next(iter(this.started.values()))
+            this.like = {name: self.concrete(value) for name, value in computed.items()}
         for computed in this.started.values():
             if computed.keys() != this.like.keys():
                 changed = ", ".join(sorted(computed.keys() ^ this.like.keys()))
@@ -201,11 +194,16 @@ class RunExchange:
     def _part(self, this: RunRound, replica: int, view: View) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of a replica, all replicas' of equal shapes."""
         assert this.like is not None
-        computed = this.started.get(replica, this.like)
-        arrays = {name: self.concrete(value) for name, value in computed.items()}
+        arrays = {name: self.concrete(value) for name, value in this.started[replica].items()}
         for name, array in arrays.items():
             if name.startswith(SCALAR):
                 arrays[name] = spread(array, replica, view.replicas)
+            elif not name.startswith(GATHERED) and array.shape != this.like[name].shape:
+                raise ModelError(
+                    f"{this.what}: replicas are to add up values of the shapes {list(this.like[name].shape)} "
+                    f"and {list(array.shape)} (replica {replica}); all_gather joins values of different "
+                    "sizes, and what is added up has the same shape on all replicas"
+                )
         return arrays
 
     def _join(
@@ -217,11 +215,7 @@ class RunExchange:
     ) -> dict[str, npt.NDArray[Any]]:
         if not names:
             return {}
-        packed = {
-            replica: [_packed(name, part[name]) for name in names]
-            for replica, part in parts.items()
-            if not this.is_empty(replica)
-        }
+        packed = {replica: [_packed(name, part[name]) for name in names] for replica, part in parts.items()}
         blobs = communicator.gather(msgspec.msgpack.encode(packed), what=this.what)
         columns: dict[str, dict[int, npt.NDArray[Any]]] = {name: {} for name in names}
         for blob in blobs:
@@ -233,6 +227,11 @@ class RunExchange:
             name: np.concatenate([column[r] for r in sorted(column)], axis=int(name.split("/")[1]))
             for name, column in columns.items()
         }
+
+
+def refuse_sum_of_booleans(name: str) -> NoReturn:
+    """Raise ModelError: NumPy's sum of two booleans is whether one of them is true."""
+    raise ModelError(f"{name} is to add up booleans, which have no sum: cast them to integers first")
 
 
 def spread(array: npt.NDArray[Any], replica: int, replicas: int) -> npt.NDArray[Any]:

@@ -25,14 +25,16 @@ from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.rounds import Left, Rounds, Update
 from lockstep.keras.backends.touched import Touched, changed, mixed, summed_on_read
 from lockstep.keras.backends.updates import scaled
-from lockstep.keras.functions.exchange import SCALAR, RunExchange
+from lockstep.keras.functions.exchange import GATHERED, SCALAR, RunExchange
+from lockstep.keras.functions.gradients import Tensors
+from lockstep.keras.functions.gradients_tensorflow import through
 from lockstep.keras.functions.host import NONE_LEFT, RunHost
 from lockstep.keras.functions.merges import Meeting, RunMerges
 from lockstep.keras.functions.replica import Replica, entered
 from lockstep.keras.functions.tf_values import PerReplica, spec_of, symbolic
 from lockstep.keras.functions.values import Shelf, Spec
 
-Tensors = dict[str, Any]
+Partial = dict[str, Any]
 
 
 def on_host(job: Job, act: Callable[..., Any], given: Sequence[Any], types: Any) -> Any:
@@ -90,7 +92,7 @@ class GraphRun:
     def build(self) -> Any:
         """Return the function's result, with a PerReplica for each leaf."""
         order = seed = self._begin()
-        totals: list[Tensors] = []
+        totals: list[Partial] = []
         while not totals or not self._rounds.complete(len(totals) - 1):
             order, total = self._round(order, seed, totals)
             totals.append(total)
@@ -131,7 +133,7 @@ class GraphRun:
         seed.set_shape(())
         return seed
 
-    def _round(self, order: Any, seed: Any, earlier: list[Tensors]) -> tuple[Any, Tensors]:
+    def _round(self, order: Any, seed: Any, earlier: list[Partial]) -> tuple[Any, Partial]:
         """Add one round to the graph, after `order`; return what the next is to wait for, and the total."""
         number = len(earlier)
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in (*self._own, *self._shared)]
@@ -165,15 +167,17 @@ class GraphRun:
         return end, self._total(number, end, parts)
 
     def _values_of(self, replica: Any) -> list[Any]:
+        """Return whether a replica has examples, and its own of each argument."""
         if not self._own:
-            return []
-        types = [leaf.dtype for leaf in self._own]
+            return [tf.constant(True)]
+        types = [tf.bool, *(leaf.dtype for leaf in self._own)]
         tensors = on_host(self._job, lambda r: self._host.leaves_of(int(r)), [replica], types)
-        for tensor, leaf in zip(tensors, self._own, strict=True):
+        tensors[0].set_shape(())
+        for tensor, leaf in zip(tensors[1:], self._own, strict=True):
             tensor.set_shape(leaf.shape)
         return list(tensors)
 
-    def _total(self, number: int, end: Any, parts: Mapping[str, Any]) -> Tensors:
+    def _total(self, number: int, end: Any, parts: Mapping[str, Any]) -> Partial:
         """Add an operation that brings a total into the graph; "one" is 1, which the graph must not know."""
         last = self._rounds.complete(number)
         names = sorted(name for name in parts if not name.startswith(SCALAR))
@@ -186,11 +190,18 @@ class GraphRun:
         tensors = on_host(self._job, total, [end], types)
         tensors[0].set_shape(())
         for tensor, name in zip(tensors[1:], names, strict=True):
-            shape = parts[name].shape
-            tensor.set_shape(shape if shape.is_fully_defined() else [None] * len(shape))
+            tensor.set_shape(self._shape_of(name, parts[name].shape.as_list()))
         return dict(zip(("one", *names), tensors, strict=True))
 
-    def _applied(self, totals: list[Tensors]) -> list[Any]:
+    def _shape_of(self, name: str, part: list[int | None]) -> list[int | None]:
+        """Return the shape of a total of which each replica has a part."""
+        if name.startswith(GATHERED):
+            axis = int(name.split("/")[1])
+            size = part[axis]
+            part[axis] = None if size is None else size * self._replicas
+        return part
+
+    def _applied(self, totals: list[Partial]) -> list[Any]:
         """Apply the totals to the variables; return the operations that do."""
         graph = tf.compat.v1.get_default_graph()
         start = len(graph.get_operations())
@@ -205,12 +216,12 @@ class GraphRun:
                 variable.assign_add(own(last[f"state/{i}"], one))
         return [one, *graph.get_operations()[start:]]
 
-    def _update(self, meeting: Meeting, total: Tensors, one: Any) -> None:
+    def _update(self, meeting: Meeting, total: Partial, one: Any) -> None:
         assert meeting.update is not None
         leaves = meeting.leaves(total)
         meeting.update.apply(scaled(leaves, one) if meeting.update.kernel is None else leaves)
 
-    def _traced(self, earlier: list[Tensors], specs: list[Any]) -> Any:
+    def _traced(self, earlier: list[Partial], specs: list[Any]) -> Any:
         """Return what computes a replica's partial of a round, and what it returns beyond single numbers."""
         number = len(earlier)
         replica = tf.TensorSpec((), tf.int64)
@@ -234,12 +245,12 @@ class GraphRun:
         if trace.ended:
             self._touched = touched
 
-        def compute(replica: Any, earlier: Any, *given: Any) -> Any:
-            return self._computed(inner, touched, trace.ended, replica, earlier, *given)
+        def compute(replica: Any, earlier: Any, examples: Any, *given: Any) -> Any:
+            return self._computed(inner, touched, trace.ended, replica, earlier, examples, *given)
 
-        return traced(compute, False, replica, earlier, *specs)
+        return traced(compute, False, replica, earlier, tf.TensorSpec((), tf.bool), *specs)
 
-    def _trace(self, replica: Any, earlier: list[Tensors], specs: list[Any]) -> tuple[Any, "Trace"]:
+    def _trace(self, replica: Any, earlier: list[Partial], specs: list[Any]) -> tuple[Any, "Trace"]:
         trace = Trace()
 
         def step(replica: Any, earlier: Any, *given: Any) -> Any:
@@ -247,7 +258,7 @@ class GraphRun:
 
         return traced(drawing.stateless(step), False, replica, earlier, *specs), trace
 
-    def _step(self, trace: "Trace", replica: Any, earlier: list[Tensors], *given: Any) -> Any:
+    def _step(self, trace: "Trace", replica: Any, earlier: list[Partial], *given: Any) -> Any:
         """Run the function; return (what it brings to the round's meeting, its results)."""
         trace.places = Places()
 
@@ -265,7 +276,15 @@ class GraphRun:
 
         number = len(earlier)
         merges = RunMerges(
-            number, self._rounds.leaves(number), self._meetings, earlier, repeat, noted, self._replicas
+            number,
+            self._rounds.leaves(number),
+            self._meetings,
+            earlier,
+            repeat,
+            noted,
+            replica,
+            self._replicas,
+            trace.through,
         )
         args, kwargs = self._filled(given)
         results: list[Any] = []
@@ -294,7 +313,14 @@ class GraphRun:
         return tensors
 
     def _computed(
-        self, inner: Any, touched: Touched, ended: bool, replica: Any, earlier: Any, *given: Any
+        self,
+        inner: Any,
+        touched: Touched,
+        ended: bool,
+        replica: Any,
+        earlier: Any,
+        examples: Any,
+        *given: Any,
     ) -> Any:
         """Return a replica's partial and results; restore what the function assigns."""
         variables = [*touched.metrics, *touched.state, *touched.updated]
@@ -311,9 +337,8 @@ class GraphRun:
         if ended:
             sums = zip(touched.metrics, starts, strict=False)
             partial |= {f"metric/{i}": changed(*sum) for i, sum in enumerate(sums)}
-            partial |= touched.changes(
-                starts[len(touched.metrics) :], replica, tf.constant(1.0 / self._replicas, tf.float64)
-            )
+            weight = tf.where(examples, tf.constant(1.0 / self._replicas, tf.float64), 0)
+            partial |= touched.changes(starts[len(touched.metrics) :], replica, weight)
             numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]
             partial |= {f"{SCALAR}{i}": leaf for i, leaf in numbers}
         for variable, value in zip(variables, before, strict=True):
@@ -338,6 +363,13 @@ class Trace:
     def update(self) -> Update | None:
         """The update of its round, if any."""
         return None if self.meeting is None else self.meeting.update
+
+    def through(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Let gradients pass through a meeting, which must be in the function's own graph."""
+        self.places.check()
+        return through(leaves, meet, gradient)
 
     def goes_on(self, graph: Any) -> bool:
         """Whether the function, of which `graph` was made, wants the weights after its update."""

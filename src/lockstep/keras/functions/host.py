@@ -15,7 +15,7 @@ import numpy.typing as npt
 from lockstep.keras.agreement import CHECK_EVERY
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.functions.exchange import SCALAR, RunExchange, RunRound, gathered_scalars
-from lockstep.keras.functions.values import Returned, Shelf, Spec, Values
+from lockstep.keras.functions.values import Returned, Shelf, Spec, Values, is_empty
 
 NONE_LEFT = -1
 
@@ -98,8 +98,10 @@ class RunHost:
         return NONE_LEFT
 
     def leaves_of(self, replica: int) -> list[Any]:
-        """Return a replica's own of each input."""
-        return [values.of(replica)[leaf] for values, leaf in self._execution.inputs]
+        """Return whether a replica has examples, and its own of each input."""
+        inputs = self._execution.inputs
+        examples = not is_empty([values for values, _ in inputs], replica)
+        return [examples, *(values.of(replica)[leaf] for values, leaf in inputs)]
 
     def publish(self, number: int, replica: int, partial: Mapping[str, Any], outputs: Sequence[Any]) -> None:
         """Take what a replica has computed in round `number`."""
@@ -124,7 +126,7 @@ class RunHost:
                 at = next(local)
                 columns.append({replica: leaves[at] for replica, leaves in execution.outputs.items()})
         last = execution.rounds[-1]
-        empty = frozenset(replica for replica in self._exchange.own if last.is_empty(replica))
+        empty = frozenset(replica for replica in self._exchange.own if is_empty(last.inputs, replica))
         return self.shelf.put(Returned(tuple(specs), tuple(columns), empty))
 
 

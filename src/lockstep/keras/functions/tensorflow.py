@@ -18,7 +18,7 @@ from lockstep.keras.functions.eagerly import EagerRuns
 from lockstep.keras.functions.exchange import RunExchange
 from lockstep.keras.functions.graph import GraphRun, on_host
 from lockstep.keras.functions.replica import Op
-from lockstep.keras.functions.results import Results
+from lockstep.keras.functions.results import Results, along, dtype_of
 from lockstep.keras.functions.tf_values import PerReplica, concrete, per_replica
 from lockstep.keras.functions.values import Shelf, Values
 
@@ -55,11 +55,12 @@ class TensorFlowRuns:
             if not isinstance(leaf, PerReplica):
                 tensor = tf.convert_to_tensor(leaf)
                 if axis is not None:
-                    tensor = (tf.reduce_sum if op == "sum" else tf.reduce_mean)(tensor, axis)
+                    tensor = along(op, tensor, axis)
                 return tensor * tf.cast(self._replicas, tensor.dtype) if op == "sum" else tensor
             shape = leaf.shape if axis is None else _without(leaf.shape, axis)
+            dtype = dtype_of(op, leaf.dtype.name)
             return self._combined(
-                leaf, shape, lambda values: self._results.reduce(op, values, leaf.leaf, axis)
+                leaf, dtype, shape, lambda values: self._results.reduce(op, values, leaf.leaf, axis)
             )
 
         return keras.tree.map_structure(reduce, value)
@@ -72,7 +73,9 @@ class TensorFlowRuns:
                 return tf.concat([leaf] * self._replicas, axis)
             sizes = leaf.shape.as_list()
             sizes[axis] = None
-            return self._combined(leaf, sizes, lambda values: self._results.gather(values, leaf.leaf, axis))
+            return self._combined(
+                leaf, leaf.dtype, sizes, lambda values: self._results.gather(values, leaf.leaf, axis)
+            )
 
         return keras.tree.map_structure(gather, value)
 
@@ -87,7 +90,7 @@ class TensorFlowRuns:
         """Return one PerReplica for each leaf of `values`."""
         return per_replica(values, shelf)
 
-    def _combined(self, leaf: PerReplica, shape: Any, combine: Callable[[Values], Any]) -> Any:
+    def _combined(self, leaf: PerReplica, dtype: Any, shape: Any, combine: Callable[[Values], Any]) -> Any:
         if tf.executing_eagerly():
             return tf.convert_to_tensor(combine(leaf.source))
         shelf = leaf.shelf
@@ -95,7 +98,7 @@ class TensorFlowRuns:
         def found(ticket: Any) -> Any:
             return combine(Shelf.numbered(shelf).kept(int(ticket)).values)
 
-        tensor = on_host(self._job, found, [leaf.ticket], leaf.dtype)
+        tensor = on_host(self._job, found, [leaf.ticket], dtype)
         tensor.set_shape(shape)
         return tensor
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from lockstep.errors import ModelError
 from lockstep.job import current
-from lockstep.keras.functions.values import DistributedValues, Shelf, Spec, Values
+from lockstep.keras.functions.values import DistributedValues, Shelf, Spec, Values, text_of
 
 
 class PerReplica(tf.experimental.ExtensionType, DistributedValues):  # type: ignore[misc]
@@ -22,6 +22,14 @@ class PerReplica(tf.experimental.ExtensionType, DistributedValues):  # type: ign
     leaf: int
     dtype: tf.DType
     shape: tf.TensorShape
+
+    def __repr__(self) -> str:
+        if not isinstance(self.ticket, tf.__internal__.EagerTensor):
+            return f"PerReplica({self.dtype.name}, shape={self.shape}, in a graph)"
+        own = current().view.replicas_of(current().worker)
+        return text_of(own, lambda replica: tf.convert_to_tensor(self.source.leaf(self.leaf, replica)))
+
+    __str__ = __repr__
 
     @property
     def source(self) -> Values:

@@ -7,12 +7,12 @@ where it computes a replica.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
 from weakref import WeakValueDictionary
 
-from lockstep.errors import DataError
+from lockstep.errors import DataError, ModelError
 
 _KEPT = 4
 """How many of a shelf's values live on though nothing refers to them but a number in a graph."""
@@ -56,6 +56,13 @@ class Values(Protocol):
 
     def check(self) -> bytes:
         """Return bytes that are equal on all workers that have the same values; none where they differ."""
+
+
+def is_empty(inputs: Iterable[Values], replica: int) -> bool:
+    """Whether a replica has inputs, but no examples in any of them: it computes on zero rows."""
+    counts = [values.examples(replica) for values in inputs]
+    counts = [count for count in counts if count is not None]
+    return bool(counts) and not any(counts)
 
 
 @dataclass(frozen=True)
@@ -113,38 +120,23 @@ class Returned(Known):
     """What replicas have returned.
 
     Attributes:
-        empty: the replicas that had no examples, and have returned nothing.
+        empty: the replicas that had no examples.
         data: bytes that are equal on all workers whose replicas have computed from the same data.
-        again: computes what a replica has returned that was on another worker; returns its leaves, or None
-            if it had no examples.
+        again: computes what a replica has returned that was on another worker; returns its leaves.
     """
 
     empty: frozenset[int] = frozenset()
     data: bytes = b""
-    again: Callable[[int], Sequence[Any] | None] = lost
-
-    def leaf(self, position: int, replica: int) -> Any:
-        """Return one leaf of a replica.
-
-        Raises:
-            DataError: another worker has it, or there is none.
-        """
-        if replica in self.empty and replica not in self.columns[position]:
-            raise DataError(f"replica {replica} had no examples, and has returned nothing")
-        return super().leaf(position, replica)
+    again: Callable[[int], Sequence[Any]] = lost
 
     def brought(self, position: int, replica: int) -> Any:
-        """Return one leaf of a replica of this worker, None if it had no examples.
+        """Return one leaf of a replica of this worker.
 
         Raises:
             DataError: another worker had it, which was lost.
         """
-        if replica in self.empty:
-            return None
-        if replica not in self.columns[position]:
-            leaves = self.again(replica)
-            return None if leaves is None else leaves[position]
-        return self.columns[position][replica]
+        known = self.columns[position]
+        return known[replica] if replica in known else self.again(replica)[position]
 
     def examples(self, replica: int) -> int | None:
         """Return 0 for a replica that was empty."""
@@ -213,7 +205,45 @@ class _Kept:
 
 
 class DistributedValues:
-    """A value that each replica has its own of."""
+    """A value that each replica has its own of: it is no tensor, whoever computes how many replicas."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise ModelError: which of the values is meant?
+
+        Also where this worker has one replica only: with fewer workers, and after a loss, it has several.
+        """
+        raise ModelError(
+            "a PerReplica is used as if it were one tensor, but it holds a value of each replica: add them "
+            'up with strategy.reduce("SUM", value), average them with strategy.reduce("MEAN", value), join '
+            "rows with strategy.gather(value, axis=0), look at those of this worker with "
+            "strategy.experimental_local_results(value), or give it to strategy.run, whose function gets "
+            "its replica's own"
+        )
+
+    numpy = item = __array__ = __jax_array__ = __float__ = __int__ = __getitem__ = _refuse
+    __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __matmul__ = __rmatmul__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __pow__ = __rpow__ = _refuse
+    __truediv__ = __rtruediv__ = __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
+        """Raise ModelError: a function of PyTorch wants a tensor."""
+        cls._refuse(None)  # type: ignore[arg-type]
+
+    def __format__(self, spec: str) -> str:
+        """Return the text that `print` shows; figures have no common format."""
+        return self._refuse() if spec else str(self)
+
+
+def text_of(replicas: Sequence[int], value: Callable[[int], Any]) -> str:
+    """Return what `print` shows of a PerReplica: the values of this worker's replicas, as TensorFlow does."""
+    lines = []
+    for replica in replicas:
+        try:
+            lines.append(f"  {replica}: {value(replica)!r}")
+        except DataError as error:
+            lines.append(f"  {replica}: {error}")
+    return "PerReplica:{\n" + ",\n".join(lines) + "\n}"
 
 
 class PerReplica(DistributedValues):
@@ -236,5 +266,4 @@ class PerReplica(DistributedValues):
         return tuple(self.source.leaf(self.leaf, replica) for replica in self.owned)
 
     def __repr__(self) -> str:
-        texts = (f"{replica}: {value!r}" for replica, value in zip(self.owned, self.values, strict=True))
-        return f"PerReplica({{{', '.join(texts)}}})"
+        return text_of(self.owned, lambda replica: self.source.leaf(self.leaf, replica))

@@ -72,7 +72,13 @@ class _Length:
 
 
 def _reader(element: Element) -> Callable[[int], Any]:
-    return lambda replica: _data(packed(element.nest, element.values.of(replica)))
+    """Return what reads a replica's part; of one without examples, what such a part looks like."""
+
+    def read(replica: int) -> Any:
+        values = element.values
+        return _data(packed(element.nest, values.of(replica)) if values.examples(replica) else element.nest)
+
+    return read
 
 
 def _data(nest: Nest) -> Any:

@@ -308,12 +308,12 @@ class Parts:
         )
 
     def of(self, replica: int) -> Sequence[Any]:
-        """Return a replica's leaves; those of another element where it has none, to see what they look like.
+        """Return a replica's leaves, without rows if its pipeline has ended.
 
         Of a replica that has come to this worker since, they are read now.
         """
         leaves = self._leaves(replica)
-        return self._stand_in if leaves is None else leaves
+        return [leaf[:0] for leaf in self._stand_in] if leaves is None else leaves
 
     def leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica, without rows if its pipeline has ended.
