@@ -35,6 +35,7 @@ from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.keras.state.variables import model_state
 
 Original = Callable[..., Any]
+_KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
 _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
@@ -97,7 +98,9 @@ class Loops:
                 return past_fit(model, callbacks, finished.result)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
-            self._begin(call, model, training, lambda: {**epochs, **_all_facts(training, validation)})
+            self._begin(
+                call, model, "train", training, lambda: {**epochs, **_all_facts(training, validation)}
+            )
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
@@ -130,7 +133,7 @@ class Loops:
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
-            self._begin(call, model, data, data.facts)
+            self._begin(call, model, "test", data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
             return self._finish(original(*bound.args, **bound.kwargs))
 
@@ -146,10 +149,7 @@ class Loops:
             if self._alone and not self._snapshots.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
-            if not model.built:
-                with keras.StatelessScope():
-                    model(keras.utils.unpack_x_y_sample_weight(self._look(data, model))[0])
-            self._snapshots.load_pending(model)
+            self._snapshots.build(model, "predict", lambda: self._look(data, model))
             if keras.backend.backend() != "tensorflow":
                 # Keras calls the model once more on a batch of its own while some layer is not built.
                 data.plain_first = not all(layer.built for layer in model._flatten_layers())
@@ -163,15 +163,17 @@ class Loops:
             if method == "train_on_batch":
                 self._refuse_outsider(model)
             return original(model, *args, **kwargs)
+        kind = _KINDS[method]
         with self._calls.enter(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
                 self._compared.add(model)
-                return self._past_batch(finished, original, model, *args, **kwargs)
-            if not model.built and method != "predict_on_batch":
-                model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
+                return self._past_batch(kind, finished, original, model, *args, **kwargs)
+            needed = kind != "predict" and (not self._alone or self._snapshots.awaits(model))
+            if needed and not self._snapshots.is_built(model):
+                self._snapshots.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
             self._snapshots.load_pending(model)
-            if model.built and model not in self._compared:
+            if self._snapshots.is_built(model) and model not in self._compared:
                 self._compare(call, model, dict)
                 self._compared.add(model)
             result = self._finish(original(model, *args, **kwargs))
@@ -180,11 +182,11 @@ class Loops:
             return result
 
     def _past_batch(
-        self, finished: Finished, original: Original, model: Any, *args: Any, **kwargs: Any
+        self, kind: Kind, finished: Finished, original: Original, model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Return what a call for one batch has returned; go on behind it, if this is the place."""
         if self._snapshots.at_its_end:
-            model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
+            self._snapshots.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
             if self._job.joins:
                 # Compile the step while nobody waits; what it does is overwritten.
                 original(model, *args, **kwargs)
@@ -264,12 +266,13 @@ class Loops:
         options.setdefault("shuffle", False)
         return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
 
-    def _begin(self, call: Call, model: Any, data: GlobalInput, facts: Callable[[], Facts]) -> None:
+    def _begin(
+        self, call: Call, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
+    ) -> None:
         """Build what was left for the first batch, and refuse what replicas cannot compute."""
         if self._alone and not (self._snapshots.behind or self._snapshots.awaits(model)):
             return
-        model._symbolic_build(iterator=self._first_of(data, model))
-        self._snapshots.load_pending(model)
+        self._snapshots.build(model, kind, lambda: self._look(data, model))
         if self._alone:
             return
         refuse_synchronized_normalization(model)

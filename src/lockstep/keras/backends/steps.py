@@ -8,14 +8,17 @@ from lockstep.errors import ModelError
 
 
 @contextmanager
-def replaced(optimizer: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Within the block `optimizer.method` is `replacement`."""
-    # Past the optimizer's own __setattr__, which tracks what it is given.
-    vars(optimizer)[method] = replacement
+def replaced(owner: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within the block `owner.method` is `replacement`."""
+    # Past the owner's __setattr__, which tracks what it is given.
+    attributes = vars(owner)
+    before = {method: attributes[method]} if method in attributes else {}
+    attributes[method] = replacement
     try:
         yield
     finally:
-        del vars(optimizer)[method]
+        del attributes[method]
+        attributes.update(before)
 
 
 def refuse_integer_state(variable: Any) -> None:
