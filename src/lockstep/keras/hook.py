@@ -19,6 +19,7 @@ _FUNCTIONS: dict[str, Kind] = {
 }
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _STEPS = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
+_DECISIONS = ("on_train_batch_end", "on_epoch_end")
 _SAVES = ("save", "save_weights", "export")
 
 _installed: list[Loops] = []
@@ -43,6 +44,8 @@ def install(job: Job) -> Loops:
             _replace(name, functools.partial(_save, loops, saves))
         for name in _STEPS:
             _silence(name, loops)
+        for name in _DECISIONS:
+            _decide(name, loops)
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.state.tf_checkpoints import share_checkpoints
 
@@ -77,6 +80,18 @@ def _silence(name: str, loops: Loops) -> None:
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
         return None if loops.forwarding else original(self, *args, **kwargs)
+
+    setattr(keras.callbacks.CallbackList, name, replacement)
+
+
+def _decide(name: str, loops: Loops) -> None:
+    """Let what callbacks decide where they hear of `name` be decided by the chief."""
+    original = getattr(keras.callbacks.CallbackList, name)
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        loops.decide(name)
 
     setattr(keras.callbacks.CallbackList, name, replacement)
 

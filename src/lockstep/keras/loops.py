@@ -14,10 +14,14 @@ import keras
 from lockstep.data.batch import GlobalBatch
 from lockstep.errors import ScopeError
 from lockstep.job import Job
-from lockstep.keras.agreement import Facts, agree, state_facts
+from lockstep.keras.agreement import Facts, agree, chiefs_word, state_facts
 from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.backends.steps import refuse_synchronized_normalization
-from lockstep.keras.callbacks import on_chief, writes
+from lockstep.keras.backends.steps import (
+    refuse_fixed_batches,
+    refuse_other_weights,
+    refuse_synchronized_normalization,
+)
+from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.evaluating import Evaluating
 from lockstep.keras.exchange import Exchange
@@ -51,7 +55,8 @@ class Loops:
         self._job = job
         self._backend = backend
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
         self._calls = Calls(unnumbered=_NOT_TRAINING if self._alone else frozenset())
         self._snapshots = Snapshots(job, backend, self._calls)
@@ -75,7 +80,7 @@ class Loops:
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in the strategy's scope."""
         result = original(model, *args, **kwargs)
-        self._compared.discard(model)
+        self._compared.pop(model, None)
         if self.depth:
             self._adopted.add(model)
             self._snapshots.adopt(model)
@@ -104,6 +109,7 @@ class Loops:
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
+            call.model, call.by_batch = model, hear_of_batches(call.callbacks)
             given.update(callbacks=call.callbacks)
             try:
                 result = original(*bound.args, **bound.kwargs)
@@ -113,6 +119,20 @@ class Loops:
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
+
+    def decide(self, event: str) -> None:
+        """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        call = self._calls.current
+        if (
+            call.model is None
+            or self._snapshots.catches_up
+            or self.forwarding
+            or len(self._job.view.workers) == 1
+        ):
+            return
+        if event == "on_epoch_end" or call.by_batch:
+            what = f"the decision to stop after step {call.steps} of {call.name}"
+            call.model.stop_training = chiefs_word(self._job, what, bool(call.model.stop_training))
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on global batches; every worker returns the global figures."""
@@ -167,19 +187,25 @@ class Loops:
         with self._calls.enter(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
-                self._compared.add(model)
+                self._compared.setdefault(model, set()).add(kind)
                 return self._past_batch(kind, finished, original, model, *args, **kwargs)
-            needed = kind != "predict" and (not self._alone or self._snapshots.awaits(model))
-            if needed and not self._snapshots.is_built(model):
-                self._snapshots.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
-            self._snapshots.load_pending(model)
-            if self._snapshots.is_built(model) and model not in self._compared:
-                self._compare(call, model, dict)
-                self._compared.add(model)
+            if kind not in self._compared.setdefault(model, set()):
+                self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
             result = self._finish(original(model, *args, **kwargs))
             if method == "train_on_batch" and not self._plain:
                 self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
             return result
+
+    def _begin_batches(self, call: Call, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Do what is done once before calls for one batch: build the model, and check it."""
+        if kind != "predict" and (not self._alone or self._snapshots.awaits(model)):
+            self._snapshots.build(model, kind, batch)
+            if not self._alone:
+                refuse_metrics_that_do_not_add(model, batch)
+        self._snapshots.load_pending(model)
+        if self._snapshots.is_built(model):
+            self._compare(call, model, dict)
+            self._compared[model].add(kind)
 
     def _past_batch(
         self, kind: Kind, finished: Finished, original: Original, model: Any, *args: Any, **kwargs: Any
@@ -208,7 +234,12 @@ class Loops:
                     model.train_function, self._backend, model, self._calls, self._snapshots
                 )
             return getattr(model, attribute)
+        if kind == "train" and getattr(model, attribute) is not None:
+            refuse_other_weights(model, self._trained.get(model, model.trainable_variables))
         if getattr(model, attribute) is None or force:
+            refuse_synchronized_normalization(model)
+            refuse_fixed_batches(model)
+            self._trained[model] = model.trainable_variables
             exchange = Exchange(self._job, self._backend, model, kind, self._calls, self._snapshots)
             take = exchange.predict if kind == "predict" else exchange.advance
 
@@ -275,7 +306,6 @@ class Loops:
         self._snapshots.build(model, kind, lambda: self._look(data, model))
         if self._alone:
             return
-        refuse_synchronized_normalization(model)
         refuse_metrics_that_do_not_add(model, lambda: self._look(data, model))
         self._compare(call, model, facts)
 
@@ -308,8 +338,8 @@ class Loops:
         if not self._alone:
             raise ScopeError(
                 f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
-                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it "
-                "under `with strategy.scope():`"
+                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it, "
+                "or load it with keras.models.load_model, under `with strategy.scope():`"
             )
 
 

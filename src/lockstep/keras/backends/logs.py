@@ -1,7 +1,7 @@
 """What a step reports: results of the model's metrics, and figures of its own.
 
-A replica's metrics start from zero, so their results are reported from the total. The tensor itself tells that
-it is a metric's result: a program may report it under any name, and in dictionaries within the logs.
+A replica's metrics start from zero, so their results are reported from the total. A tensor tells by itself
+whether it is a metric's result: a program may report it under any name, and in dictionaries within the logs.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -203,6 +203,7 @@ class Snapshots:
             arrays |= {f"model {index}/{name}": value for name, value in other.items()}
         facts = position | {
             "methods": dict(self._calls.methods),
+            "inner": dict(call.inner),
             "taken": self._calls.taken,
             "since": self.since,
             "call": call.name,
@@ -251,6 +252,7 @@ class Snapshots:
             assign(model, current, whole=True)
         call = self._calls.current
         if program is not None:
+            call.inner = dict(facts["inner"])
             set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
         self._calls.methods.clear()
         self._calls.methods.update(facts["methods"])
