@@ -18,6 +18,12 @@ Facts = Mapping[str, str]
 CHECK_EVERY = 100
 """Steps between two comparisons of the workers' states."""
 
+_TAKEN = "memory that a step has taken"
+"""Stands for the value of a variable that shared its memory with another one, which a step of JAX was given.
+
+Keras fails once it reads the variable; a comparison, which reads more than the program, does not mind.
+"""
+
 ADVICE_ON_CALLS = (
     "all workers must make the same calls in the same order; look for code that depends on the worker"
 )
@@ -39,6 +45,16 @@ def agree(job: Job, what: str, facts: Facts) -> None:
         DisagreementError: on every worker; names the two workers and the first fact that differs.
     """
     job.exchange(lambda view, communicator: gather(view, communicator, what, facts, b""))
+
+
+def chiefs_word(job: Job, what: str, own: bool) -> bool:
+    """Return `own` of the chief, to every worker."""
+
+    def hear(view: View, communicator: Communicator) -> bool:
+        words = gather(view, communicator, what, {}, bytes([own]))
+        return words[view.workers.index(view.chief)] == bytes([True])
+
+    return job.exchange(hear)
 
 
 def gather(view: View, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
@@ -69,7 +85,7 @@ def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> st
     for worker, other in zip(workers[1:], gathered[1:], strict=True):
         for name in [*first, *(name for name in other if name not in first)]:
             ours, theirs = first.get(name, "nothing"), other.get(name, "nothing")
-            if ours != theirs:
+            if ours != theirs and _TAKEN not in (ours, theirs):
                 return (
                     f"worker {workers[0]} has {name} = {ours} where worker {worker} has {theirs}; "
                     f"{_ADVICE.get(name.split(' ')[0], ADVICE_ON_CALLS)}"
@@ -86,6 +102,9 @@ def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str
     """
     facts = {}
     for name, value in arrays.items():
+        if getattr(value, "is_deleted", bool)():
+            facts[f"variable {name}"] = _TAKEN
+            continue
         array = concrete(value)
         facts[f"variable {name}"] = f"{array.dtype}{list(array.shape)} #{digest_arrays([array]).hex()[:16]}"
     return facts

@@ -167,6 +167,7 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
             getattr(self._inner, method)(*arguments)
 
 
+_ON_BATCH = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _ON_CHIEF = {
     keras.callbacks.ModelCheckpoint: ChiefCheckpoint,
     keras.callbacks.BackupAndRestore: ChiefBackup,
@@ -197,6 +198,16 @@ def writes(callbacks: Any) -> bool:
     """Whether the chief's callbacks may still be writing when its `fit` returns and others go on."""
     kinds = (*_ON_CHIEF, keras.callbacks.TensorBoard)
     return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
+
+
+def hear_of_batches(callbacks: Any) -> bool:
+    """Whether a callback of the program's own hears of batches of a training."""
+    given = getattr(callbacks, "callbacks", callbacks)
+    methods = [getattr(callback, name, None) for callback in given for name in _ON_BATCH]
+    known = ("keras.", "lockstep.")
+    return any(
+        method and not (getattr(method, "__module__", "") or "").startswith(known) for method in methods
+    )
 
 
 def _on_chief(callback: Any, goes_on: bool) -> Any:

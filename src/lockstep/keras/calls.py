@@ -14,15 +14,18 @@ class Call:
 
     Attributes:
         name: of the method, and how many of it there were; for messages.
-        number: of the call among all, from 1; 0 outside of any.
+        number: of the call, from 1, other than those of all others; 0 outside of any.
         seed: 64 bits that follow from the seeds that the script had set when the call began.
         steps: taken in the call so far.
         skipped: how many of its steps were taken before this process began, and are not taken again.
         callbacks: that the call was given.
         settings: how the call trains, as its checkpoints say it.
         marks: what tells which of their attributes have changed since before and after `on_train_begin`.
+        model: that a call of `fit` trains.
+        by_batch: whether what callbacks decide counts at the end of each batch, and not only of each epoch.
         at_end: whether its state can be taken at its end only.
         looks: how often a batch of its data was looked at before it began.
+        inner: how many calls of each method have begun within.
     """
 
     name: str
@@ -33,8 +36,11 @@ class Call:
     callbacks: Any = ()
     settings: Mapping[str, str] = field(default_factory=dict)
     marks: list[Any] = field(default_factory=list)
+    model: Any = None
+    by_batch: bool = False
     at_end: bool = False
     looks: int = 0
+    inner: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -43,7 +49,7 @@ class Calls:
 
     Attributes:
         job_seed: everything random in the job follows from it.
-        methods: how many calls of each method have begun.
+        methods: how many calls of each method have begun, outside of any other.
         outermost: how many calls outside of any other have begun.
         taken: how many steps of training have been taken, in all calls.
         stack: the calls in progress.
@@ -61,17 +67,24 @@ class Calls:
 
     @contextmanager
     def enter(self, method: str) -> Iterator[Call]:
-        """Number a call of `method` and make it the current one for the block."""
-        self.methods[method] = self.methods.get(method, 0) + 1
-        name = f"{method} {self.methods[method]}"
-        if len(self.stack) == 1:
-            self.outermost += 1
+        """Number a call of `method` and make it the current one for the block.
+
+        The number follows from the calls that the script itself has made: where one of them failed, and how
+        many calls it had made within, does not matter.
+        """
+        outer, within = self.current, len(self.stack) > 1
+        counts = outer.inner if within else self.methods
+        counts[method] = counts.get(method, 0) + 1
+        name = f"{method} {counts[method]}"
+        if within:
+            call = Call(f"{name} within {outer.name}", outer.number + (sum(counts.values()) << 32))
         else:
-            name = f"{name} within {self.current.name}"
-        numbered = (count for method, count in self.methods.items() if method not in self.unnumbered)
-        self.stack.append(Call(name, sum(numbered), seed_of(script_seeds(self.job_seed))))
+            self.outermost += 1
+            call = Call(name, sum(n for method, n in counts.items() if method not in self.unnumbered))
+        call.seed = seed_of(script_seeds(self.job_seed))
+        self.stack.append(call)
         try:
-            yield self.current
+            yield call
         finally:
             self.stack.pop()
 

@@ -19,6 +19,7 @@ _FUNCTIONS: dict[str, Kind] = {
 }
 _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _STEPS = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
+_DECISIONS = ("on_train_batch_end", "on_epoch_end")
 _SAVES = ("save", "save_weights", "export")
 
 _installed: list[Loops] = []
@@ -43,7 +44,9 @@ def install(job: Job) -> Loops:
             _replace(name, functools.partial(_save, loops, saves))
         for name in _STEPS:
             _silence(name, loops)
-        _watch_beginning(loops)
+        _then("on_train_begin", loops.train_begun)
+        for name in _DECISIONS:
+            _then(name, functools.partial(loops.decide, name))
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.state.tf_checkpoints import share_checkpoints
 
@@ -82,15 +85,16 @@ def _silence(name: str, loops: Loops) -> None:
     setattr(keras.callbacks.CallbackList, name, replacement)
 
 
-def _watch_beginning(loops: Loops) -> None:
-    original = keras.callbacks.CallbackList.on_train_begin
+def _then(name: str, act: Callable[[], None]) -> None:
+    """Let `act` follow once callbacks have heard of `name`."""
+    original = getattr(keras.callbacks.CallbackList, name)
 
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        loops.train_begun()
+        act()
 
-    keras.callbacks.CallbackList.on_train_begin = replacement
+    setattr(keras.callbacks.CallbackList, name, replacement)
 
 
 def _backend() -> Backend:

@@ -14,10 +14,14 @@ import keras
 from lockstep.data.batch import GlobalBatch
 from lockstep.errors import ScopeError
 from lockstep.job import Job
-from lockstep.keras.agreement import Facts, agree, state_facts
+from lockstep.keras.agreement import Facts, agree, chiefs_word, state_facts
 from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.backends.steps import refuse_synchronized_normalization
-from lockstep.keras.callbacks import on_chief, writes
+from lockstep.keras.backends.steps import (
+    refuse_fixed_batches,
+    refuse_other_weights,
+    refuse_synchronized_normalization,
+)
+from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.evaluating import Evaluating
 from lockstep.keras.exchange import Exchange
@@ -35,6 +39,7 @@ from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.keras.state.variables import model_state
 
 Original = Callable[..., Any]
+_KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
 _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
@@ -50,7 +55,8 @@ class Loops:
         self._job = job
         self._backend = backend
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
         self._calls = Calls(job.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
         self._snapshots = Snapshots(job, backend, self._calls)
@@ -78,7 +84,7 @@ class Loops:
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in the strategy's scope."""
         result = original(model, *args, **kwargs)
-        self._compared.discard(model)
+        self._compared.pop(model, None)
         if self.depth:
             self._adopted.add(model)
             self._snapshots.adopt(model)
@@ -102,12 +108,15 @@ class Loops:
                 return past_fit(model, callbacks, finished.result)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
-            self._begin(call, model, training, lambda: {**epochs, **_all_facts(training, validation)})
+            self._begin(
+                call, model, "train", training, lambda: {**epochs, **_all_facts(training, validation)}
+            )
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
             self._snapshots.note_settings(model)
             call.marks = [marks(call.callbacks)]
+            call.model, call.by_batch = model, hear_of_batches(call.callbacks)
             given.update(callbacks=call.callbacks)
             try:
                 result = original(*bound.args, **bound.kwargs)
@@ -123,6 +132,20 @@ class Loops:
         call = self._calls.current
         if call.marks:
             call.marks.append(marks(call.callbacks))
+
+    def decide(self, event: str) -> None:
+        """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        call = self._calls.current
+        if (
+            call.model is None
+            or self._snapshots.catches_up
+            or self.forwarding
+            or len(self._job.view.workers) == 1
+        ):
+            return
+        if event == "on_epoch_end" or call.by_batch:
+            what = f"the decision to stop after step {call.steps} of {call.name}"
+            call.model.stop_training = chiefs_word(self._job, what, bool(call.model.stop_training))
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on global batches; every worker returns the global figures."""
@@ -144,7 +167,7 @@ class Loops:
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
-            self._begin(call, model, data, data.facts)
+            self._begin(call, model, "test", data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
             return self._finish(original(*bound.args, **bound.kwargs))
 
@@ -161,10 +184,7 @@ class Loops:
             if self._alone and not self._snapshots.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
-            if not model.built:
-                with keras.StatelessScope():
-                    model(keras.utils.unpack_x_y_sample_weight(self._look(data, model))[0])
-            self._snapshots.load_pending(model)
+            self._snapshots.build(model, "predict", lambda: self._look(data, model))
             if keras.backend.backend() != "tensorflow":
                 # Keras calls the model once more on a batch of its own while some layer is not built.
                 data.plain_first = not all(layer.built for layer in model._flatten_layers())
@@ -179,28 +199,36 @@ class Loops:
                 self._refuse_outsider(model)
             return original(model, *args, **kwargs)
         self._job.distributes()
+        kind = _KINDS[method]
         with self._calls.enter(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
-                self._compared.add(model)
-                return self._past_batch(finished, original, model, *args, **kwargs)
-            if not model.built and method != "predict_on_batch":
-                model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
-            self._snapshots.load_pending(model)
-            if model.built and model not in self._compared:
-                self._compare(call, model, dict)
-                self._compared.add(model)
+                self._compared.setdefault(model, set()).add(kind)
+                return self._past_batch(kind, finished, original, model, *args, **kwargs)
+            if kind not in self._compared.setdefault(model, set()):
+                self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
             result = self._finish(original(model, *args, **kwargs))
             if method == "train_on_batch" and not self._plain:
                 self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
             return result
 
+    def _begin_batches(self, call: Call, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Do what is done once before calls for one batch: build the model, and check it."""
+        if kind != "predict" and (not self._alone or self._snapshots.awaits(model)):
+            self._snapshots.build(model, kind, batch)
+            if not self._alone:
+                refuse_metrics_that_do_not_add(model, batch)
+        self._snapshots.load_pending(model)
+        if self._snapshots.is_built(model):
+            self._compare(call, model, dict)
+            self._compared[model].add(kind)
+
     def _past_batch(
-        self, finished: Finished, original: Original, model: Any, *args: Any, **kwargs: Any
+        self, kind: Kind, finished: Finished, original: Original, model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Return what a call for one batch has returned; go on behind it, if this is the place."""
         if self._snapshots.at_its_end:
-            model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
+            self._snapshots.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
             if self._job.joins:
                 # Compile the step while nobody waits; what it does is overwritten.
                 original(model, *args, **kwargs)
@@ -222,7 +250,12 @@ class Loops:
                     model.train_function, self._backend, model, self._calls, self._snapshots
                 )
             return getattr(model, attribute)
+        if kind == "train" and getattr(model, attribute) is not None:
+            refuse_other_weights(model, self._trained.get(model, model.trainable_variables))
         if getattr(model, attribute) is None or force:
+            refuse_synchronized_normalization(model)
+            refuse_fixed_batches(model)
+            self._trained[model] = model.trainable_variables
             exchange = Exchange(self._job, self._backend, model, kind, self._calls, self._snapshots)
             take = exchange.predict if kind == "predict" else exchange.advance
 
@@ -280,15 +313,15 @@ class Loops:
         options.setdefault("shuffle", False)
         return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
 
-    def _begin(self, call: Call, model: Any, data: GlobalInput, facts: Callable[[], Facts]) -> None:
+    def _begin(
+        self, call: Call, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
+    ) -> None:
         """Build what was left for the first batch, and refuse what replicas cannot compute."""
         if self._alone and not (self._snapshots.behind or self._snapshots.awaits(model)):
             return
-        model._symbolic_build(iterator=self._first_of(data, model))
-        self._snapshots.load_pending(model)
+        self._snapshots.build(model, kind, lambda: self._look(data, model))
         if self._alone:
             return
-        refuse_synchronized_normalization(model)
         refuse_metrics_that_do_not_add(model, lambda: self._look(data, model))
         self._compare(call, model, facts)
 
@@ -322,8 +355,8 @@ class Loops:
         if not self._alone:
             raise ScopeError(
                 f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
-                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it "
-                "under `with strategy.scope():`"
+                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it, "
+                "or load it with keras.models.load_model, under `with strategy.scope():`"
             )
 
 

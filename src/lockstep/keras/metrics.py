@@ -1,5 +1,6 @@
 """Whether a model's metrics add up over replicas."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import keras
 import numpy as np
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.losses import flat_metrics
 
 _PROBED_ROWS = 8
 
@@ -28,8 +30,20 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
         for variable in metric.variables:
             value = scope.get_current_value(variable)
             _refuse_unless_zero(variable, variable.value if value is None else value)
-    if any(not type(metric).__module__.startswith("keras.") for metric in _each(model.metrics)):
+    own = [one for one in flat_metrics(model.metrics) if not type(one).__module__.startswith("keras.")]
+    if not own:
+        return
+    try:
         _try(model, rows())
+    except ModelError:
+        raise
+    except Exception as error:  # A step of the program's own may give metrics what it likes.
+        warnings.warn(
+            f"whether the metric {own[0].name!r} adds up over replicas cannot be tried, since the model or "
+            f"its metrics cannot be called with a batch ({type(error).__name__}); it adds up if it keeps "
+            "sums and counts, and computes the rest in result()",
+            stacklevel=2,
+        )
 
 
 def _refuse_unless_zero(variable: Any, value: Any) -> None:
@@ -40,15 +54,6 @@ def _refuse_unless_zero(variable: Any, value: Any) -> None:
             f"the metric variable {variable.path!r} does not start from zero: replicas add up what "
             "their examples contribute, so keep sums and counts, and compute the rest in result()"
         )
-
-
-def _each(metrics: Sequence[Any]) -> list[Any]:
-    """Return the metrics, with those that a container of metrics holds in its place."""
-    found = []
-    for metric in metrics:
-        inner = getattr(metric, "metrics", None)
-        found.extend(_each(inner) if inner else [metric])
-    return found
 
 
 def _try(model: Any, data: Any) -> None:

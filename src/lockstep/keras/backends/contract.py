@@ -89,6 +89,18 @@ class Program(Held, Protocol):
 class Backend(Protocol):
     """One Keras backend."""
 
+    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Make the variables that a step of `model` needs, as Keras does for its first one.
+
+        Nothing else changes: a step that is tried for it leaves no trace in variables.
+
+        Args:
+            model: is compiled.
+            kind: of the step.
+            batch: reads `(x, y, sample_weight)`, of which the first axis are the examples; called only if
+                something is left to make.
+        """
+
     def program(self, model: Any, kind: Kind) -> Program:
         """Prepare a step of `model`, whose variables exist already."""
 

@@ -17,8 +17,10 @@ import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
+from lockstep.keras.backends.building import build_by_call
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.losses import by_density, divided, replica_losses, weighed_gradients
+from lockstep.keras.backends.logs import Report, Results
+from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
 from lockstep.keras.backends.rounds import Left, Rounds, Unknown
 from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
 from lockstep.keras.state.variables import named_arrays, refuse_misfits, seed_positions
@@ -42,6 +44,10 @@ class JaxBackend:
 
     def __init__(self) -> None:
         self._pending: list[jax.Array] = []
+
+    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Make a model's variables by calling it on symbols."""
+        build_by_call(model, kind, batch)
 
     def program(self, model: Any, kind: Kind) -> "JaxProgram":
         """Prepare a step of a built model."""
@@ -150,7 +156,7 @@ class JaxProgram(JaxState):
         self._compute = jax.jit(self._traced_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._rounds = Rounds()
-        self._log_names: tuple[str, ...] = ()
+        self._report: Report | None = None
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
 
@@ -190,7 +196,7 @@ class JaxProgram(JaxState):
             outputs, after = self._model.predict_step((trainable, mixed), data)
             return self._changes(mixed, after, replica, weight), outputs
         gradients: list[Any] = []
-        with replica_losses(self._model, weight) as densities:
+        with observed(self._model, weight) as (densities, results):
             if self._kind == "train":
                 given = [trainable, mixed, rest[0], _zeros(rest[1])]
                 with weighed_gradients(self._model, weight) as weighed:
@@ -206,7 +212,7 @@ class JaxProgram(JaxState):
         logs, (after, metrics) = result
         partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
         partial |= self._changes(mixed, after, replica, weight)
-        partial |= self._own_logs(logs, metrics, weight)
+        partial |= self._own_figures(logs, results, weight)
         return partial if earlier else by_density(self._model, partial, densities, weight), None
 
     def _train(self, state: Any, data: Any, earlier: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -285,25 +291,21 @@ class JaxProgram(JaxState):
                 refuse_integer_state(self._model.non_trainable_variables[i])
         return changes
 
-    def _own_logs(self, logs: dict[str, Any], metrics: list[Any], weight: Any) -> dict[str, Any]:
-        """Return the logs that the user's own step made, beyond the metrics' results, weighted."""
-        self._log_names = tuple(logs)
-        if not logs:
-            return {}
-        own = logs.keys() - self._results(metrics).keys()
-        return {f"log/{name}": jnp.asarray(logs[name], jnp.float32) * weight for name in sorted(own)}
+    def _own_figures(self, logs: dict[str, Any], results: Results, weight: Any) -> dict[str, Any]:
+        """Return the figures that the user's own step made, beyond the metrics' results, weighted."""
+        self._report = Report(self._model, logs, results)
+        own = {name: jnp.asarray(v, jnp.float32) * weight for name, v in self._report.figures.items()}
+        self._report.figures.clear()
+        return own
 
     def _logs(self, metrics: list[Any], total: Mapping[str, Any]) -> dict[str, Any]:
+        if self._report is None:
+            return {}
         # A copy, since an output that is an input would be the total's own memory.
-        own = {name: jnp.copy(total[f"log/{name}"]) for name in self._log_names if f"log/{name}" in total}
-        logs = self._results(metrics) | own
-        return {name: logs[name] for name in self._log_names}
-
-    def _results(self, metrics: list[Any]) -> dict[str, Any]:
+        own = {name: jnp.copy(value) for name, value in total.items() if name.startswith("log/")}
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
-            results: dict[str, Any] = self._model.get_metrics_result()
-        return results
+            return self._report.assembled(own)
 
 
 class Record:

@@ -1,6 +1,6 @@
 """Losses that are no plain means over examples: how replicas' losses become that of the global batch."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +9,25 @@ import keras
 from keras.src.losses import loss as keras_loss
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.logs import Results, noted_results
 from lockstep.keras.backends.steps import replaced
 
 _MEANS = ("mean", "sum_over_batch_size")
 _WEIGHTED_MEAN = "mean_with_sample_weight"
+
+
+@contextmanager
+def observed(model: Any, weight: Any) -> Iterator[tuple[list[Any], Results]]:
+    """Within the block a replica's step may run; what it computes combines over replicas.
+
+    Yields (the densities of its losses, the results of its metrics).
+    """
+    with (
+        replica_losses(model, weight) as densities,
+        weighed_means(model, weight),
+        noted_results(model) as results,
+    ):
+        yield densities, results
 
 
 @contextmanager
@@ -98,7 +113,10 @@ def follows_the_loss(model: Any, name: str) -> bool:
 def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
     if reduction in _MEANS and mask is not None:
         weights = mask
-    elif reduction == _WEIGHTED_MEAN and (mask is not None or sample_weight is not None):
+    elif reduction == _WEIGHTED_MEAN and mask is None and sample_weight is None:
+        # A step has a density in every call, or in none.
+        weights = 1.0
+    elif reduction == _WEIGHTED_MEAN:
         weights = keras_loss.apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
     else:
         return None
@@ -146,21 +164,38 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
 
 
 @contextmanager
-def weighed_losses(model: Any, weight: Any) -> Iterator[None]:
-    """Within the block the losses of single outputs count by the replica's weight, if not by its examples.
+def weighed_means(model: Any, weight: Any) -> Iterator[None]:
+    """Within the block a `Mean` that is given a single number counts it by the replica's weight.
 
-    In a graph, which is for any number of examples, Keras counts each batch once.
+    Keras counts each such number once, as it does the losses of single outputs in a graph, which is for any
+    number of examples: so the numbers of all replicas together count once as well.
     """
+    losses = getattr(model._compile_loss, "metrics", ())
+    means = {id(m): m for m in [*flat_metrics(model.metrics), *losses] if _takes_plain_means(m)}
     with ExitStack() as stack:
-        for metric in getattr(model._compile_loss, "metrics", ()):
+        for mean in means.values():
 
             def update(
-                value: Any, sample_weight: Any = None, original: Callable[..., Any] = metric.update_state
+                values: Any, sample_weight: Any = None, original: Callable[..., Any] = mean.update_state
             ) -> Any:
-                return original(value, sample_weight=weight if sample_weight is None else sample_weight)
+                single = sample_weight is None and keras.ops.ndim(values) == 0
+                return original(values, sample_weight=weight if single else sample_weight)
 
-            stack.enter_context(replaced(metric, "update_state", update))
+            stack.enter_context(replaced(mean, "update_state", update))
         yield
+
+
+def flat_metrics(metrics: Iterable[Any]) -> list[Any]:
+    """Return the metrics, with those that a container of metrics holds in its place."""
+    found = []
+    for metric in metrics:
+        inner = getattr(metric, "metrics", None)
+        found.extend(flat_metrics(inner) if inner else [metric])
+    return found
+
+
+def _takes_plain_means(metric: Any) -> bool:
+    return getattr(type(metric), "update_state", None) is keras.metrics.Mean.update_state
 
 
 @contextmanager

@@ -1,21 +1,26 @@
 """What the adapters of all backends need to know of a step: replaced methods, sums and limits."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import keras
 
 from lockstep.errors import ModelError
 
 
 @contextmanager
-def replaced(optimizer: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Within the block `optimizer.method` is `replacement`."""
-    # Past the optimizer's own __setattr__, which tracks what it is given.
-    vars(optimizer)[method] = replacement
+def replaced(owner: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Within the block `owner.method` is `replacement`."""
+    # Past the owner's __setattr__, which tracks what it is given.
+    attributes = vars(owner)
+    before = {method: attributes[method]} if method in attributes else {}
+    attributes[method] = replacement
     try:
         yield
     finally:
-        del vars(optimizer)[method]
+        del attributes[method]
+        attributes.update(before)
 
 
 def refuse_integer_state(variable: Any) -> None:
@@ -44,3 +49,37 @@ def refuse_synchronized_normalization(model: Any) -> None:
                 f"layer {layer.path!r} has synchronized=True, but statistics are computed per replica: "
                 "remove it, or use fewer replicas with more examples each"
             )
+
+
+def refuse_fixed_batches(model: Any) -> None:
+    """Raise ModelError for layers that know how many examples a batch has."""
+    layers = model._flatten_layers()
+    for layer in layers:
+        if getattr(layer, "stateful", False):
+            raise ModelError(
+                f"layer {layer.path!r} is stateful: it keeps a state for each example of a fixed batch, "
+                "which replicas share; give it stateful=False, or train with one replica (--replicas 1)"
+            )
+    for layer in layers:
+        if isinstance(layer, keras.layers.InputLayer) and layer.batch_shape[0] is not None:
+            count, *shape = layer.batch_shape
+            raise ModelError(
+                f"the input {layer.name!r} of the model has a fixed batch of {count} examples, which replicas "
+                f"share: give it shape={tuple(shape)} without a batch size, or train with one replica "
+                "(--replicas 1)"
+            )
+
+
+def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
+    """Raise ModelError if other variables are trainable than those of the steps that were made of `model`."""
+    now = model.trainable_variables
+    if {id(variable) for variable in now} == {id(variable) for variable in trained}:
+        return
+    known, wanted = ({id(variable): variable.path for variable in some} for some in (trained, now))
+    frozen = [path for key, path in known.items() if key not in wanted]
+    thawed = [path for key, path in wanted.items() if key not in known]
+    change = f"{frozen[0]!r} is not trainable any more" if frozen else f"{thawed[0]!r} has become trainable"
+    raise ModelError(
+        f"the variable {change}, but model {model.name!r} was not compiled since: after a change of "
+        "`trainable`, call model.compile(...) again, in the strategy's scope"
+    )

@@ -20,6 +20,7 @@ from tensorflow.python.eager import context
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends import drawing
+from lockstep.keras.backends.building import build_by_call, has_own_step, undone
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.graphs import (
     Places,
@@ -31,12 +32,12 @@ from lockstep.keras.backends.graphs import (
     traced,
     uses,
 )
+from lockstep.keras.backends.logs import Report
 from lockstep.keras.backends.losses import (
     by_density,
     follows_the_loss,
-    replica_losses,
+    observed,
     weighed_gradients,
-    weighed_losses,
 )
 from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
 from lockstep.keras.backends.steps import refuse_overwriting_gradients
@@ -47,6 +48,19 @@ from lockstep.keras.state.variables import VariableState, optimizers_of
 
 class TensorFlowBackend:
     """Keras's TensorFlow backend behind the contract `lockstep.keras.backends.contract.Backend`."""
+
+    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Make a model's variables by calling it, or by trying a step where it cannot be called."""
+        if getattr(model, f"{kind}_function") is not None:
+            return
+        called = False
+        if not has_own_step(model, kind):
+            # What keeps Keras from calling the model, the step itself shows, or does not mind.
+            with suppress(Exception):
+                build_by_call(model, kind, batch)
+                called = True
+        if not called:
+            try_step(model, kind, batch())
 
     def program(self, model: Any, kind: Kind) -> "TensorFlowProgram":
         """Prepare a step of a built model."""
@@ -137,7 +151,7 @@ class TensorFlowProgram(VariableState):
         self._updates: list[Update] = []
         self._global_updates: list[GlobalUpdate] = []
         self._trace = Trace(Places(), None, ended=True)
-        self._log_names: tuple[str, ...] = ()
+        self._report: Report | None = None
         self._outputs: list[tuple[int, Any]] = []
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
@@ -173,8 +187,7 @@ class TensorFlowProgram(VariableState):
         rest = {name: tensor for name, tensor in tensors[-1].items() if not name.startswith("gradient/")}
         if self._finish is None:
             self._finish = self._finished if self._eager else traced(self._finished, self._jit, one, rest)
-        logs = self._finish(one, rest)
-        return {name: logs[name] for name in self._log_names} if logs else None, None
+        return self._finish(one, rest), None
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
@@ -203,11 +216,10 @@ class TensorFlowProgram(VariableState):
                 packed = [None if leaf is None else next(rest) for leaf in leaves]
                 return self._step(weight, earlier, keras.tree.pack_sequence_as(data, packed))
 
-            specs = [
-                tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype) for leaf in leaves if leaf is not None
-            ]
             self._functions[key] = (
-                self._eagerly(step, len(earlier)) if self._eager else self._traced(step, earlier, specs)
+                self._eagerly(step, len(earlier))
+                if self._eager
+                else self._traced(step, earlier, open_specs(leaves))
             )
         return self._functions[key]
 
@@ -284,7 +296,7 @@ class TensorFlowProgram(VariableState):
             return {}, {}, model.predict_step(data)
         gradients: list[Any] = []
         weighed = False
-        with replica_losses(model, weight) as densities, weighed_losses(model, weight):
+        with observed(model, weight) as (densities, results):
             if self._kind == "test":
                 logs = model.test_step(data)
             else:
@@ -295,7 +307,10 @@ class TensorFlowProgram(VariableState):
             dense = {name: g * tf.cast(weight, g.dtype) for name, g in dense.items()}
         if logs is None:
             return dense, {}, None
-        return dense, self._own_logs(logs), None if earlier else [known_here(d) for d in densities]
+        self._report = Report(model, logs, results)
+        figures = {name: tf.cast(value, tf.float32) for name, value in self._report.figures.items()}
+        self._report.figures.clear()
+        return dense, figures, None if earlier else [known_here(d) for d in densities]
 
     def _train(self, earlier: list[dict[str, Any]], data: Any) -> tuple[list[Any], dict[str, Any] | None]:
         """Run the user's `train_step` in the round that follows the totals `earlier`.
@@ -337,12 +352,6 @@ class TensorFlowProgram(VariableState):
         self._trace = Trace(places, update, ended=logs is not None)
         return recording.gradients, logs
 
-    def _own_logs(self, logs: dict[str, Any]) -> dict[str, Any]:
-        """Return the logs that the user's own step made, beyond the metrics' results."""
-        self._log_names = tuple(logs)
-        own = logs.keys() - self._model.get_metrics_result().keys()
-        return {f"log/{name}": tf.cast(logs[name], tf.float32) for name in sorted(own)}
-
     def _computed(
         self, step: Callable[..., Any], touched: Touched, replica: Any, weight: Any, earlier: Any, *given: Any
     ) -> tuple[dict[str, Any], Any]:
@@ -374,11 +383,39 @@ class TensorFlowProgram(VariableState):
         for i, metric in enumerate(self._touched.metrics):
             name = f"metric/{i}"
             metric.assign_add(own(total[name], scale if follows_the_loss(self._model, name) else one))
-        if self._kind == "predict":
+        if self._report is None:
             return None
-        logs = self._model.get_metrics_result()
-        logs |= {name: own(total[f"log/{name}"], one) for name in self._log_names if f"log/{name}" in total}
-        return {name: logs[name] for name in self._log_names}
+        return self._report.assembled(
+            {name: own(value, one) for name, value in total.items() if name.startswith("log/")}
+        )
+
+
+def try_step(model: Any, kind: Kind, data: Any) -> None:
+    """Let a step make the variables that it needs, and change nothing else: trace it, if it is for graphs.
+
+    Args:
+        model: is compiled.
+        kind: of the step.
+        data: what the step is given.
+    """
+    step = getattr(model, f"{kind}_step")
+    tensors = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
+    if model.run_eagerly:
+        with undone(model):
+            step(keras.tree.pack_sequence_as(data, tensors))
+        return
+
+    def traced_step(*given: Any) -> None:
+        rest = iter(given)
+        packed = [None if tensor is None else next(rest) for tensor in tensors]
+        step(keras.tree.pack_sequence_as(data, packed))
+
+    traced(traced_step, False, *open_specs(tensors))
+
+
+def open_specs(tensors: Sequence[Any]) -> list[Any]:
+    """Return what a graph knows of tensors that are not None: not how many examples they have."""
+    return [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors if one is not None]
 
 
 def known_here(density: Any) -> Any:

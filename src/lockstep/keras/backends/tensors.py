@@ -55,7 +55,9 @@ def int32(value: int) -> int:
 
 
 def figure(value: Any) -> Any:
-    """Return a figure of the logs as Python's own float, or a tensor of its own if it has a shape."""
+    """Return a figure of the logs as a Python float, or a tensor of its own if it has a shape, or None."""
+    if value is None:
+        return None
     if isinstance(value, np.ndarray):
         value = borrowed(value)
     if isinstance(value, torch.Tensor) and value.ndim:

@@ -19,8 +19,10 @@ from lockstep import job
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.buffers import TorchState, module_buffers
+from lockstep.keras.backends.building import build_by_call
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.losses import by_density, divided, replica_losses, weighed_gradients
+from lockstep.keras.backends.logs import Report, Results, mapped
+from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
 from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
 from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.backends.tensors import (
@@ -46,6 +48,10 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._prepared = False
+
+    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Make a model's variables by calling it on symbols."""
+        build_by_call(model, kind, batch)
 
     def program(self, model: Any, kind: Kind) -> "TorchProgram":
         """Prepare a step of a built model."""
@@ -147,8 +153,7 @@ class TorchProgram(TorchState):
         self._optimizers = optimizers_of(model)
         self._rounds = Rounds()
         self._updates: list[Update] = []
-        self._metric_names: frozenset[str] | None = None
-        self._log_names: tuple[str, ...] = ()
+        self._report: Report | None = None
         self._outputs: list[tuple[int, Any]] = []
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
@@ -176,13 +181,11 @@ class TorchProgram(TorchState):
             for i in self._changing or ():
                 tensor = self._tensors[i]
                 tensor.add_(borrowed(last[f"state/{i}"], tensor.device))
-            if self._kind == "predict":
+            if self._report is None:
                 return None, None
             for i, metric in enumerate(self._metrics):
                 metric.add_(borrowed(last[f"metric/{i}"], metric.device))
-            logs = self._model.get_metrics_result()
-        logs |= {name: last[f"log/{name}"] for name in self._log_names if f"log/{name}" in last}
-        return {name: figure(logs[name]) for name in self._log_names}, None
+            return mapped(figure, self._report.assembled(last)), None
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
@@ -201,12 +204,13 @@ class TorchProgram(TorchState):
             with torch.no_grad():
                 self._outputs.append((share.replica, model.predict_step(data)))
             return {}
-        with replica_losses(model, weight) as densities:
+        with observed(model, weight) as (densities, results):
             if self._kind == "test":
                 with torch.no_grad():
-                    partial: dict[str, Any] | None = self._own_logs(model.test_step(data), weight)
+                    logs = model.test_step(data)
+                    partial: dict[str, Any] | None = self._own_figures(logs, results, weight)
             else:
-                partial = self._train(data, weight, earlier, before)
+                partial = self._train(data, weight, earlier, before, results)
         if partial is None or not self._rounds.complete(len(earlier)):
             return partial
         partial |= {f"metric/{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
@@ -214,7 +218,7 @@ class TorchProgram(TorchState):
             return partial if earlier else by_density(model, partial, densities, weight)
 
     def _train(
-        self, data: Any, weight: float, earlier: Sequence[Total], before: Before
+        self, data: Any, weight: float, earlier: Sequence[Total], before: Before, results: Results
     ) -> dict[str, Any] | None:
         number = len(earlier)
         leaves = self._rounds.leaves(number)
@@ -237,7 +241,7 @@ class TorchProgram(TorchState):
         if recording.update is not None and number == len(self._updates):
             self._updates.append(recording.update)
         return self._gradients(recording, 1.0 if weighed else weight) | (
-            {} if logs is None else self._own_logs(logs, weight)
+            {} if logs is None else self._own_figures(logs, results, weight)
         )
 
     def _gradients(self, recording: Recording, weight: float) -> dict[str, Any]:
@@ -333,15 +337,12 @@ class TorchProgram(TorchState):
         # What has not changed stays, even if it is infinite.
         return torch.where(new == old, torch.zeros_like(old), new - old).mul_(share.weight)
 
-    def _own_logs(self, logs: Any, weight: float) -> dict[str, Any]:
-        """Return the logs that the user's own step made, beyond the metrics' results, weighted."""
-        self._log_names = tuple(logs)
-        if self._metric_names is None:
-            with torch.no_grad():
-                self._metric_names = frozenset(self._model.get_metrics_result())
-        own = logs.keys() - self._metric_names
-        values = {name: keras.ops.convert_to_tensor(logs[name], "float32") for name in sorted(own)}
-        return {f"log/{name}": value.detach() * weight for name, value in values.items()}
+    def _own_figures(self, logs: Any, results: Results, weight: float) -> dict[str, Any]:
+        """Return the figures that the user's own step made, beyond the metrics' results, weighted."""
+        self._report = Report(self._model, logs, results)
+        own = {name: keras.ops.convert_to_tensor(v, "float32") for name, v in self._report.figures.items()}
+        self._report.figures.clear()
+        return {name: value.detach() * weight for name, value in own.items()}
 
 
 @contextmanager

@@ -15,7 +15,8 @@ from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError, DisagreementError
 from lockstep.job import Job
 from lockstep.keras.agreement import ADVICE_ON_CALLS
-from lockstep.keras.backends.contract import Backend, Held
+from lockstep.keras.backends.contract import Backend, Held, Kind
+from lockstep.keras.backends.logs import mapped
 from lockstep.keras.calls import Calls
 from lockstep.keras.state.callback_states import (
     callback_states,
@@ -76,6 +77,7 @@ class Snapshots:
         self._backend = backend
         self._calls = calls
         self._models: list[weakref.ref[Any]] = []
+        self._built: weakref.WeakSet[Any] = weakref.WeakSet()
         self._pending: dict[int, Mapping[str, Any]] = {}
         self.journal = Journal()
         self.resumption: Resumption | None = None
@@ -226,10 +228,11 @@ class Snapshots:
         heard = listeners(call.callbacks, model) if program is not None else []
         facts = position | {
             "methods": dict(self._calls.methods),
+            "inner": dict(call.inner),
             "taken": self._calls.taken,
             "since": self.since,
             "call": call.name,
-            "logs": {name: np.asarray(self._backend.concrete(value)) for name, value in (logs or {}).items()},
+            "logs": mapped(lambda value: np.asarray(self._backend.concrete(value)), logs or {}),
             "callbacks": callback_states(heard, call.marks),
             "settings": self._settings(model, program),
             "sources": own_sources(),
@@ -278,6 +281,7 @@ class Snapshots:
             assign(model, current, whole=True)
         call = self._calls.current
         if program is not None:
+            call.inner = dict(facts["inner"])
             set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
         self._calls.methods.clear()
         self._calls.methods.update(facts["methods"])
@@ -338,10 +342,26 @@ class Snapshots:
         call.looks += 1
         return True
 
+    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Make the variables that a step of `model` needs; give them the values that they should have.
+
+        Args:
+            model: is compiled.
+            kind: of the step.
+            batch: reads a batch to build the model with.
+        """
+        self._backend.build(model, kind, batch)
+        self._built.add(model)
+        self.load_pending(model)
+
+    def is_built(self, model: Any) -> bool:
+        """Whether `model` has its variables. Keras does not know it of one that is never called."""
+        return model is not None and (model.built or model in self._built)
+
     def load_pending(self, model: Any) -> None:
         """Give a model that is built now the values that it should have had already."""
         for index, known in enumerate(self._models):
-            if index in self._pending and known() is model and getattr(model, "built", False):
+            if index in self._pending and known() is model and self.is_built(model):
                 assign(model, self._pending.pop(index))
 
     def _others(self, model: Any) -> list[tuple[int, Mapping[str, Any]]]:
@@ -350,7 +370,7 @@ class Snapshots:
         found: list[tuple[int, Mapping[str, Any]]] = []
         for index, known in enumerate(self._models):
             other = known()
-            if other is not None and other is not model and other.built:
+            if other is not None and other is not model and self.is_built(other):
                 variables = [variable for variable in all_variables(other) if id(variable) not in own]
                 found.append((index, _values(named_arrays(variables, variables))))
         return found
