@@ -2,16 +2,16 @@
 
     python tests/fuzz/fuzz.py --backend jax --seeds 0:1000
 
-Each seed gives one program, always the same (`fuzz_specs.py`, and `fuzz_text.py` for its text). It is run on 1, 2
-and 3 workers with 3 replicas, and by plain Keras on the same global batches; loops of the program's own are also
-run by `tf.distribute`, or on all rows at once. Compared are (`fuzz_oracle.py`)
+Each seed gives one program, always the same (`fuzz_specs.py`; `fuzz_text.py` writes its text). It runs on 1, 2
+and 3 workers with 3 replicas, and with plain Keras on the same global batches; a loop of the program's own runs
+under `tf.distribute` instead, or on all rows at once. `fuzz_oracle.py` compares
 
-* the SHA-256 digests of weights, optimizers, metrics, histories and predictions: equal on all workers for all W;
-* where `fuzz_rules.inexact` says that replicas compute what one process does, the figures themselves.
+* SHA-256 digests of weights, optimizers, metrics, histories and predictions: equal on all workers for all W;
+* the figures themselves, where `fuzz_rules.inexact` says that replicas compute what one process does.
 
-A refusal by name, the same for all W, is right. Everything else is a fault: its program is made smaller while the
-fault stays, and printed as one that can be run. Seeds are printed. With `--show` nothing is run but printed.
-Programs with a known fault (`fuzz_rules.KNOWN`) are passed over.
+A refusal by name, the same for all W, is right. Everything else is a fault: the fuzzer drops features of the
+program as long as the fault stays, and prints what is left as a program that can be run. `--show` prints programs
+without running them. Programs with a known fault (`fuzz_rules.KNOWN`) are passed over.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +81,7 @@ class Bench:
         return verdicts
 
     def _job(self, place: Path, workers: int, seeds: Sequence[int]) -> list[dict[int, Line]]:
-        """Run all programs on some workers, starting again after one that ends the job; return their lines."""
+        """Run all programs on some workers, again after one that ends the job; return the workers' lines."""
         found: list[dict[int, Line]] = [{} for _ in range(workers)]
         left = list(seeds)
         while left:
@@ -114,7 +114,9 @@ class Bench:
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
         if self.quick:
-            environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            environment["XLA_FLAGS"] = (
+                "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            )
         done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         return done.stdout
 
@@ -143,6 +145,12 @@ def shrink(bench: Bench, spec: Spec, kind: str) -> tuple[Spec, Verdict]:
     return spec, verdict
 
 
+def confirmed(bench: Bench, faults: Mapping[int, Spec]) -> Iterator[tuple[int, Verdict]]:
+    """Run each program in jobs of its own: a shuffle depends on how many calls a process has made before."""
+    for seed, spec in faults.items():
+        yield from bench.run({seed: spec}).items()
+
+
 def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collections.Counter[str]:
     """Run the programs of seeds, print each fault; return how many there were of each kind."""
     counts: collections.Counter[str] = collections.Counter()
@@ -154,9 +162,15 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
     for start in range(0, len(left), CHUNK):
         begun = time.monotonic()
         verdicts = bench.run({seed: specs[seed] for seed in left[start : start + CHUNK]})
+        faults = {seed: specs[seed] for seed, verdict in verdicts.items() if verdict.is_fault}
+        for seed, alone in confirmed(bench, faults):
+            if not alone.is_fault:
+                verdicts[seed] = Verdict("follows", verdicts[seed].says)
         counts.update(verdict.kind for verdict in verdicts.values())
         messages.update(
-            f"{verdict.kind}: {verdict.says[:160]}" for verdict in verdicts.values() if verdict.kind in QUOTED
+            f"{verdict.kind}: {verdict.says[:160]}"
+            for verdict in verdicts.values()
+            if verdict.kind in QUOTED and verdict.says
         )
         seconds = time.monotonic() - begun
         print(
@@ -171,7 +185,7 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
     return counts
 
 
-QUOTED = ("refused", "invalid")
+QUOTED = ("same", "refused", "invalid", "follows")
 
 
 def report(bench: Bench, seed: int, spec: Spec, verdict: Verdict, *, shrinks: bool) -> None:
@@ -203,7 +217,9 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as name:
         counts = fuzz(Bench(options.backend, Path(name), options.quick), seeds, shrinks=not options.no_shrink)
-    return int(any(Verdict(kind).is_fault for kind in counts))
+    faults = sum(number for kind, number in counts.items() if Verdict(kind).is_fault)
+    print(f"programs {len(seeds)} faults {faults}")
+    return int(faults > 0)
 
 
 if __name__ == "__main__":

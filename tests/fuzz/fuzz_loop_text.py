@@ -85,7 +85,8 @@ def gradients_of(model, loss_of, x, y):
         outputs, after = model.stateless_call(trainable, others, x, training=True)
         return loss_of(y, outputs), (outputs, after)
 
-    values = [[v.value for v in group] for group in (model.trainable_variables, model.non_trainable_variables)]
+    groups = model.trainable_variables, model.non_trainable_variables
+    values = [[v.value for v in group] for group in groups]
     (loss, (outputs, after)), gradients = transformed(jax.value_and_grad(compute, has_aux=True))(*values)
     for variable, value in zip(model.non_trainable_variables, after):
         variable.assign(value)

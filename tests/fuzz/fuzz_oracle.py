@@ -17,8 +17,9 @@ class Verdict:
 
     Attributes:
         kind: "same" (equal bits for every W), "true" (and what plain Keras computes), "refused" by name,
-            "invalid" (Keras fails too), or a fault: "lost" (a worker said nothing), "differs" (for another W),
-            "wrong" (not what plain Keras computes), "fails" (not by name).
+            "invalid" (Keras fails too), "follows" (a fault that the program does not have alone), or a fault:
+            "lost" (a worker said nothing), "differs" (for another W), "wrong" (plain Keras computes something
+            else), "fails" (not by name).
         says: what differs, or the message.
     """
 
@@ -49,6 +50,10 @@ def judge(
     for where, line in lines:
         if line is None:
             return Verdict("lost", f"{where} said nothing")
+    if all(line and "error" in line for line in (plain, *(line for _, line in lines))):
+        # What Keras says may name shapes, which depend on the replica.
+        assert plain is not None
+        return Verdict("invalid", f"{plain['error']}: {plain['says']}")
     where, first = lines[0]
     for other, line in lines[1:]:
         if line != first:
@@ -57,8 +62,7 @@ def judge(
     if "refused" in first:
         return Verdict("refused", f"{first['refused']}: {first['says']}")
     if "error" in first:
-        alike = plain is not None and "error" in plain
-        return Verdict("invalid" if alike else "fails", f"{first['error']}: {first['says']}")
+        return Verdict("fails", f"{first['error']}: {first['says']}")
     if plain is None or "found" not in plain:
         return Verdict("same", "" if plain is None else f"plain Keras: {plain.get('says')}")
     if arrays is None:

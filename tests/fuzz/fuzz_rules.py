@@ -1,11 +1,39 @@
-"""What holds of a program: what makes it valid on a backend, what is known to fail, and what one process shares."""
+"""What holds of a program: what is valid on a backend, what is known to fail, what one process computes too."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 from fuzz_specs import Call, Loop, Output, Spec, Training
 
-KNOWN: dict[str, Callable[[Spec, str], bool]] = {}
+
+def _has_empty_replicas(spec: Spec, backend: str) -> bool:
+    return isinstance(spec, Loop) and (
+        0 < spec.count % spec.batch < 3 or (spec.source == "function" and spec.count == 13)
+    )
+
+
+def _forgets_weights(spec: Spec, backend: str) -> bool:
+    if not isinstance(spec, Training) or not any(
+        o.reduction == "mean_with_sample_weight" for o in spec.outputs
+    ):
+        return False
+    return (
+        len(
+            {
+                call.weights or call.class_weight
+                for call in spec.calls
+                if "fit" in call.kind or "batch" in call.kind
+            }
+        )
+        > 1
+    )
+
+
+KNOWN: dict[str, Callable[[Spec, str], bool]] = {
+    "replicas without examples in strategy.run": _has_empty_replicas,
+    "gradients through all_reduce": lambda spec, backend: isinstance(spec, Loop) and spec.through,
+    "mean_with_sample_weight without weights after a call with them": _forgets_weights,
+}
 """Faults that are known and not mended yet, and which programs have them. Such programs are not run."""
 
 

@@ -1,12 +1,12 @@
 """What a random Keras program consists of: frozen values whose defaults are the simplest program.
 
-`draw(seed)` gives one of them, always the same for a seed. `simpler(spec)` gives all that have one feature less.
+`draw(seed)` gives one, always the same for a seed. `simpler(spec)` gives all that have one feature less.
 Layers, metrics, optimizers and their options are pieces of the program's text.
 """
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 
@@ -110,8 +110,8 @@ class Loop:
         optimizer: the name of a Keras optimizer.
         options: of the optimizer.
         source: of the batches: "list", "tf" or "function".
-        loss: "sum", "keras" or "average" (TensorFlow's `compute_average_loss`); "replica", which is never drawn, is
-            wrong on purpose: a mean over the replica's own rows, whose gradients nobody may add up.
+        loss: "sum", "keras" or "average" (TensorFlow's `compute_average_loss`); "replica", which is never drawn,
+            is wrong on purpose: a mean over the replica's own rows, whose gradients nobody may add up.
         trains: whether there is an update; else losses only.
         outside: whether gradients are returned, added up, and applied outside.
         second: whether there is a second update, of another model, that follows the first.

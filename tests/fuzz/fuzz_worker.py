@@ -2,7 +2,7 @@
 
     fuzz_worker.py [--plain] [--save FOLDER] [--first NUMBER] PROGRAMS
 
-A program that raises is over on every worker; one after which the workers may be out of step ends the process.
+A program that raises is over on every worker. One after which workers may be out of step ends the process.
 With --save, the chief leaves the arrays in a folder.
 """
 

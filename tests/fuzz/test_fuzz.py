@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fuzz import Bench, shrink
 from fuzz_oracle import Verdict, judge
 from fuzz_rules import inexact, known_fault, settled
 from fuzz_specs import Loop, Output, Spec, Training, draw, simpler, size
 from fuzz_text import text
+
+from fuzz import Bench, shrink
 
 ALL = ["jax", "tensorflow", "torch"]
 ASKED = os.environ.get("BACKENDS", "")
@@ -31,7 +32,11 @@ def test_random_programs(backend: str, tmp_path: Path) -> None:
     bench = Bench(backend, tmp_path, quick=True)
     verdicts = bench.run({**dict(programs), 10**6: settled(WRONG, backend)})
     assert verdicts.pop(10**6).kind == "wrong"
-    faults = [f"--backend {backend} --seeds {seed}: {verdict}" for seed, verdict in verdicts.items() if verdict.is_fault]
+    faults = [
+        f"--backend {backend} --seeds {seed}: {verdict}"
+        for seed, verdict in verdicts.items()
+        if verdict.is_fault
+    ]
     assert not faults, "python tests/fuzz/fuzz.py " + "\n".join(faults)
     kinds = [verdict.kind for verdict in verdicts.values()]
     assert len(kinds) == PROGRAMS
@@ -53,7 +58,11 @@ def test_what_is_simpler_ends_at_the_simplest() -> None:
         spec: Spec = draw(seed)
         while smaller := [other for other in simpler(spec) if size(other) < size(spec)]:
             spec = smaller[-1]
-        assert spec in (replace(Training(), calls=spec.calls), Loop()) if isinstance(spec, Training) else spec == Loop()
+        assert (
+            spec in (replace(Training(), calls=spec.calls), Loop())
+            if isinstance(spec, Training)
+            else spec == Loop()
+        )
 
 
 class Pretended(Bench):
