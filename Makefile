@@ -28,7 +28,7 @@ check: .venv/dev
 bench: .venv/mpi
 	$(BIN)/python bench/run.py
 
-# Kills thousands of workers, on every backend that is installed; takes most of an hour.
+# Kills thousands of workers, and runs thousands of random programs, on every backend that is installed; takes hours.
 soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
 

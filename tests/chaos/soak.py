@@ -1,9 +1,10 @@
 """Kills thousands of workers, and prints a table of what came of it; the status is 1 if anything went wrong.
 
-    soak.py [--jobs N] [--backends NAME...]
+    soak.py [--jobs N] [--programs N] [--backends NAME...]
 
 First N jobs of each kind without a framework (`harness.py`), then real training on each backend: a worker is
-lost, and then another one at a named point, for every point there is.
+lost, and then another one at a named point, for every point there is. Last N random programs on each backend
+(`tests/fuzz`), in which nobody is lost.
 """
 
 import argparse
@@ -22,6 +23,9 @@ from chaos_faults import POINTS, WHILE_JOINING, WHILE_OTHERS_JOIN
 HERE = Path(__file__).parent
 SURVIVAL = HERE.parent / "training" / "survival.py"
 BACKENDS = ("jax", "tensorflow", "torch")
+FUZZ = HERE.parent / "fuzz" / "fuzz.py"
+FIRST_SEED = 1000
+"""Of the random programs: `make test` runs those of lower ones."""
 FIRST = "2:3:after apply"
 """The first loss of a job, which others are to recover from."""
 
@@ -110,12 +114,28 @@ def with_backend(backend: str) -> Row:
     return row
 
 
+def with_programs(backend: str, programs: int) -> Row:
+    """Run random programs; print the faults that they have."""
+    row, begun = Row(f"random programs on {backend}", jobs=programs), time.monotonic()
+    seeds = f"{FIRST_SEED}:{FIRST_SEED + programs}"
+    command = [sys.executable, str(FUZZ), "--backend", backend, "--seeds", seeds]
+    done = subprocess.run(command, capture_output=True, text=True)
+    counts = dict(re.findall(r"^programs \d+ (faults) (\d+)$", done.stdout, re.MULTILINE))
+    row.failed = int(counts.get("faults", programs))
+    print(f"{row.name}: seeds {seeds}")
+    if row.failed or done.returncode:
+        print(done.stdout, done.stderr[-3000:], sep="\n")
+    row.seconds = time.monotonic() - begun
+    return row
+
+
 def main() -> int:
     """Run all, print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--jobs", type=int, default=600)
+    parser.add_argument("--programs", type=int, default=1000)
     installed = [name for name in BACKENDS if importlib.util.find_spec(name)]
     parser.add_argument("--backends", nargs="*", default=installed)
     options = parser.parse_args()
@@ -126,6 +146,8 @@ def main() -> int:
         print(rows[-1], flush=True)
     for backend in options.backends:
         rows.append(with_backend(backend))
+        print(rows[-1], flush=True)
+        rows.append(with_programs(backend, options.programs))
         print(rows[-1], flush=True)
     total = Row("all")
     for row in rows:

@@ -398,3 +398,14 @@ def test_state_of_modules_of_pytorchs_own_is_refused_in_functions_of_replicas() 
         strategy.run(lambda: module(torch.from_numpy(X)))
     assert not module.running_mean.any()
     assert len(strategy.run(lambda: module.eval()(torch.from_numpy(X))).values) == 3
+
+
+@here
+def test_values_come_back_under_their_own_keys() -> None:
+    """Here `keras.tree.map_structure` visits the keys of a dict in another order than `flatten`."""
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    batches = strategy.experimental_distribute_dataset([{"x": X, "label": 100 + Y}])
+    (batch,) = batches
+    found = strategy.run(lambda rows: {"x": rows["x"].sum(), "label": rows["label"].mean()}, args=(batch,))
+    assert float(strategy.reduce("SUM", found["x"])) == pytest.approx(float(X.sum()), abs=1e-4)
+    assert 90 < float(strategy.reduce("MEAN", found["label"])) < 110

@@ -64,8 +64,8 @@ def refuse_fixed_batches(model: Any) -> None:
         if isinstance(layer, keras.layers.InputLayer) and layer.batch_shape[0] is not None:
             count, *shape = layer.batch_shape
             raise ModelError(
-                f"the input {layer.name!r} of the model has a fixed batch of {count} examples, which replicas "
-                f"share: give it shape={tuple(shape)} without a batch size, or train with one replica "
+                f"the input {layer.name!r} of the model has a fixed batch of {count} examples, which "
+                f"replicas share: give it shape={tuple(shape)} without a batch size, or train with one replica "
                 "(--replicas 1)"
             )
 

@@ -26,6 +26,7 @@ from lockstep.keras.functions.exchange import SCALAR, RunExchange, RunRound, gat
 from lockstep.keras.functions.replica import Op
 from lockstep.keras.functions.results import Results, along
 from lockstep.keras.functions.values import PerReplica, Returned, Shelf, Spec, Values, is_empty, lost
+from lockstep.keras.input.streams import packed
 from lockstep.keras.state.variables import named_arrays
 
 _KEPT_FUNCTIONS = 32
@@ -156,8 +157,7 @@ class EagerRuns:
             if total or this.meetings
             else Returned(specs, tuple(columns), empty, last.check(), self._again(this))
         )
-        leaves = iter(self.per_replica(values, self._shelf))
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else next(leaves), this.nest)
+        return packed(this.nest, self.per_replica(values, self._shelf))
 
     def _again(self, this: Execution) -> Callable[[int], Sequence[Any]]:
         """Return what computes replicas of a run that has changed nothing, as long as nothing else has."""

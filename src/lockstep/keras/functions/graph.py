@@ -33,6 +33,7 @@ from lockstep.keras.functions.merges import Meeting, RunMerges
 from lockstep.keras.functions.replica import Replica, entered
 from lockstep.keras.functions.tf_values import PerReplica, spec_of, symbolic
 from lockstep.keras.functions.values import Shelf, Spec
+from lockstep.keras.input.streams import packed
 
 Partial = dict[str, Any]
 
@@ -99,8 +100,7 @@ class GraphRun:
         with tf.control_dependencies(self._applied(totals)):
             ticket = on_host(self._job, self._finish, [], tf.int64)
         ticket.set_shape(())
-        leaves = iter(symbolic(ticket, self._host.shelf, self._outputs))
-        return keras.tree.map_structure(lambda leaf: None if leaf is None else next(leaves), self._result)
+        return packed(self._result, symbolic(ticket, self._host.shelf, self._outputs))
 
     def _finish(self) -> int:
         """End an execution on the host; from time to time, make sure that all workers have equal weights.

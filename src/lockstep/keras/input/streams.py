@@ -185,9 +185,13 @@ def leaves_of(nest: Nest) -> list[Any]:
 
 
 def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
-    """Return a nest like `nest` with other leaves, None where it has None."""
+    """Return a nest like `nest` with other leaves, in the order of `leaves_of`; None where it has None.
+
+    `keras.tree.map_structure` visits the keys of a dict in another order on PyTorch.
+    """
     following = iter(leaves)
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else next(following), nest)
+    places = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
+    return keras.tree.pack_sequence_as(nest, places)
 
 
 def array_of(leaf: Any) -> npt.NDArray[Any]:

@@ -1,0 +1,226 @@
+"""Looks for programs that Lockstep computes otherwise than it promises: random small Keras programs.
+
+    python tests/fuzz/fuzz.py --backend jax --seeds 0:1000
+
+Each seed gives one program, always the same (`fuzz_specs.py`; `fuzz_text.py` writes its text). It runs on 1, 2
+and 3 workers with 3 replicas, and with plain Keras on the same global batches; a loop of the program's own runs
+under `tf.distribute` instead, or on all rows at once. `fuzz_oracle.py` compares
+
+* SHA-256 digests of weights, optimizers, metrics, histories and predictions: equal on all workers for all W;
+* the figures themselves, where `fuzz_rules.inexact` says that replicas compute what one process does.
+
+A refusal by name, the same for all W, is right. Everything else is a fault: the fuzzer drops features of the
+program as long as the fault stays, and prints what is left as a program that can be run. `--show` prints programs
+without running them. Programs with a known fault (`fuzz_rules.KNOWN`) are passed over.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fuzz_oracle import Line, Verdict, judge
+from fuzz_rules import inexact, known_fault, settled, tolerance
+from fuzz_specs import Spec, draw, simpler, size
+from fuzz_text import text
+
+WORKERS = (1, 2, 3)
+REPLICAS = 3
+CHUNK = 100
+"""Programs that one process runs: what it keeps of them grows."""
+
+WORKER = Path(__file__).with_name("fuzz_worker.py")
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where programs are run.
+
+    Attributes:
+        backend: Keras's.
+        folder: for files, among them what JAX has compiled.
+        quick: XLA compiles without optimizing, which takes most of the time.
+        processes: runs at a time.
+    """
+
+    backend: str
+    folder: Path
+    quick: bool = False
+    processes: int = 2
+
+    def run(self, specs: Mapping[int, Spec]) -> dict[int, Verdict]:
+        """Run settled programs, and judge what came of them."""
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        for kind in ("plain", "lockstep", "saved-plain", "saved-lockstep"):
+            (place / kind).mkdir()
+        for seed, spec in specs.items():
+            (place / "lockstep" / f"{seed:07}.py").write_text(text(spec, self.backend))
+            (place / "plain" / f"{seed:07}.py").write_text(text(spec, self.backend, plain=True))
+        with concurrent.futures.ThreadPoolExecutor(self.processes) as pool:
+            first = pool.submit(self._plain, place, list(specs))
+            # What one worker has compiled, the others find.
+            jobs = {w: pool.submit(self._job, place, w, list(specs)) for w in WORKERS}
+            plain, runs = first.result(), {w: jobs[w].result() for w in WORKERS}
+        verdicts = {}
+        for seed, spec in specs.items():
+            lines = {f"W = {w}": [runs[w][worker].get(seed) for worker in range(w)] for w in WORKERS}
+            saved = [place / f"saved-{kind}" / f"{seed:07}.npz" for kind in ("lockstep", "plain")]
+            exact = inexact(spec, self.backend) is None and all(path.exists() for path in saved)
+            arrays = (saved[0], saved[1]) if exact else None
+            verdicts[seed] = judge(lines, plain.get(seed), arrays, tolerance(spec))
+        shutil.rmtree(place)
+        return verdicts
+
+    def _job(self, place: Path, workers: int, seeds: Sequence[int]) -> list[dict[int, Line]]:
+        """Run all programs on some workers, again after one that ends the job; return the workers' lines."""
+        found: list[dict[int, Line]] = [{} for _ in range(workers)]
+        left = list(seeds)
+        while left:
+            folder = Path(tempfile.mkdtemp(dir=place))
+            command = [sys.executable, "-m", "lockstep", "run", "--backend", self.backend, "-n", str(workers)]
+            command += ["--replicas", str(REPLICAS), "--threads-per-worker", "1", "--timeout", "120"]
+            command += ["--max-restarts", "0", "--run-dir", str(folder), str(WORKER), "--first", str(left[0])]
+            command += ["--save", str(place / "saved-lockstep")] if workers == 1 else []
+            self._call([*command, str(place / "lockstep")])
+            for worker, lines in enumerate(found):
+                log = folder / f"worker-{worker}.log"
+                lines.update(_lines(log.read_text(errors="replace") if log.exists() else ""))
+            done = max((seed for lines in found for seed in lines), default=left[0])
+            left = [seed for seed in left if seed > max(done, left[0])]
+        return found
+
+    def _plain(self, place: Path, seeds: Sequence[int]) -> dict[int, Line]:
+        found: dict[int, Line] = {}
+        left = list(seeds)
+        while left:
+            command = [sys.executable, str(WORKER), "--plain", "--save", str(place / "saved-plain")]
+            found |= _lines(self._call([*command, "--first", str(left[0]), str(place / "plain")]))
+            left = [seed for seed in left if seed > max([left[0], *found])]
+        return found
+
+    def _call(self, command: Sequence[str]) -> str:
+        environment = os.environ | {
+            "KERAS_BACKEND": self.backend,
+            "XDG_CACHE_HOME": str(self.folder / "compiled"),
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+        }
+        if self.quick:
+            environment["XLA_FLAGS"] = (
+                "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+            )
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        return done.stdout
+
+
+def _lines(printed: str) -> dict[int, Line]:
+    """Return what a worker has said of each program."""
+    found = {}
+    for line in printed.splitlines():
+        if line.startswith("program "):
+            _, seed, said = line.split(" ", 2)
+            found[int(seed)] = json.loads(said)
+    return found
+
+
+def shrink(bench: Bench, spec: Spec, kind: str) -> tuple[Spec, Verdict]:
+    """Return the smallest program that is found to have a fault of the same kind, and its verdict."""
+    (verdict,) = bench.run({0: spec}).values()
+    while verdict.kind == kind:
+        others = {settled(other, bench.backend): None for other in simpler(spec)}
+        smaller = sorted((other for other in others if size(other) < size(spec)), key=size)
+        verdicts = bench.run(dict(enumerate(smaller[:60])))
+        failing = [i for i, other in verdicts.items() if other.kind == kind]
+        if not failing:
+            break
+        spec, verdict = smaller[failing[0]], verdicts[failing[0]]
+    return spec, verdict
+
+
+def confirmed(bench: Bench, faults: Mapping[int, Spec]) -> Iterator[tuple[int, Verdict]]:
+    """Run each program in jobs of its own: a shuffle depends on how many calls a process has made before."""
+    for seed, spec in faults.items():
+        yield from bench.run({seed: spec}).items()
+
+
+def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collections.Counter[str]:
+    """Run the programs of seeds, print each fault; return how many there were of each kind."""
+    counts: collections.Counter[str] = collections.Counter()
+    messages: collections.Counter[str] = collections.Counter()
+    specs = {seed: settled(draw(seed), bench.backend) for seed in seeds}
+    known = {seed: fault for seed, spec in specs.items() if (fault := known_fault(spec, bench.backend))}
+    counts["known"] = len(known)
+    left = [seed for seed in seeds if seed not in known]
+    for start in range(0, len(left), CHUNK):
+        begun = time.monotonic()
+        verdicts = bench.run({seed: specs[seed] for seed in left[start : start + CHUNK]})
+        faults = {seed: specs[seed] for seed, verdict in verdicts.items() if verdict.is_fault}
+        for seed, alone in confirmed(bench, faults):
+            if not alone.is_fault:
+                verdicts[seed] = Verdict("follows", verdicts[seed].says)
+        counts.update(verdict.kind for verdict in verdicts.values())
+        messages.update(
+            f"{verdict.kind}: {verdict.says[:160]}"
+            for verdict in verdicts.values()
+            if verdict.kind in QUOTED and verdict.says
+        )
+        seconds = time.monotonic() - begun
+        print(
+            f"{bench.backend} seeds {min(verdicts)} to {max(verdicts)}: {dict(counts)}, {seconds:.0f} s",
+            flush=True,
+        )
+        for seed, verdict in verdicts.items():
+            if verdict.is_fault:
+                report(bench, seed, specs[seed], verdict, shrinks=shrinks)
+    for message, number in messages.most_common():
+        print(f"{number:5} {message}", flush=True)
+    return counts
+
+
+QUOTED = ("same", "refused", "invalid", "follows")
+
+
+def report(bench: Bench, seed: int, spec: Spec, verdict: Verdict, *, shrinks: bool) -> None:
+    """Print a fault, and the smallest program that has it."""
+    print(f"{bench.backend} seed {seed} {verdict.kind}: {verdict.says}", flush=True)
+    if shrinks:
+        spec, verdict = shrink(bench, spec, verdict.kind)
+        print(f"smallest: {verdict.kind}: {verdict.says}\n{spec}\n{text(spec, bench.backend)}", flush=True)
+
+
+def main() -> int:
+    """Run what the command line asks for; return 1 if there was a fault."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backend", default="jax", choices=["jax", "tensorflow", "torch"])
+    parser.add_argument("--seeds", default="0:40", help="FIRST:STOP, or one")
+    parser.add_argument("--show", action="store_true", help="print the programs, run nothing")
+    parser.add_argument("--quick", action="store_true", help="XLA compiles without optimizing")
+    parser.add_argument("--no-shrink", action="store_true", help="print faults as they were found")
+    options = parser.parse_args()
+    first, _, stop = options.seeds.partition(":")
+    seeds = range(int(first), int(stop or int(first) + 1))
+    if options.show:
+        for seed in seeds:
+            spec = settled(draw(seed), options.backend)
+            print(f"# seed {seed}: {spec}", f"# inexact: {inexact(spec, options.backend)}", sep="\n")
+            print(text(spec, options.backend))
+        return 0
+    with tempfile.TemporaryDirectory(prefix="lockstep-fuzz-") as name:
+        counts = fuzz(Bench(options.backend, Path(name), options.quick), seeds, shrinks=not options.no_shrink)
+    faults = sum(number for kind, number in counts.items() if Verdict(kind).is_fault)
+    print(f"programs {len(seeds)} faults {faults}")
+    return int(faults > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

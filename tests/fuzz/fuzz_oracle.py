@@ -1,0 +1,101 @@
+"""What is right and what is a fault, from what the runs of a program have left."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+Line = Mapping[str, Any]
+"""What a worker says of a program: {"found": digests by name}, {"refused": ...} or {"error": ...}."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a program.
+
+    Attributes:
+        kind: "same" (equal bits for every W), "true" (and what plain Keras computes), "refused" by name,
+            "invalid" (Keras fails too), "follows" (a fault that the program does not have alone), or a fault:
+            "lost" (a worker said nothing), "differs" (for another W), "wrong" (plain Keras computes something
+            else), "fails" (not by name).
+        says: what differs, or the message.
+    """
+
+    kind: str
+    says: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether Lockstep has a fault."""
+        return self.kind in ("lost", "differs", "wrong", "fails")
+
+
+def judge(
+    runs: Mapping[str, Sequence[Line | None]],
+    plain: Line | None,
+    arrays: tuple[Path, Path] | None,
+    tolerance: float,
+) -> Verdict:
+    """Say what came of a program.
+
+    Args:
+        runs: by the name of a run ("W = 1"), each worker's line; None where there is none.
+        plain: the line of plain Keras.
+        arrays: files with those of Lockstep and of plain Keras, if they must agree.
+        tolerance: how far they may be apart, relative in norm.
+    """
+    lines = [(f"{run}, worker {i}", line) for run, each in runs.items() for i, line in enumerate(each)]
+    for where, line in lines:
+        if line is None:
+            return Verdict("lost", f"{where} said nothing")
+    if all(line and "error" in line for line in (plain, *(line for _, line in lines))):
+        # What Keras says may name shapes, which depend on the replica.
+        assert plain is not None
+        return Verdict("invalid", f"{plain['error']}: {plain['says']}")
+    where, first = lines[0]
+    for other, line in lines[1:]:
+        if line != first:
+            return Verdict("differs", f"{where}: {_brief(first, line)}; {other}: {_brief(line, first)}")
+    assert first is not None
+    if "refused" in first:
+        return Verdict("refused", f"{first['refused']}: {first['says']}")
+    if "error" in first:
+        return Verdict("fails", f"{first['error']}: {first['says']}")
+    if plain is None or "found" not in plain:
+        return Verdict("same", "" if plain is None else f"plain Keras: {plain.get('says')}")
+    if arrays is None:
+        return Verdict("same")
+    wrong = _distance(np.load(arrays[0]), np.load(arrays[1]), tolerance)
+    return Verdict("wrong", wrong) if wrong else Verdict("true")
+
+
+def _brief(line: Line | None, other: Line | None) -> str:
+    if line is None or "found" not in line:
+        return str(dict(line or {}))[:600]
+    theirs = (other or {}).get("found", {})
+    return "found " + ", ".join(
+        f"{name} {digest[:12]}" for name, digest in line["found"].items() if theirs.get(name) != digest
+    )
+
+
+def _distance(ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float) -> str:
+    """Describe where arrays are further apart than `tolerance`; "" if nowhere."""
+    if set(ours) != set(theirs):
+        return f"only one has {sorted(set(ours) ^ set(theirs))}"
+    far = []
+    for name in ours:
+        one, other = (np.asarray(arrays[name], dtype="float64") for arrays in (ours, theirs))
+        if one.shape != other.shape:
+            far.append(f"{name}: shapes {one.shape} and {other.shape}")
+            continue
+        broken = np.isfinite(one) != np.isfinite(other)
+        if broken.any():
+            far.append(f"{name}: {one.ravel()[:4]} and {other.ravel()[:4]}")
+            continue
+        finite = np.isfinite(one)
+        apart, scale = np.linalg.norm((one - other)[finite]), np.linalg.norm(other[finite])
+        if apart > tolerance * scale + 1e-5 * tolerance / 3e-4:
+            far.append(f"{name}: {apart / (scale or 1):.1e} apart, {one.ravel()[:4]} and {other.ravel()[:4]}")
+    return "; ".join(far)

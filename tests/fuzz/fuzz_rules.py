@@ -1,0 +1,178 @@
+"""What holds of a program: what is valid on a backend, what is known to fail, what one process computes too."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fuzz_specs import Call, Loop, Output, Spec, Training
+
+
+def _has_empty_replicas(spec: Spec, backend: str) -> bool:
+    return isinstance(spec, Loop) and (
+        0 < spec.count % spec.batch < 3 or (spec.source == "function" and spec.count == 13)
+    )
+
+
+def _forgets_weights(spec: Spec, backend: str) -> bool:
+    if not isinstance(spec, Training) or not any(
+        o.reduction == "mean_with_sample_weight" for o in spec.outputs
+    ):
+        return False
+    return (
+        len(
+            {
+                call.weights or call.class_weight
+                for call in spec.calls
+                if "fit" in call.kind or "batch" in call.kind
+            }
+        )
+        > 1
+    )
+
+
+KNOWN: dict[str, Callable[[Spec, str], bool]] = {
+    "replicas without examples in strategy.run": _has_empty_replicas,
+    "gradients through all_reduce": lambda spec, backend: isinstance(spec, Loop) and spec.through,
+    "mean_with_sample_weight without weights after a call with them": _forgets_weights,
+}
+"""Faults that are known and not mended yet, and which programs have them. Such programs are not run."""
+
+
+def settled(spec: Spec, backend: str) -> Spec:
+    """Return the program as it can be written for `backend`: what Keras itself refuses is left out."""
+    return _settled_loop(spec, backend) if isinstance(spec, Loop) else _settled_training(spec, backend)
+
+
+def known_fault(spec: Spec, backend: str) -> str | None:
+    """Return the name of a known fault that a settled program has."""
+    return next((name for name, has in KNOWN.items() if has(spec, backend)), None)
+
+
+def inexact(spec: Spec, backend: str) -> str | None:
+    """Return why one process need not compute the same as replicas; None if it must, up to rounding."""
+    return _inexact_loop(spec, backend) if isinstance(spec, Loop) else _inexact_training(spec, backend)
+
+
+def tolerance(spec: Spec) -> float:
+    """Return how far from plain Keras an exact program may be, relative in norm."""
+    return 0.1 if isinstance(spec, Training) and spec.policy else 3e-4
+
+
+def _settled_training(spec: Training, backend: str) -> Training:
+    sequences = spec.data in ("words", "series") and not spec.pool
+    if spec.data in ("table", "image") and (sequences or (spec.data == "image") != bool(spec.pool)):
+        spec = replace(spec, pool="layers.Flatten()" if spec.data == "image" else "")
+    if spec.data == "table":
+        spec = replace(spec, front=(), pool="", masked=False)
+    if spec.data == "image":
+        spec = replace(spec, masked=False)
+    if spec.data != "table":
+        spec = replace(spec, inputs=1)
+    if sequences:
+        spec = replace(spec, back=(), outputs=spec.outputs[:1])
+    if spec.style in ("sequential", "lazy") and (spec.inputs > 1 or len(spec.outputs) > 1 or spec.step):
+        spec = replace(spec, style="functional")
+    if backend == "torch":
+        spec = replace(spec, compiling=tuple(o for o in spec.compiling if "run_eagerly" in o))
+    if backend == "jax" and spec.step in ("own", "two"):
+        # There Keras lets only its own steps update metrics within the loss and the layers.
+        back = tuple(layer for layer in spec.back if layer != "Metered()")
+        front = tuple(layer for layer in spec.front if layer != "Metered()")
+        spec = replace(spec, back=back, front=front, outputs=spec.outputs[:1])
+    outputs = tuple(_settled_output(output, sequences) for output in spec.outputs)
+    names = [option.split("=")[0] for option in spec.options]
+    options = spec.options
+    if "nesterov" in names and "momentum" not in names:
+        options = tuple(option for option in options if "nesterov" not in option)
+    if spec.policy == "mixed_float16":
+        options = tuple(option for option in options if "loss_scale" not in option)
+    spec = replace(spec, outputs=outputs, options=options)
+    return replace(spec, calls=tuple(_settled_call(call, spec, backend) for call in spec.calls))
+
+
+def _settled_output(output: Output, sequences: bool) -> Output:
+    def kept(metrics: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(metric for metric in metrics if not (sequences and "R2Score" in metric))
+
+    return replace(output, metrics=kept(output.metrics), weighted=kept(output.weighted))
+
+
+def _settled_call(call: Call, spec: Training, backend: str) -> Call:
+    if call.kind not in ("fit", "evaluate", "predict"):
+        call = replace(Call(call.kind), weights=call.weights and call.kind.endswith("on_batch"))
+    single = spec.inputs == len(spec.outputs) == 1
+    if call.source == "loader" and (backend != "torch" or not single or spec.data == "words"):
+        call = replace(call, source="pydataset")
+    if call.source == "strategy" and (backend != "tensorflow" or call.kind != "fit"):
+        call = replace(call, source="arrays")
+    if call.source in ("generator", "strategy") and call.kind == "fit":
+        # Without an end: its length is not known.
+        call = replace(call, steps=call.steps or 2, shuffle=False)
+    if call.source in ("tf", "loader", "generator"):
+        call = replace(call, shuffle=False)
+    if call.source == "strategy":
+        call = replace(call, class_weight=False)
+    if call.validation == "split" and call.source != "arrays":
+        call = replace(call, validation="data")
+    if spec.outputs[0].task not in ("classes", "binary") or len(spec.outputs) > 1 or call.weights:
+        call = replace(call, class_weight=False)
+    scheduled = any("schedules" in option for option in spec.options)
+    callbacks = tuple(
+        callback
+        for callback in call.callbacks
+        if not (scheduled and any(name in callback for name in ("Rate", "LROn", "Shrinks")))
+        and not ("Swap" in callback and not any("use_ema" in option for option in spec.options))
+    )
+    if scheduled and call.kind == "rate":
+        call = replace(call, kind="reset")
+    return replace(call, callbacks=callbacks)
+
+
+def _settled_loop(spec: Loop, backend: str) -> Loop:
+    if backend != "tensorflow":
+        spec = replace(spec, graph=False, loss="sum" if spec.loss == "average" else spec.loss)
+    if backend == "tensorflow" and spec.source == "list":
+        spec = replace(spec, source="tf")
+    if not spec.trains:
+        spec = replace(spec, outside=False, second=False)
+    if spec.outside:
+        spec = replace(spec, second=False)
+    return spec
+
+
+def _random(pieces: tuple[str, ...]) -> str | None:
+    marks = ("Dropout", "dropout", "Noise", "RandomFlip", "Moving", "Summed", "BatchNormalization()")
+    return next((piece for piece in pieces if any(mark in piece for mark in marks)), None)
+
+
+def _inexact_training(spec: Training, backend: str) -> str | None:
+    layers = (*spec.front, spec.pool, *spec.back)
+    if layer := _random(layers):
+        return f"{layer} is per replica"
+    if any(call.shuffle for call in spec.calls):
+        return "Keras shuffles otherwise"
+    if spec.optimizer in ("Lion", "Adafactor"):
+        return f"{spec.optimizer} makes much of rounding"
+    if any(output.loss == "Dice" for output in spec.outputs):
+        return "Dice compares the examples of a batch"
+    weighted = any(output.reduction == "mean_with_sample_weight" for output in spec.outputs)
+    if (spec.masked or weighted) and len(spec.outputs) > 1:
+        return "several denominators"
+    added = any(name in layer for layer in layers for name in ("Spread", "activity", "Activity"))
+    if (spec.masked or weighted) and added:
+        return "losses of layers have another denominator"
+    clips = any("clip" in option for option in spec.options)
+    if backend == "tensorflow" and spec.data == "words" and (spec.optimizer != "SGD" or clips):
+        return "TensorFlow squares the occurrences of a word one by one"
+    return None
+
+
+def _inexact_loop(spec: Loop, backend: str) -> str | None:
+    if layer := _random(spec.layers):
+        return f"{layer} is per replica"
+    if spec.optimizer in ("Lion", "Adafactor"):
+        return f"{spec.optimizer} makes much of rounding"
+    if spec.loss == "keras" and (spec.count % spec.batch or spec.batch % 3):
+        return "means of replicas with different numbers of examples"
+    if spec.through and backend != "tensorflow":
+        return "no plain computation has gradients of what replicas tell each other"
+    return None

@@ -1,0 +1,100 @@
+"""Runs the programs of a folder, one after the other, and prints what came of each: a line of JSON.
+
+    fuzz_worker.py [--plain] [--save FOLDER] [--first NUMBER] PROGRAMS
+
+A program that raises is over on every worker. One after which workers may be out of step ends the process.
+With --save, the chief leaves the arrays in a folder.
+"""
+
+import argparse
+import gc
+import hashlib
+import json
+import random
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep import job
+from lockstep.errors import LockstepError, PeerError
+
+BACKEND = keras.backend.backend()
+
+
+def main() -> None:
+    """Run the programs that the command line asks for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--plain", action="store_true")
+    parser.add_argument("--save", type=Path)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("programs", type=Path)
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if options.plain and BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        # For TensorFlow's own strategy.
+        (cpu,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 3)
+    for path in sorted(options.programs.glob("*.py")):
+        if int(path.stem) >= options.first:
+            line, out_of_step = run(path, options.save)
+            print("program", path.stem, json.dumps(line), flush=True)
+            if out_of_step:
+                sys.exit(3)
+
+
+def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:
+    """Run one program; return what came of it, and whether workers may be out of step now."""
+    begin()
+    try:
+        names = runpy.run_path(str(path), run_name="program")
+        parts = {name: leaves(value) for name, value in names["found"].items()}
+    except LockstepError as error:
+        return {"refused": type(error).__name__, "says": str(error)}, isinstance(error, PeerError)
+    except Exception as error:
+        return {"error": type(error).__name__, "says": str(error)[-1500:]}, False
+    if save and job.current().is_chief:
+        arrays = {f"{name}/{i}": leaf for name, found in parts.items() for i, leaf in enumerate(found)}
+        np.savez(save / f"{path.stem}.npz", **arrays)
+    return {"found": {name: hashed(found) for name, found in parts.items()}}, False
+
+
+def begin() -> None:
+    """Make every program begin alike, whatever there was before."""
+    gc.collect()
+    keras.utils.clear_session()
+    keras.config.set_dtype_policy("float32")
+    random.seed(1)
+    np.random.seed(1)
+    if BACKEND == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.run_functions_eagerly(False)
+    if BACKEND == "torch":
+        import torch
+
+        torch.manual_seed(1)
+
+
+def leaves(value: Any) -> list[np.ndarray]:
+    """Return the arrays and numbers of a nest."""
+    return [np.asarray(keras.ops.convert_to_numpy(leaf)) for leaf in keras.tree.flatten(value)]
+
+
+def hashed(arrays: list[np.ndarray]) -> str:
+    """Return the SHA-256 digest of arrays, shapes and dtypes included."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(f"{array.dtype} {array.shape} ".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    main()

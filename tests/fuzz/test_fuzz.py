@@ -1,0 +1,116 @@
+"""Random programs, and whether the fuzzer would see a fault."""
+
+import ast
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fuzz_oracle import Verdict, judge
+from fuzz_rules import inexact, known_fault, settled
+from fuzz_specs import Loop, Output, Spec, Training, draw, simpler, size
+from fuzz_text import text
+
+from fuzz import Bench, shrink
+
+ALL = ["jax", "tensorflow", "torch"]
+ASKED = os.environ.get("BACKENDS", "")
+INSTALLED = ALL if find_spec("torch") else ALL[:2]
+BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
+PROGRAMS = 40
+WRONG = Loop(loss="replica")
+"""Adds up gradients of losses that are means over a replica's own rows."""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_random_programs(backend: str, tmp_path: Path) -> None:
+    drawn = {seed: settled(draw(seed), backend) for seed in range(2 * PROGRAMS)}
+    programs = [(seed, spec) for seed, spec in drawn.items() if not known_fault(spec, backend)][:PROGRAMS]
+    bench = Bench(backend, tmp_path, quick=True)
+    verdicts = bench.run({**dict(programs), 10**6: settled(WRONG, backend)})
+    assert verdicts.pop(10**6).kind == "wrong"
+    faults = [
+        f"--backend {backend} --seeds {seed}: {verdict}"
+        for seed, verdict in verdicts.items()
+        if verdict.is_fault
+    ]
+    assert not faults, "python tests/fuzz/fuzz.py " + "\n".join(faults)
+    kinds = [verdict.kind for verdict in verdicts.values()]
+    assert len(kinds) == PROGRAMS
+    assert kinds.count("true") > PROGRAMS // 5
+    assert kinds.count("invalid") + kinds.count("refused") < PROGRAMS // 2
+
+
+@pytest.mark.parametrize("backend", ALL)
+def test_a_seed_is_a_program(backend: str) -> None:
+    for seed in range(200):
+        spec = settled(draw(seed), backend)
+        assert spec == settled(draw(seed), backend) == settled(spec, backend)
+        for plain in (False, True):
+            ast.parse(text(spec, backend, plain=plain))
+
+
+def test_what_is_simpler_ends_at_the_simplest() -> None:
+    for seed in range(50):
+        spec: Spec = draw(seed)
+        while smaller := [other for other in simpler(spec) if size(other) < size(spec)]:
+            spec = smaller[-1]
+        assert (
+            spec in (replace(Training(), calls=spec.calls), Loop())
+            if isinstance(spec, Training)
+            else spec == Loop()
+        )
+
+
+class Pretended(Bench):
+    """Finds a fault in every program that has a sum for a loss."""
+
+    def run(self, specs: Mapping[int, Spec]) -> dict[int, Verdict]:
+        def verdict(spec: Spec) -> Verdict:
+            assert isinstance(spec, Training)
+            return Verdict("wrong" if any(output.reduction == "sum" for output in spec.outputs) else "true")
+
+        return {number: verdict(spec) for number, spec in specs.items()}
+
+
+def test_a_fault_is_made_smaller(tmp_path: Path) -> None:
+    given = next(
+        spec
+        for spec in (settled(draw(seed), "jax") for seed in range(1000))
+        if isinstance(spec, Training) and len(spec.outputs) > 2 and spec.outputs[1].reduction == "sum"
+    )
+    found, verdict = shrink(Pretended("jax", tmp_path), given, "wrong")
+    assert found == Training(outputs=(Output(reduction="sum"),))
+    assert verdict.kind == "wrong"
+
+
+def test_what_counts_as_a_fault(tmp_path: Path) -> None:
+    files = []
+    for name, value in (("one", 1.0), ("near", 1.00001), ("far", 1.01)):
+        files.append(tmp_path / f"{name}.npz")
+        np.savez(files[-1], weights=np.full(3, value))
+    one, near, far = files
+    found, other = {"found": {"weights": "a"}}, {"found": {"weights": "b"}}
+    refused, fails = {"refused": "ModelError", "says": "no"}, {"error": "TypeError", "says": "no"}
+
+    def kind(lines: list[object], plain: object = found, arrays: tuple[Path, Path] | None = None) -> str:
+        return judge({"W = 1": lines[:1], "W = 2": lines[1:]}, plain, arrays, 1e-4).kind  # type: ignore[arg-type]
+
+    assert kind([found, found, found]) == "same"
+    assert kind([found, found, found], arrays=(one, near)) == "true"
+    assert kind([found, found, found], arrays=(one, far)) == "wrong"
+    assert kind([found, found, other]) == "differs"
+    assert kind([found, refused, refused]) == "differs"
+    assert kind([refused, refused, refused]) == "refused"
+    assert kind([fails, fails, fails], fails) == "invalid"
+    assert kind([fails, fails, fails]) == "fails"
+    assert kind([found, None, found]) == "lost"
+
+
+def test_a_good_part_of_the_programs_has_a_truth() -> None:
+    for backend in ALL:
+        exact = [inexact(settled(draw(seed), backend), backend) is None for seed in range(500)]
+        assert sum(exact) > 150
