@@ -1,5 +1,6 @@
 """The command `lockstep run`. No logic: it parses, composes and calls."""
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -17,7 +18,7 @@ from lockstep.control.backend import BACKENDS, choose_backend, require_tensorflo
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.limits import check_limits
 from lockstep.control.run_folder import claim_folder, fresh_folder, gone_if_refused
-from lockstep.control.script import Script
+from lockstep.control.script import Script, refuse_undecodable
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.errors import ConfigError
 from lockstep.paths import RunPaths
@@ -172,8 +173,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
-    _refuse_undecodable(script, options)
     script.check()
+    refuse_undecodable(options["run_dir"], options["checkpoint"])
     folder = options["checkpoint"]
     # What is there must not change while it is read; what is refused leaves nothing behind.
     existed = folder is not None and folder.exists()
@@ -186,26 +187,16 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         with gone_if_refused(options["run_dir"]):
             spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
             claim_folder(spec.run_dir)
-    click.echo(f"lockstep: {spec.describe()}", err=True)
+    _say(spec.describe())
     for variable in switched_off() if spec.devices else ():
-        click.echo(
-            f"lockstep: {variable} switches deterministic operations off: equal bits are no longer promised",
-            err=True,
-        )
+        _say(f"{variable} switches deterministic operations off: equal bits are no longer promised")
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command)))
 
 
-def _refuse_undecodable(script: Script, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for names that are not UTF-8: events and checkpoints are."""
-    try:
-        places = (Path.cwd(), script.folder, options["run_dir"], options["checkpoint"])
-    except FileNotFoundError:
-        raise ConfigError("this folder has been deleted; change to another one") from None
-    for text in (script.target, *script.arguments, *places):
-        try:
-            os.fspath(text or "").encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{os.fsencode(text)!r} is not UTF-8, as names and arguments must be") from None
+def _say(text: str) -> None:
+    # What is shown to a person is never worth a training.
+    with contextlib.suppress(OSError):
+        click.echo(f"lockstep: {text}", err=True)
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:
@@ -278,7 +269,7 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    found = newest(folder, lambda text: click.echo(f"lockstep: {text}", err=True))
+    found = newest(folder, _say)
     resume, past = found or (None, {})
     if resume is not None:
         refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
@@ -291,7 +282,7 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
 
     refuse_another_backend(resume, past, backend)
     if note := note_on_versions(resume, past):
-        click.echo(f"lockstep: {note}", err=True)
+        _say(note)
 
 
 def _be_agent(spec: JobSpec, command: socket.socket) -> int:
