@@ -24,7 +24,7 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall))
     try:
         with gone_if_refused(base):
-            base.mkdir(parents=True, exist_ok=True)
+            base.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
             for number in itertools.count(1):
                 folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
                 with contextlib.suppress(FileExistsError):
