@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lockstep import compiled
 from lockstep.compiled import CompiledFiles, processor
 from lockstep.errors import UnfitError
 
@@ -72,6 +74,21 @@ def test_links_are_not_followed(files: CompiledFiles, tmp_path: Path) -> None:
     (tmp_path / "linked").symlink_to("cache")
     with pytest.raises(OSError, match="Not a directory"):
         CompiledFiles.open(tmp_path / "linked")
+
+
+def test_that_nothing_is_kept_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = SimpleNamespace(jax_compilation_cache_dir=None, jax_enable_compilation_cache=True)
+    seam, name = compiled._SEAM
+    monkeypatch.setitem(sys.modules, seam, SimpleNamespace(**{name: print}))
+    tmp_path.chmod(0o777)
+    compiled._keep(tmp_path / "cache", SimpleNamespace(config=config))  # type: ignore[arg-type]
+    expected = (
+        f"lockstep: what JAX compiles is not kept: others may write to {tmp_path}; run chmod go-w on it"
+    )
+    assert capsys.readouterr().err.startswith(expected)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_there_are_no_locks_everybody_makes_what_is_missing(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -294,8 +295,17 @@ def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder in which Lockstep may keep, for this user, what can be made again."""
-    base = environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "/")) / ".cache"
-    return Path(base) / "lockstep"
+    if base := environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "lockstep"
+    return Path(environ.get("HOME") or _home_of_user()) / ".cache" / "lockstep"
+
+
+def _home_of_user() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_dir
+    except KeyError:
+        # Containers have users of whom nothing is known.
+        return "/nonexistent"
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -85,19 +85,21 @@ def launch(
     }
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     given += ["--accept-changes"] if accept_changes else []
+    if wrong := [option for option in (*given, f"--run-dir={run_dir}") if "\0" in option]:
+        raise ConfigError(f"lockstep.launch, {wrong[0]!r}: it has a null character")
     with contextlib.ExitStack() as closing:
         errand = pack(function, args, kwargs or {})
         closing.callback(os.close, errand)
         box = ResultBox.create()
         closing.callback(box.close)
-        if run_dir is None:
+        own = run_dir
+        if own is None:
             name = str(getattr(function, "__name__", "function")).strip("<>")
-            folder = fresh_folder(Path("runs"), name, time.time())
-            closing.callback(_remove_where_empty, folder)
-        else:
-            folder = Path(run_dir)
+            own = fresh_folder(Path("runs"), name, time.time())
+            closing.callback(_remove_where_empty, own)
+        folder = Path(own)
         history = _History(RunPaths(folder).events)
-        status = _run(errand, box, [*given, f"--run-dir={folder}"])
+        status = _run(errand, box, [*given, f"--run-dir={os.fspath(own)}"])
         giver, result = box.take()
     if giver is Giver.COMMAND:
         raise result

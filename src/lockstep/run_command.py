@@ -35,7 +35,7 @@ from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.foresight import setting_of
 from lockstep.control.limits import check_limits
 from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder, gone_if_refused
-from lockstep.control.script import Script
+from lockstep.control.script import Script, refuse_undecodable
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.control.state import GRACE
 from lockstep.errors import ConfigError
@@ -205,8 +205,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
-    _refuse_undecodable(script, options)
     script.check()
+    refuse_undecodable(options["run_dir"], options["checkpoint"])
     folder = options["checkpoint"]
     # What is there must not change while it is read; what is refused leaves nothing behind.
     existed = folder is not None and folder.exists()
@@ -224,19 +224,6 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} switches deterministic operations off: equal bits are no longer promised")
     sys.exit(run_under_agent(lambda command: _be_agent(spec, command), spec.grace))
-
-
-def _refuse_undecodable(script: Script, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for names that are not UTF-8: events and checkpoints are."""
-    try:
-        places = (Path.cwd(), script.folder, options["run_dir"], options["checkpoint"])
-    except FileNotFoundError:
-        raise ConfigError("this folder has been deleted; change to another one") from None
-    for text in (script.target, *script.arguments, *places):
-        try:
-            os.fspath(text or "").encode()
-        except UnicodeEncodeError:
-            raise ConfigError(f"{os.fsencode(text)!r} is not UTF-8, as names and arguments must be") from None
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:

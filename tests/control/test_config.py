@@ -9,6 +9,7 @@ import pytest
 
 from lockstep.config import (
     WorkerConfig,
+    cache_folder,
     environment_at_start,
     forget_worker,
     read_worker,
@@ -201,3 +202,13 @@ def test_visible_gpus(listed: str | None, gpus: tuple[str, ...], tmp_path: Path)
 
 def test_no_driver_no_gpu(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path / "nix") == ()
+
+
+def test_the_cache_of_a_user_without_a_home_is_not_at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/a", "HOME": "/b"}) == Path("/a/lockstep")
+    assert cache_folder({"HOME": "/b"}) == Path("/b/.cache/lockstep")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert cache_folder({}) == Path("~root/.cache/lockstep").expanduser()
+    # No system has a name for that one.
+    monkeypatch.setattr(os, "geteuid", lambda: 2**31 - 7)
+    assert cache_folder({}) == Path("/nonexistent/.cache/lockstep")

@@ -1,5 +1,6 @@
 """The run's folder: names, locks, events, stacks."""
 
+import errno
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,22 @@ def test_fresh_folders_are_unique(tmp_path: Path) -> None:
     names = [folder.name for folder in folders]
     assert re.fullmatch(r"train-19(69|70)\d{4}-\d{6}", names[0])
     assert names[1:] == [f"{names[0]}-2", f"{names[0]}-3"]
+
+
+def test_a_disk_without_room_for_a_folder_is_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.mkdir
+
+    def mkdir(path: Path, *arguments: Any) -> None:
+        if Path(path).name.startswith("train"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(path, *arguments)
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    with pytest.raises(ConfigError, match="No space left on device; give another --run-dir"):
+        fresh_folder(tmp_path / "runs", "train", 0.0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:

@@ -204,11 +204,14 @@ class TestRefusals:
             ({"every": 0}, "Checkpoint, every=0: give a number of steps, or a time such as 30s, 10m or 1h"),
             ({"every": "often"}, "Checkpoint, every=often: give"),
             ({"keep": 0}, "Checkpoint, keep=0: give a whole number, 1 or more"),
+            ({"folder": ""}, "Checkpoint, folder='': give the path of a folder"),
+            ({"folder": "\udcff\0"}, r"Checkpoint, folder='\\udcff\\x00': give the path"),
+            ({"folder": 5}, "Checkpoint, folder=5: give the path of a folder"),
         ],
     )
     def test_options(self, asking: Any, tmp_path: Path, options: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
-            asking(tmp_path, **options)
+            asking(**{"folder": tmp_path} | options)
 
     def test_the_folder_of_another_job(self, asking: Any, tmp_path: Path) -> None:
         run = "import sys; from pathlib import Path; from lockstep.checkpoint.claim import Claim\n"

@@ -24,12 +24,13 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall))
     try:
-        base.mkdir(parents=True, exist_ok=True)
-        for number in itertools.count(1):
-            folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
-            with contextlib.suppress(FileExistsError):
-                folder.mkdir(FOLDER_MODE)
-                return folder
+        with gone_if_refused(base):
+            base.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+            for number in itertools.count(1):
+                folder = base / (f"{name}-{stamp}" + (f"-{number}" if number > 1 else ""))
+                with contextlib.suppress(FileExistsError):
+                    folder.mkdir(FOLDER_MODE)
+                    return folder
     except OSError as error:
         raise _unusable("the run's folder", base, "--run-dir", error) from None
     raise AssertionError("numbers have no end")

@@ -50,8 +50,12 @@ class Script:
         """See that it can be found, without running or importing anything.
 
         Raises:
-            ConfigError: it cannot.
+            ConfigError: it cannot, or it has names that cannot be told.
         """
+        try:
+            refuse_undecodable(self.target, *self.arguments, self.folder, Path.cwd())
+        except FileNotFoundError:
+            raise ConfigError("this folder has been deleted; change to another one") from None
         if self.module:
             find_module(self.target, [str(Path.cwd()), *sys.path])
         else:
@@ -108,6 +112,17 @@ class Script:
             importlib.import_module(spec.parent)
         code: CodeType = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
         return code
+
+
+def refuse_undecodable(*names: str | Path | None) -> None:
+    """Raise ConfigError for names that are not UTF-8, which messages, events and checkpoints are."""
+    for name in names:
+        try:
+            os.fspath(name or "").encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{os.fsencode(name or '')!r} is not UTF-8, as names and arguments must be"
+            ) from None
 
 
 def find_module(name: str, path: Sequence[str]) -> ModuleSpec:

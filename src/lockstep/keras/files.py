@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,17 +112,33 @@ def _locked(file: Path, path: str) -> Iterator[int]:
 
 
 def _write_whole(final: Path, write: Write) -> None:
-    # The end of the name tells Keras which format is meant.
-    temporary = final.with_name(f".{os.getpid()}-{final.name}")
     try:
-        write(str(temporary))
-        if final.is_dir() and temporary.is_dir():
-            shutil.rmtree(final)
-        temporary.replace(final)
+        with _beside(final) as temporary:
+            write(str(temporary))
+            if final.is_dir() and temporary.is_dir():
+                shutil.rmtree(final)
+            temporary.replace(final)
     except OSError as error:
         raise OSError(f"cannot write {final}: {error}") from error
+
+
+@contextmanager
+def _beside(final: Path) -> Iterator[Path]:
+    """Give a temporary path on the disk of `final`; what is there at the end of the block is removed.
+
+    The end of its name tells Keras which format is meant. It is in a folder of its own: where several users
+    can write, another one could have put a link under any name that can be guessed.
+    """
+    if final.parent.is_dir():
+        own = Path(tempfile.mkdtemp(prefix=".", dir=final.parent))
+        temporary = own / final.name
+    else:
+        # Some ways to save make the folders above.
+        own = temporary = final.with_name(f".{os.getpid()}-{final.name}")
+    try:
+        yield temporary
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
+        if own.is_dir():
+            shutil.rmtree(own)
         else:
-            temporary.unlink(missing_ok=True)
+            own.unlink(missing_ok=True)

@@ -65,8 +65,8 @@ def refuse_fixed_batches(model: Any) -> None:
             count, *shape = layer.batch_shape
             raise ModelError(
                 f"the input {layer.name!r} of the model has a fixed batch of {count} examples, which "
-                f"replicas share: give it shape={tuple(shape)} without a batch size, or train with one replica "
-                "(--replicas 1)"
+                f"replicas share: give it shape={tuple(shape)} without a batch size, or train with one "
+                "replica (--replicas 1)"
             )
 
 

@@ -12,6 +12,7 @@ import msgspec
 
 from lockstep.checkpoint.choice import job_facts, note_on_versions, parse_every, refuse_unlike
 from lockstep.checkpoint.claim import Claim
+from lockstep.checkpoint.dtypes import plain
 from lockstep.checkpoint.keeper import Every, Keeper, open_keeper
 from lockstep.checkpoint.leaving import end_at_a_step
 from lockstep.checkpoint.presence import announce
@@ -107,7 +108,7 @@ class Keeping:
                 one, or checkpoints are kept elsewhere.
             CheckpointError: on every worker: the checkpoint was kept from another call on.
         """
-        folder = Path(asked.folder).absolute()
+        folder = _folder(asked.folder)
         if folder == self._folder:
             return
         if self._folder is not None or self._job.keeper is not None:
@@ -208,6 +209,13 @@ def apart(callbacks: Any) -> tuple[Checkpoint | None, Any]:
     if listed:
         callbacks.callbacks[:] = rest
     return found[0], callbacks if listed else rest
+
+
+def _folder(folder: Any) -> Path:
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if isinstance(path, str) and path and "\0" not in path and plain(path):
+        return Path(path).absolute()
+    raise ConfigError(f"lockstep.callbacks.Checkpoint, folder={folder!r}: give the path of a folder")
 
 
 def _every(every: Any) -> Every:
