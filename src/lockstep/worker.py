@@ -149,9 +149,22 @@ def _fail(error: BaseException, client: Client) -> int:
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
     # The others hear of it first: whoever reads our output may take their time.
-    client.failed(status, summarize(error), text, isinstance(error, PeerLostError | PeerStuckError))
+    said = f"{summarize(error)}{_hint(error)}"
+    client.failed(status, said, text, isinstance(error, PeerLostError | PeerStuckError))
     sys.excepthook(type(error), error, error.__traceback__)
     return status
+
+
+def _hint(error: BaseException) -> str:
+    """Return what the person may not think of, to stand behind an error."""
+    from lockstep import job
+
+    if isinstance(error, FileExistsError) and (job.current().began_with or 1) > 1:
+        return (
+            "; every worker runs this line, and another one may have made it: give exist_ok=True, or let one "
+            "worker do it: if lockstep.is_chief()"
+        )
+    return ""
 
 
 def _own(error: BaseException) -> BaseException:

@@ -17,7 +17,10 @@ def test_all_go_on_where_the_chief_has_kept_a_checkpoint(desk: Any) -> None:
     chief, other = start(0), start(1)
     assert chief.status() == -signal.SIGKILL
     assert other.status() == 1
-    assert "nobody can join: start all workers again, to go on from the program's checkpoint" in other.text
+    last = other.text.splitlines()[-1]
+    assert "nobody can join: start the job again, to go on from the program's checkpoint" in last
+    assert last.endswith("; the job ends: start all workers again")
+    assert "and it joins" not in last
 
     again = [start(1), start(0)]
     shown = [terminal.end() for terminal in again]

@@ -145,7 +145,7 @@ def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
     for terminal in terminals:
         terminal.until("stays")
     terminals[0].stop()
-    terminals[1].until("lockstep: worker 0 has ended; the job ends")
+    terminals[1].until("lockstep: worker 0 has ended; the job ends: start all workers again")
 
 
 ONE_STAYS = """

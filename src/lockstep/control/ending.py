@@ -30,9 +30,11 @@ def end(state: State, verdict: Verdict, now: float) -> Decision:
     )
     if not state.running:
         return finish(state, verdict.message)
+    if not state.size.by_hand:
+        return Decision(state, (Abort(verdict.message),), verdict.message)
+    text = f"{verdict.message}; the job ends: start all workers again"
     # Who is told at the very end has no worker in its terminal any more.
-    told = (Notice(f"{verdict.message}; the job ends"),) if state.size.by_hand else ()
-    return Decision(state, (Abort(verdict.message), *told), verdict.message)
+    return Decision(state, (Abort(text), Notice(text)), verdict.message)
 
 
 def end_stuck(state: State, verdict: Verdict, now: float) -> Decision:

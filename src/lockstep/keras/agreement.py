@@ -1,5 +1,6 @@
 """Whether all workers are about to compute the same thing, and if not, who differs in what."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -35,7 +36,15 @@ _MODEL = (
     "the models differ: look for weights that come from an unseeded generator, from a file, or from code "
     "that depends on the worker"
 )
-_ADVICE = {"data": _DATA, "validation": _DATA, "variable": _MODEL}
+_SETTING = (
+    "the workers build different models: look for hyperparameters that come from an unseeded generator, or "
+    "from code that depends on the worker"
+)
+_OPTUNA = (
+    "; Optuna's samplers draw other trials in each worker, unless they have a seed, as in "
+    "optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))"
+)
+_ADVICE = {"data": _DATA, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}
 
 
 def agree(job: Job, what: str, facts: Facts) -> None:
@@ -88,9 +97,19 @@ def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> st
             if ours != theirs and _TAKEN not in (ours, theirs):
                 return (
                     f"worker {workers[0]} has {name} = {ours} where worker {worker} has {theirs}; "
-                    f"{_ADVICE.get(name.split(' ')[0], ADVICE_ON_CALLS)}"
+                    f"{_ADVICE.get(name.split(' ')[0], ADVICE_ON_CALLS)}{_suspect()}"
                 )
     return None
+
+
+def _suspect() -> str:
+    """Name a library that the program has imported and that is known to differ between workers."""
+    return _OPTUNA if "optuna" in sys.modules else ""
+
+
+def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:
+    """Describe each setting of a model, its optimizer and its loss in a fact of its own."""
+    return {f"setting {name}": text for name, text in settings.items()}
 
 
 def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str, Any]) -> dict[str, str]:

@@ -14,7 +14,7 @@ import keras
 from lockstep.data.batch import GlobalBatch
 from lockstep.errors import ScopeError
 from lockstep.job import Job
-from lockstep.keras.agreement import Facts, agree, chiefs_word, state_facts
+from lockstep.keras.agreement import Facts, agree, chiefs_word, setting_facts, state_facts
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.backends.steps import (
     refuse_fixed_batches,
@@ -35,6 +35,7 @@ from lockstep.keras.single import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.journal import Finished
 from lockstep.keras.state.keeping import Keeping, apart
+from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.keras.state.variables import model_state
 
@@ -339,8 +340,9 @@ class Loops:
         self._job.report("call", name=call.name)
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
+            settings = {**settings_of_call(model, (), first=False), **settings_of_model(model)}
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
-            agree(self._job, call.name, this | dict(facts()) | state)
+            agree(self._job, call.name, this | dict(facts()) | setting_facts(settings) | state)
 
     def _finish(self, result: Any, kept: Any = None) -> Any:
         """Note what a call that is in no other has returned."""

@@ -6,11 +6,12 @@ from typing import Any
 
 from lockstep.errors import InputError
 from lockstep.job import Job
-from lockstep.keras.agreement import CHECK_EVERY, agree, state_facts
+from lockstep.keras.agreement import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.functions.named_state import NamedState
 from lockstep.keras.state.keeping import Checkpoint, Keeping
+from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 
 
@@ -61,7 +62,8 @@ class Driving:
                     self._snapshots.restore(None, held)
                 else:
                     self._job.report("call", name=call.name)
-                    self._compare(f"the beginning of {call.name}", held)
+                    settings = setting_facts(settings_of_parts(held.parts))
+                    self._compare(f"the beginning of {call.name}", held, settings)
                 while call.steps < count:
                     yield call.steps
                     self._end_step(call, held)
@@ -101,6 +103,7 @@ class Driving:
             self._job.exchange(lambda _, communicator: communicator.barrier(what=self._calls.where()))
         self._snapshots.end_step(lambda whole: self._snapshots.take(whole, None, None, held))
 
-    def _compare(self, what: str, held: NamedState) -> None:
+    def _compare(self, what: str, held: NamedState, settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:
-            agree(self._job, what, state_facts(self._backend.concrete, held.named_state(None)))
+            state = state_facts(self._backend.concrete, held.named_state(None))
+            agree(self._job, what, {**(settings or {}), **state})

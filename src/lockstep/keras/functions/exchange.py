@@ -157,9 +157,11 @@ class RunExchange:
         try:
             return act(self._job.view, self._job.communicator)
         except PeerLostError as lost:
+            # What follows its first part speaks of a view that this loop does not come to.
+            who = str(lost).partition(";")[0]
             raise PeerLostError(
-                f"{lost}; this is a loop of the program's own, which nobody can join: start all workers "
-                "again, to go on from the program's checkpoint, or let strategy.steps drive the loop"
+                f"{who}; this is a loop of the program's own, which nobody can join: start the job again, to "
+                "go on from the program's checkpoint, or let strategy.steps drive the loop"
             ) from None
 
     def _compute(self, this: RunRound, compute: Compute, view: View) -> None:
