@@ -17,11 +17,12 @@ import numpy.typing as npt
 import xxhash
 
 from lockstep.collectives.contract import Communicator, Leaves, Span
-from lockstep.data.batch import GlobalBatch
+from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.job import Job
 from lockstep.keras.agreement import CHECK_EVERY, agree, gather, state_facts
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total
+from lockstep.keras.backends.steps import fixed_batches_explained
 from lockstep.keras.calls import Calls
 from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.topology import View
@@ -158,15 +159,19 @@ class Exchange:
         for replica in view.replicas_of(self._job.worker):
             share = this.batch.share(replica, view.replicas, seed)
             if share.examples and replica not in this.started:
-                this.started[replica] = self._program.compute(this.state, share, this.earlier)
+                this.started[replica] = self._computed(this, share)
         if len(self._layouts) == len(this.earlier):
             computed = next(iter(this.started.values()), None)
             if computed is None:
                 share = this.batch.share(0, view.replicas, seed)
-                computed = self._program.compute(this.state, share, this.earlier)
+                computed = self._computed(this, share)
             names = tuple(sorted(computed))
             zeros = tuple(np.zeros_like(self._backend.concrete(computed[name])) for name in names)
             self._layouts.append(Layout(names, zeros))
+
+    def _computed(self, this: Round, share: Share) -> Partial:
+        with fixed_batches_explained(self._model, share.examples):
+            return self._program.compute(this.state, share, this.earlier)
 
     def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
         """Compute and sum a round; the total is valid until the next reduce."""

@@ -17,8 +17,8 @@ from lockstep.job import Job
 from lockstep.keras.agreement import Facts, agree, chiefs_word, setting_facts, state_facts
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.backends.steps import (
-    refuse_fixed_batches,
     refuse_other_weights,
+    refuse_stateful_layers,
     refuse_synchronized_normalization,
 )
 from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
@@ -255,7 +255,7 @@ class Loops:
             refuse_other_weights(model, self._trained.get(model, model.trainable_variables))
         if getattr(model, attribute) is None or force:
             refuse_synchronized_normalization(model)
-            refuse_fixed_batches(model)
+            refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
             exchange = Exchange(self._job, self._backend, model, kind, self._calls, self._snapshots)
             take = exchange.predict if kind == "predict" else exchange.advance

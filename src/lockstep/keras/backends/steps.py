@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from lockstep.errors import ModelError
+from lockstep.errors import LockstepError, ModelError
 
 
 @contextmanager
@@ -51,23 +51,36 @@ def refuse_synchronized_normalization(model: Any) -> None:
             )
 
 
-def refuse_fixed_batches(model: Any) -> None:
-    """Raise ModelError for layers that know how many examples a batch has."""
-    layers = model._flatten_layers()
-    for layer in layers:
+def refuse_stateful_layers(model: Any) -> None:
+    """Raise ModelError for layers that keep a state for each example of a batch of fixed size."""
+    for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
             raise ModelError(
                 f"layer {layer.path!r} is stateful: it keeps a state for each example of a fixed batch, "
-                "which replicas share; give it stateful=False, or train with one replica (--replicas 1)"
+                "which replicas share out; give it stateful=False, or run with one replica (--replicas 1)"
             )
-    for layer in layers:
-        if isinstance(layer, keras.layers.InputLayer) and layer.batch_shape[0] is not None:
-            count, *shape = layer.batch_shape
-            raise ModelError(
-                f"the input {layer.name!r} of the model has a fixed batch of {count} examples, which "
-                f"replicas share: give it shape={tuple(shape)} without a batch size, or train with one "
-                "replica (--replicas 1)"
-            )
+
+
+@contextmanager
+def fixed_batches_explained(model: Any, examples: int) -> Iterator[None]:
+    """Within the block, which computes a replica of so many examples, a failure names a batch of fixed size.
+
+    An input may know the size of a batch without any harm, as Keras's own Sequential models do.
+    """
+    try:
+        yield
+    except LockstepError:
+        raise
+    except Exception as error:
+        for layer in model._flatten_layers():
+            fixed = layer.batch_shape[0] if isinstance(layer, keras.layers.InputLayer) else None
+            if fixed is not None and fixed != examples:
+                raise ModelError(
+                    f"the step of a replica, which has {examples} examples, failed: {error}. The input "
+                    f"{layer.name!r} of the model has a fixed batch of {fixed} examples, which replicas "
+                    "share out: give it a shape without a batch size, or run with one replica (--replicas 1)"
+                ) from error
+        raise
 
 
 def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:

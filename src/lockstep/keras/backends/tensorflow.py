@@ -271,10 +271,18 @@ class TensorFlowProgram(VariableState):
         return function
 
     def _trained(self) -> list[tf.Variable]:
-        """Return the weights and the optimizers' variables, which only updates may change."""
+        """Return the weights and the optimizers' variables, which only updates may change.
+
+        Weights that no update changes, such as a copy that follows others slowly, are layers' state. A graph
+        tells which they are; of a step that runs eagerly nobody knows it before.
+        """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]
-        return [variable.value for variable in [*self._model.trainable_variables, *variables]]
+        if self._kind == "train" and not self._eager:
+            weights = [variable for update in self._updates for variable in update.variables]
+        else:
+            weights = self._model.trainable_variables
+        return [variable.value for variable in [*weights, *variables]]
 
     def _updated(self, number: int) -> list[tf.Variable]:
         """Return what the updates of the rounds before round `number` change."""
