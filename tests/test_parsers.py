@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import click
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -15,12 +16,15 @@ from hypothesis import strategies as st
 from lockstep import config, program
 from lockstep.checkpoint.parcel import unpack_parcel
 from lockstep.cluster import hosts, tf_config
+from lockstep.cluster.slurm import SlurmClusterResolver
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.control import arrivals, birth, devices, foresight, jobs, messages, orders
+from lockstep.control.door import address
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.run_command import PARTS
 
-quick = settings(max_examples=80, deadline=None, derandomize=True, database=None)
+quick = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 words = st.text(max_size=6) | st.sampled_from(
     ["worker", "chief", "ps", "evaluator", "cluster", "task", "index", "type", "h:1", "host1:2222", "[::1]:3"]
 )
@@ -83,6 +87,7 @@ hosts_texts = (
     | st.sampled_from(["[0-9]" * 9, "[1-2]" * 2000, "[0-65535]" * 99, "[" * 5000, "n[1-3]," * 50_000 + "b"])
     | st.sampled_from(["1(x999999999)", "9" * 5000, "a" * 10**6, "a[0-99999999]"])
 )
+variable_texts = hosts_texts.filter(lambda text: "\0" not in text and text.isascii())
 sources = st.text() | st.lists(
     st.sampled_from(
         [
@@ -177,6 +182,31 @@ def ask_resolver(text: str) -> None:
                 continue
 
 
+def find_jobs(data: bytes, folder: Path) -> None:
+    # Listening sockets of the kind, with any names that the kernel takes.
+    lines = [line[:80] for line in data.split(b"\n")]
+    start = b"0000000000000000: 00000002 00000000 00010000 0005 01 1 @" + address("").removeprefix(b"\0")
+    (folder / "unix").write_bytes(b"\n".join([*lines, *(start + line for line in lines)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jobs, "_SOCKETS", folder / "unix")
+        found = jobs.running_jobs(0.01)
+    assert not found.running
+
+
+SLURM = ("PROCID", "NTASKS", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE", "NODELIST", "JOB_ID")
+
+
+def ask_slurm(given: dict[str, str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name in SLURM:
+            patch.delenv(f"SLURM_{name}", raising=False)
+        for name, value in given.items():
+            patch.setenv(f"SLURM_{name}", value)
+        resolver = SlurmClusterResolver()
+        resolver.cluster_spec()
+        resolver.get_task_info()
+
+
 lengths = st.integers(0, 2**64 - 1).map(lambda length: length.to_bytes(8, "little"))
 CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] = {
     "TF_CONFIG": (texts | clusters, tf_config.parse, (ConfigError,)),
@@ -195,6 +225,12 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "births": (packets, birth.decode_birth, (ValueError,)),
     "upbringings": (texts, birth.Upbringing.read, (ConfigError,)),
     "parcels": (packets | st.builds(bytes.__add__, lengths, packets), unpack, (CheckpointError,)),
+    "Slurm": (st.dictionaries(st.sampled_from(SLURM), variable_texts), ask_slurm, (ConfigError, ValueError)),
+    "numbers": (
+        st.text() | st.integers().map(str) | st.just("9" * 5000),
+        lambda text: PARTS.convert(text, None, None),
+        (click.BadParameter,),
+    ),
     "programs": (commands, program.parse, ()),
     "devices": (
         st.text() | st.text("0123+,-GPU") | st.just("9" * 5000),
@@ -217,9 +253,15 @@ def test_any_input_gives_a_value_or_the_error_that_is_documented(name: str) -> N
     check()
 
 
-@pytest.mark.parametrize(("strategy", "read"), [(packets, read_settings), (sources, foresee)])
+@pytest.mark.parametrize(
+    ("strategy", "read"), [(packets, read_settings), (sources, foresee), (packets, find_jobs)]
+)
 def test_files_of_any_content(strategy: Any, read: Callable[[Any, Path], None], tmp_path: Path) -> None:
     quick(given(strategy)(lambda value: read(value, tmp_path)))()
+
+
+def test_sockets_of_others_whose_names_are_no_text(tmp_path: Path) -> None:
+    find_jobs(b"\xff" * 80, tmp_path)
 
 
 def test_a_backend_in_keras_json_that_is_no_name(tmp_path: Path) -> None:

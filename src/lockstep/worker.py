@@ -42,7 +42,10 @@ def main(arguments: Sequence[str]) -> None:
     for descriptor in (config.control, config.pool, config.arena):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-    write_when_asked(RunPaths(config.run_dir).stack(config.worker))
+    try:
+        write_when_asked(RunPaths(config.run_dir).stack(config.worker))
+    except OSError as error:
+        print(f"lockstep: where this worker is stuck, if it is, cannot be shown: {error}", file=sys.stderr)
     client = Client(socket.socket(fileno=config.control))
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()

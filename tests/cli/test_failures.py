@@ -226,6 +226,14 @@ def test_a_file_of_events_that_is_no_file(lockstep: Any) -> None:
     assert not (lockstep.folder / "elsewhere").exists()
 
 
+def test_a_worker_whose_stack_cannot_be_written_trains(lockstep: Any) -> None:
+    (lockstep.folder / "run").mkdir()
+    os.mkfifo(lockstep.folder / "run" / "worker-0.stack")
+    done = lockstep.run("-n", "1", lockstep.script("print('ran')"))
+    assert (done.status, done.out) == (0, "ran\n")
+    assert "cannot be shown: [Errno 22] worker-0.stack is not a regular file" in done.err
+
+
 def test_what_is_refused_leaves_no_folder(lockstep: Any) -> None:
     command = [sys.executable, "-m", "lockstep", "run", lockstep.script("")]
     environment = {**os.environ, "KERAS_BACKEND": "theano"}

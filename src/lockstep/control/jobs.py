@@ -1,5 +1,6 @@
 """The jobs of this user that run on this machine: finding them, and sending them orders."""
 
+import contextlib
 import socket
 import time
 from collections.abc import Sequence
@@ -223,5 +224,7 @@ def _names() -> list[str]:
     for line in lines:
         fields = line.split(None, 7)
         if tuple(fields[3:5]) == _LISTENS and fields[-1].startswith(start):
-            names.add(fields[-1].removeprefix(start).decode(errors="replace"))
+            # Those of jobs are UTF-8.
+            with contextlib.suppress(UnicodeDecodeError):
+                names.add(fields[-1].removeprefix(start).decode())
     return sorted(name for name in names if name and name == plain(name))
