@@ -124,6 +124,19 @@ def test_a_step_and_its_checkpoint_have_the_time_of_the_grace(lockstep: Any, is_
     assert (lockstep.folder / "kept" / "step-000000000007").is_dir()
 
 
+def test_a_reader_that_has_paused_does_not_cost_the_checkpoint(lockstep: Any, is_gone: Gone) -> None:
+    step = STEP.replace('os.close(os.open("step", os.O_RDONLY))', "for n in range(64): print('x' * 65535)")
+    running = lockstep.start("-n", "2", "--checkpoint", "kept", lockstep.script(step))
+    workers = running.born(2)["worker"]
+    running.process.send_signal(signal.SIGTERM)
+    # Nobody reads what the chief writes in its step before it has ended.
+    assert is_gone(workers, 300)
+    done = running.end()
+    assert done.status == 143
+    assert "lockstep: checkpoint kept at step 7" in done.notes
+    assert len(done.log(0)) == 2**22
+
+
 def test_a_signal_before_anything_runs(lockstep: Any) -> None:
     running = lockstep.start("-n", "2", lockstep.script("announce('early'); stay()"))
     line = running.process.stderr.readline()

@@ -109,6 +109,7 @@ class Terminals(Console):
 
     def __init__(self, handles: Callable[[], Iterable[AdoptedHandle]]) -> None:
         self.sinks = ()
+        self.hurries = False
         self.chief = 0
         self._handles = handles
         self._prefixers = []

@@ -193,9 +193,11 @@ class Agent:
             self.console.say(text)
         for sink in self.console.sinks:
             self._watch(sink.descriptor, sink.pending > 0, selectors.EVENT_WRITE, sink.flush)
+        self.console.hurries = self._stopped or self.state.stage is Stage.SAVING
         for member in self._members.values():
-            # Who is shown waits for a reader that is behind, as it would without Lockstep.
-            wanted = not (self.console.full and self.console.shows(member.worker))
+            # Who is shown waits for a reader that is behind, as it would without Lockstep; not to end.
+            waits = self.console.full and not self.console.hurries
+            wanted = not (waits and self.console.shows(member.worker))
             for stream in member.streams:
                 read = wanted and not stream.ended
                 self._watch(stream.descriptor, read, selectors.EVENT_READ, stream.read)

@@ -20,10 +20,14 @@ class Console:
         stderr: takes what workers write to stderr, and notes.
         tee: whose output is shown.
         chief: the worker whose output is shown as it is; may change.
+
+    Attributes:
+        hurries: whether what a reader that is behind cannot take is lost: workers must not wait for it.
     """
 
     def __init__(self, stdout: Sink, stderr: Sink, tee: Tee, chief: int) -> None:
         self.sinks: tuple[Sink, ...] = (stdout, stderr)
+        self.hurries = False
         self._tee = tee
         self.chief = chief
         self._prefixers: list[LinePrefixer] = []
@@ -31,7 +35,7 @@ class Console:
 
     @property
     def full(self) -> bool:
-        """Whether the reader is so far behind that workers should wait for it."""
+        """Whether the reader is so far behind that workers should wait for it, unless they hurry."""
         return any(sink.pending > _FULL for sink in self.sinks)
 
     @property
@@ -53,7 +57,10 @@ class Console:
         if self._tee == "chief":
             return partial(self._show, worker, stdout), partial(self._show, worker, stderr)
         prefix = f"[worker {worker}] ".encode()
-        prefixers = LinePrefixer(prefix, stdout.write), LinePrefixer(prefix, stderr.write)
+        prefixers = (
+            LinePrefixer(prefix, partial(self._pass_on, stdout)),
+            LinePrefixer(prefix, partial(self._pass_on, stderr)),
+        )
         self._prefixers += prefixers
         return prefixers[0].write, prefixers[1].write
 
@@ -83,4 +90,8 @@ class Console:
 
     def _show(self, worker: int, sink: Sink, data: bytes) -> None:
         if self.shows(worker):
+            self._pass_on(sink, data)
+
+    def _pass_on(self, sink: Sink, data: bytes) -> None:
+        if not (self.hurries and self.full):
             sink.write(data)
