@@ -50,8 +50,8 @@ def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
             if id(tensor) in inside and _SCOPE not in operation.name:
                 raise ModelError(
                     f"the function that strategy.run was given changes {inside[id(tensor)]!r}, whose "
-                    f"aggregation merges what replicas assign, by {operation.type}, perhaps in a condition or "
-                    "a loop; use assign, assign_add or assign_sub in the function itself"
+                    f"aggregation merges what replicas assign, by {operation.type}; use assign, assign_add "
+                    "or assign_sub in the function itself, not in a condition or a loop"
                 )
 
 
