@@ -1,10 +1,12 @@
 """The tasks of a cluster: what is answered and what is refused."""
 
+import sys
 from typing import Any
 
 import pytest
 
 from lockstep.cluster.spec import ClusterSpec
+from lockstep.errors import BackendError
 
 CLUSTER = {
     "worker": ["w0:2222", "w1:2222", "w2:2222"],
@@ -95,3 +97,9 @@ def test_a_task_that_is_not_there() -> None:
 def test_what_is_no_cluster(cluster: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         ClusterSpec(cluster)
+
+
+def test_a_protocol_buffer_takes_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    with pytest.raises(BackendError, match="write `import tensorflow` before"):
+        ClusterSpec(CLUSTER).as_cluster_def()

@@ -72,6 +72,7 @@ def test_what_a_cluster_answers(cluster: Any, job: str, index: int) -> None:
         lambda spec: spec.task_indices(job),
         lambda spec: spec.job_tasks(job),
         lambda spec: spec.task_address(job, index),
+        lambda spec: spec.as_cluster_def(),
         lambda spec: spec == type(spec)(spec.as_dict()),
         lambda spec: spec != type(spec)(spec),
         lambda spec: spec == type(spec)(DENSE),

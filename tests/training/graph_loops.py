@@ -277,6 +277,48 @@ def meeting_in_a_loop() -> Any:
     return errors
 
 
+def variables() -> Any:
+    """What becomes of what replicas assign to TensorFlow's variables: as `tf.distribute` has it."""
+    kinds = tf.VariableAggregation
+    found: dict[str, list[float]] = {}
+    changes: list[Callable[[Any, Any], Any]] = [
+        lambda variable, value: variable.assign(value + 5),
+        lambda variable, value: variable.assign_add(delta=value + 1),
+        lambda variable, value: variable.assign_sub(value),
+    ]
+    replicas = strategy.num_replicas_in_sync
+    mean = (replicas - 1) / 2
+    wanted = {
+        "SUM": [replicas * (mean + 5), 1e8 + replicas * (mean + 1), 1e8 - replicas * mean],
+        "MEAN": [mean + 5, 1e8 + mean + 1, 1e8 - mean],
+        "ONLY_FIRST_REPLICA": [5, 1e8 + 1, 1e8],
+    }
+    for name in wanted:
+        for change in changes:
+            variable = tf.Variable(1e8, aggregation=kinds[name], dtype=tf.float64)
+
+            def step(variable: Any = variable, change: Any = change) -> Any:
+                number = lockstep.get_replica_context().replica_id_in_sync_group
+                before = variable.read_value()
+                change(variable, tf.cast(number, tf.float64))
+                return before, variable.read_value()
+
+            before, after = strategy.run(step)
+            assert float(strategy.reduce("MEAN", before)) == 1e8
+            found.setdefault(name, []).append(float(variable))
+            if name != "ONLY_FIRST_REPLICA":
+                assert float(strategy.reduce("MEAN", after)) == float(variable)
+    assert found == wanted
+    scattered = tf.Variable([1.0, 2.0], aggregation=kinds.SUM)
+    errors = []
+    try:
+        strategy.run(lambda: scattered.scatter_add(tf.IndexedSlices([1.0], [0])))
+    except lockstep.errors.ModelError as error:
+        errors.append(str(error))
+    assert replicas == 1 or "use assign, assign_add or assign_sub" in errors.pop()
+    return [list(found.values()), errors]
+
+
 class Accumulating(tf.Module):
     """Functions and weights are TensorFlow's; what two batches give is added up before it is applied."""
 
@@ -432,6 +474,7 @@ CASES: list[Callable[[], Any]] = [
     together,
     through,
     meeting_in_a_loop,
+    variables,
     accumulating,
     generator,
     optional,

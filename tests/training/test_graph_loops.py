@@ -11,7 +11,7 @@ import pytest
 Launch = Callable[..., Any]
 CASES = (
     *("plain", "stateful", "without_function", "few_rows", "zero_rows", "two_updates", "together"),
-    *("through", "meeting_in_a_loop"),
+    *("through", "meeting_in_a_loop", "variables"),
     *("accumulating", "generator", "optional", "returning", "saving", "refused"),
 )
 WITHOUT_PARTS_PER_REPLICA = (

@@ -42,6 +42,7 @@ def model() -> keras.Model:
         ("keras/backends/fused.py", keras.optimizers.Optimizer, "_get_variable_index"),
         ("keras/backends/fused.py", keras.optimizers.Optimizer, "_backend_update_step"),
         ("keras/backends/losses.py", losses, "reduce_weighted_values"),
+        ("keras/backends/losses.py", losses, "reduce_values"),
         ("keras/backends/losses.py", losses, "apply_mask"),
         ("keras/backends/losses.py", keras.Model, "_compute_loss"),
         ("keras/backends/losses.py", losses, "scale_loss_for_distribution"),

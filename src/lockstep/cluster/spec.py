@@ -1,6 +1,10 @@
 """The tasks of a cluster, by job."""
 
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lockstep.errors import BackendError
 
 Tasks = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 
@@ -8,8 +12,8 @@ Tasks = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 class ClusterSpec:
     """A set of tasks with their addresses, organized into jobs such as "worker" and "ps".
 
-    Has the methods of `tf.train.ClusterSpec`, except that there is no protocol buffer: no `ClusterDef`
-    is taken, and `as_cluster_def` is not served. Names and addresses are `str`.
+    Has the methods of `tf.train.ClusterSpec`, except that it takes no `ClusterDef`. Names and addresses are
+    `str`.
     """
 
     def __init__(self, cluster: "Mapping[str, Tasks] | ClusterSpec") -> None:
@@ -54,6 +58,20 @@ class ClusterSpec:
         A job without tasks is an empty dict.
         """
         return {job: _compact(tasks) for job, tasks in self._jobs.items()}
+
+    def as_cluster_def(self) -> Any:
+        """Return the cluster as a `tf.train.ClusterDef`, TensorFlow's protocol buffer.
+
+        Raises:
+            BackendError: the program has not imported TensorFlow.
+        """
+        tensorflow = sys.modules.get("tensorflow")
+        if tensorflow is None:
+            raise BackendError(
+                "as_cluster_def gives a protocol buffer of TensorFlow's, which this program has not "
+                "imported: write `import tensorflow` before"
+            )
+        return tensorflow.train.ClusterSpec(self.as_dict()).as_cluster_def()
 
     def num_tasks(self, job_name: str) -> int:
         """Return the number of tasks of a job.

@@ -1,6 +1,6 @@
 """What a step on TensorFlow does to variables, apart from updates: how replicas take turns, and add up."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,7 @@ class Touched:
     Attributes:
         metrics: start from zero; what they come to is part of the partial.
         seeds: states of random generators.
-        firsts: what only replica 0 changes.
+        firsts: what replica 0 speaks for, since only it counts, or all replicas have merged what they assign.
         layers: floating-point state of the layers.
         updated: what the updates of earlier rounds change.
         counters: how often random operations have run; start from zero.
@@ -91,7 +91,12 @@ class Touched:
         return touched
 
     @classmethod
-    def of_function(cls, variables: Sequence[tf.Variable], updated: Sequence[tf.Variable]) -> "Touched":
+    def of_function(
+        cls,
+        variables: Sequence[tf.Variable],
+        updated: Sequence[tf.Variable],
+        is_merged: Callable[[tf.Variable], bool],
+    ) -> "Touched":
         """Decide what is done with the `variables` that a function of the user's own assigns.
 
         A variable of TensorFlow says by its `aggregation` how replicas' values become one, also where it is
@@ -100,6 +105,7 @@ class Touched:
         Args:
             variables: those that the function assigns, or of which each replica sees its part.
             updated: those that the updates of earlier rounds change.
+            is_merged: whether replicas have merged what they have assigned to one.
 
         Raises:
             ModelError: there is nothing right to do with one.
@@ -110,6 +116,8 @@ class Touched:
                 touched.counters.append(variable)
             elif id(variable) in free:
                 touched.updated.append(variable)
+            elif is_merged(variable):
+                touched.firsts.append(variable)
             elif variable.aggregation == tf.VariableAggregation.SUM:
                 touched.metrics.append(variable)
             elif variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
@@ -129,15 +137,24 @@ class Touched:
         """The variables behind `state/0`, `state/1`, ... of a partial."""
         return [*self.seeds, *self.firsts, *self.layers]
 
+    def is_first(self, position: int) -> bool:
+        """Whether the variable at a position of `state` gets the value that replica 0 has given it."""
+        return 0 <= position - len(self.seeds) < len(self.firsts)
+
     def changes(self, starts: list[Any], replica: Any, weight: Any) -> dict[str, Any]:
-        """Return what a step did to `state` since `starts`, in the form in which it adds up."""
+        """Return what a step did to `state` since `starts`, in the form in which it adds up.
+
+        It is the change of a variable, or the new value where `is_first`.
+        """
         changes = {}
         for i, (variable, start) in enumerate(zip(self.state, starts, strict=True)):
             end = variable.read_value()
             zero = tf.zeros_like(start)
-            if i < len(self.seeds) + len(self.firsts):
+            if i < len(self.seeds):
                 # Every replica advances its seed by the same amount: replica 0 speaks for all.
                 changes[f"state/{i}"] = tf.where(replica == 0, end - start, zero)
+            elif self.is_first(i):
+                changes[f"state/{i}"] = tf.where(replica == 0, end, zero)
             else:
                 change = changed(variable, start) * tf.cast(weight, start.dtype)
                 # A mean over no examples is not a number.

@@ -24,6 +24,7 @@ class Listener(Protocol):
 
 class _Listening(threading.local):
     listener: Listener | None = None
+    assigning: bool = False
 
 
 class _Counted:
@@ -36,6 +37,11 @@ _listening = _Listening()
 def count() -> int:
     """Return how often this process has assigned variables since `install`."""
     return _Counted.assignments
+
+
+def is_assigning() -> bool:
+    """Whether this thread makes or assigns a variable of Keras, by what the backend has for that."""
+    return _listening.assigning
 
 
 @contextmanager
@@ -65,6 +71,10 @@ def _tell(method: str, event: str) -> None:
         _Counted.assignments += 1
         if _listening.listener is not None:
             getattr(_listening.listener, event)(self)
-        return original(self, *args, **kwargs)
+        before, _listening.assigning = _listening.assigning, True
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _listening.assigning = before
 
     setattr(owner, method, telling)

@@ -145,17 +145,26 @@ class RunChanges:
         if kind == "layer" and not weight:
             # A mean over no examples is not a number.
             return np.zeros_like(start)
-        if kind in ("metric", "layer"):
+        if kind == "layer":
             # What has not changed stays, even if it is infinite.
             change = np.where(end == start, np.zeros_like(start), end - start)
-            share = 1.0 if kind == "metric" else weight
-            return np.asarray(change * np.asarray(share, start.dtype))
+            return np.asarray(change * np.asarray(weight, start.dtype))
+        if kind == "metric":
+            # Where replica 0 alone begins with the sum so far, the sum of all is the new one.
+            return np.array(end)
+        if kind == "first":
+            return np.array(end) if replica == 0 else np.zeros_like(end)
         # Every replica advances its seeds by the same amount: replica 0 speaks for all.
         return np.asarray(end - start) if replica == 0 else np.zeros_like(start)
 
     def _keep(self, variable: Any) -> None:
         if id(variable) not in self._kept:
             self._kept[id(variable)] = variable, self._eager.kept(variable)
+
+
+def is_new(name: str) -> bool:
+    """Whether what adds up to `name` is a variable's new value, and not its change."""
+    return name.startswith(("metric/", "first/"))
 
 
 def kind_of(variable: Any) -> Kind:

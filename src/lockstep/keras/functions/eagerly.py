@@ -20,6 +20,7 @@ from lockstep.job import Job
 from lockstep.keras.agreement import state_facts
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.functions import assignments
+from lockstep.keras.functions.changes import is_new
 from lockstep.keras.functions.computation import Execution, Known, ReplicaComputation, is_array, origin_of
 from lockstep.keras.functions.eager import Eager
 from lockstep.keras.functions.exchange import SCALAR, RunExchange, RunRound, gathered_scalars
@@ -136,7 +137,8 @@ class EagerRuns:
             if meeting.update is not None:
                 self._eager.apply(meeting.update, meeting.leaves(total))
         for name, variable in this.changed.items():
-            variable.assign(np.asarray(self._eager.concrete(variable._value) + totals[-1][name]))
+            start = 0 if is_new(name) else self._eager.concrete(variable._value)
+            variable.assign(np.array(start + totals[-1][name]))
 
     def _returned(self, this: Execution, last: RunRound, total: Total) -> Any:
         """Return the function's result, with a PerReplica for each leaf that is not None."""

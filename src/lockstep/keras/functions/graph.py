@@ -23,12 +23,13 @@ from lockstep.keras.backends.graphs import (
 )
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.rounds import Left, Rounds, Update
-from lockstep.keras.backends.touched import Touched, changed, mixed, summed_on_read
+from lockstep.keras.backends.touched import Touched, mixed, summed_on_read
 from lockstep.keras.backends.updates import scaled
 from lockstep.keras.functions.exchange import GATHERED, SCALAR, RunExchange
 from lockstep.keras.functions.gradients import Tensors
 from lockstep.keras.functions.gradients_tensorflow import through
 from lockstep.keras.functions.host import NONE_LEFT, RunHost
+from lockstep.keras.functions.merged_variables import is_merged, refuse_other_changes
 from lockstep.keras.functions.merges import Meeting, RunMerges
 from lockstep.keras.functions.replica import Replica, entered
 from lockstep.keras.functions.tf_values import PerReplica, spec_of, symbolic
@@ -211,9 +212,10 @@ class GraphRun:
                 if meeting.update is not None:
                     self._update(meeting, total, one)
             for i, metric in enumerate(self._touched.metrics):
-                metric.assign_add(own(last[f"metric/{i}"], one))
+                metric.assign(own(last[f"metric/{i}"], one))
             for i, variable in enumerate(self._touched.state):
-                variable.assign_add(own(last[f"state/{i}"], one))
+                is_new = self._touched.is_first(i)
+                (variable.assign if is_new else variable.assign_add)(own(last[f"state/{i}"], one))
         return [one, *graph.get_operations()[start:]]
 
     def _update(self, meeting: Meeting, total: Partial, one: Any) -> None:
@@ -240,7 +242,8 @@ class GraphRun:
         own_changes = [] if trace.update is None else _changed(trace.update)
         refuse_assignments(inner.graph, [*updated, *own_changes], trace.places.made)
         variables = [*assigned(inner.graph), *summed_on_read(inner.graph.variables)]
-        touched = Touched.of_function(variables, updated)
+        refuse_other_changes(inner.graph, variables)
+        touched = Touched.of_function(variables, updated, is_merged)
         self._draws = self._draws or bool(touched.counters)
         if trace.ended:
             self._touched = touched
@@ -335,8 +338,8 @@ class GraphRun:
         partial, results = inner(replica, earlier, *given)
         partial = dict(partial)
         if ended:
-            sums = zip(touched.metrics, starts, strict=False)
-            partial |= {f"metric/{i}": changed(*sum) for i, sum in enumerate(sums)}
+            # Where replica 0 alone begins with the sum so far, the sum of all is the new one.
+            partial |= {f"metric/{i}": metric.read_value() for i, metric in enumerate(touched.metrics)}
             weight = tf.where(examples, tf.constant(1.0 / self._replicas, tf.float64), 0)
             partial |= touched.changes(starts[len(touched.metrics) :], replica, weight)
             numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]

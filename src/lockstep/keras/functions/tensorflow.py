@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from lockstep.job import Job
 from lockstep.keras.backends.graphs import as_in_autograph, exempt_from_autograph, know_lookups
+from lockstep.keras.functions import merged_variables
 from lockstep.keras.functions.eagerly import EagerRuns
 from lockstep.keras.functions.exchange import RunExchange
 from lockstep.keras.functions.graph import GraphRun, on_host
@@ -37,6 +38,7 @@ class TensorFlowRuns:
         self._eager: EagerRuns | None = None
         exempt_from_autograph("lockstep")
         know_lookups()
+        merged_variables.install()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Let each replica compute `function`, in the graph that is being made or in one for it alone."""
