@@ -18,7 +18,7 @@ def test_programs_of_others_run_with_the_same_bits_and_the_numbers_of_plain_kera
     assert (one.status, two.status) == (0, 0), one.stderr + two.stderr
     results = one.marked(0, "result ")
     assert results == two.marked(0, "result ") == two.marked(1, "result ")
-    assert [line.split()[2] for line in results if "stopped" in line] == ["3", "15", "5", "10", "15"]
+    assert [line.split()[2] for line in results if "stopped" in line] == ["3", "10", "5"]
     expected = one.marked(0, "plain ")
     assert len(expected) == (7 if backend == "tensorflow" else 3)
     for found, wanted in zip(one.marked(0, "numbers "), expected, strict=True):
