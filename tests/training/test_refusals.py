@@ -11,6 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import DataError, ModelError, ScopeError
+from lockstep.keras.input.inputs import whole_batch
 
 X = np.ones((9, 4), "float32")
 Y = np.ones((9, 1), "float32")
@@ -276,3 +277,93 @@ def test_calls_are_reported(
     model.evaluate(X, Y, verbose=0)
     names = [re.sub(r" \d+", "", str(fields["name"])) for event, fields in reports if event == "call"]
     assert names == ["fit", "validation within fit", "evaluate"]
+
+
+def test_a_model_that_was_loaded_outside_the_scope_is_refused_with_what_to_do(
+    strategy: lockstep.MultiWorkerMirroredStrategy, tmp_path: Path
+) -> None:
+    build().save(tmp_path / "model.keras")
+    model = keras.models.load_model(tmp_path / "model.keras")
+    with pytest.raises(ScopeError, match=r"load it with keras\.models\.load_model, under `with strategy"):
+        model.fit(X, Y, verbose=0)
+    with strategy.scope():
+        keras.models.load_model(tmp_path / "model.keras").fit(X, Y, verbose=0)
+
+
+def test_a_change_of_trainable_without_compiling_again_is_refused(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    with strategy.scope():
+        model = build()
+        model.fit(X, Y, verbose=0)
+        model.layers[-1].trainable = False
+        for call in (model.fit, model.train_on_batch):
+            with pytest.raises(
+                ModelError, match=r"'wanted/dense.*/kernel' is not trainable any more, .*compile"
+            ):
+                call(X, Y)
+        model.compile("sgd", "mse")
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_stateful_layer_is_refused_by_name(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Input((2, 4), batch_size=6), keras.layers.LSTM(3, stateful=True, name="kept")]
+        )
+        model.compile("sgd", "mse")
+    with pytest.raises(ModelError, match=r"'.*kept' is stateful.*--replicas 1"):
+        model.fit(np.ones((6, 2, 4)), np.ones((6, 3)), batch_size=6, verbose=0)
+
+
+def test_a_fixed_batch_is_named_where_a_step_fails_with_it(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Merged(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            return keras.ops.reshape(keras.ops.reshape(inputs, (24,)), (6, 4))
+
+    def fixed(*between: Any) -> keras.Model:
+        model = keras.Sequential(
+            [keras.layers.Input((4,), batch_size=6, name="six"), *between, keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse")
+        return model
+
+    with strategy.scope():
+        fixed().fit(X, Y, batch_size=6, verbose=0)
+        model = fixed(Merged())
+    with pytest.raises(ModelError, match=r"which has 2 examples, failed .* input 'six' .* fixed batch of 6"):
+        model.fit(X[:6], Y[:6], batch_size=6, verbose=0)
+
+
+def test_a_metric_is_tried_before_the_first_batch_that_is_given_alone(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Largest(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="largest")
+            self.found = self.add_weight(shape=(), initializer="zeros", name="found")
+
+        def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+            self.found.assign(keras.ops.maximum(self.found.value, keras.ops.max(y_true)))
+
+        def result(self) -> Any:
+            return self.found.value
+
+    with strategy.scope():
+        model = build(metrics=[Largest()])
+    with pytest.raises(ModelError, match="'largest/found' does not add up"):
+        model.train_on_batch(X, Y)
+
+
+def test_parts_of_a_batch_with_unequal_rows_are_shared_out_in_proportion_or_refused() -> None:
+    batch = whole_batch((np.arange(12), np.arange(6)))
+    shares = [batch.share(replica, 3).data() for replica in range(3)]
+    assert [(a.tolist(), b.tolist()) for a, b in shares] == [
+        ([0, 1, 2, 3], [0, 1]),
+        ([4, 5, 6, 7], [2, 3]),
+        ([8, 9, 10, 11], [4, 5]),
+    ]
+    with pytest.raises(DataError, match="parts of 12 and 5 rows"):
+        whole_batch((np.arange(12), np.arange(5))).share(0, 3).data()

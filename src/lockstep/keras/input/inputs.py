@@ -337,10 +337,31 @@ def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
     if not known or not known[0].shape or not known[0].shape[0]:
         raise DataError(f"batch {step + 1} of the input has no rows")
 
-    def read(rows: slice) -> Any:
-        return pack([None if leaf is None else leaf[rows] for leaf in leaves])
+    examples = known[0].shape[0]
 
-    return GlobalBatch(known[0].shape[0], read, cache(lambda: digest_arrays(known, struct.pack("<q", step))))
+    def read(rows: slice) -> Any:
+        return pack([None if leaf is None else leaf[_in_proportion(rows, examples, leaf)] for leaf in leaves])
+
+    return GlobalBatch(examples, read, cache(lambda: digest_arrays(known, struct.pack("<q", step))))
+
+
+def _in_proportion(rows: slice, examples: int, leaf: Any) -> slice:
+    """Return the rows of one part of a batch that go with `rows` of its first part, which has `examples`.
+
+    Raises:
+        DataError: replicas cannot share out both alike.
+    """
+    count = len(leaf) if leaf.shape else 0
+    if count == examples:
+        return rows
+    start, first = divmod(rows.start * count, examples)
+    stop, last = divmod(rows.stop * count, examples)
+    if first or last or not count:
+        raise DataError(
+            f"a batch has parts of {examples} and {count} rows, which replicas cannot share out alike: give "
+            "parts with equally many rows, or with multiples of the number of replicas"
+        )
+    return slice(start, stop)
 
 
 def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:

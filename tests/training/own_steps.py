@@ -1,0 +1,258 @@
+"""Steps, logs and calls as programs of others have them: what plain Keras runs. Nothing in them is random.
+
+    own_steps.py [--both]
+
+Prints what came out of each training, exactly, and the numbers; with --both those of plain Keras first.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+import lockstep
+from lockstep import job
+
+layers, ops = keras.layers, keras.ops
+BACKEND = keras.backend.backend()
+RANDOM = np.random.default_rng(0)
+X = RANDOM.normal(size=(37, 6)).astype("float32")
+Y = X[:, :1]
+WEIGHT = np.linspace(0.1, 3, 37).astype("float32")
+
+
+def small(optimizer: Any = "sgd", loss: Any = "mse") -> keras.Model:
+    model = keras.Sequential([layers.Input((6,)), layers.Dense(4, activation="tanh"), layers.Dense(1)])
+    model.compile(optimizer, loss)
+    return model
+
+
+class Nested(keras.Model):
+    """Reports dictionaries within its logs, a metric under another name, and a metric of single numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.told = keras.metrics.Mean(name="told")
+
+    def call(self, inputs: Any) -> Any:
+        return self.dense(inputs)
+
+    def train_step(self, *arguments: Any) -> Any:
+        y = arguments[-1][1]
+        if BACKEND == "jax":
+            logs, state = super().train_step(*arguments)
+            return {"loss": logs["loss"], "within": {"far": logs["mae"], "own": ops.mean(y)}}, state
+        logs = super().train_step(*arguments)
+        self.told.update_state(ops.mean(y))
+        far = {"far": logs["mae"], "own": ops.mean(y), "said": self.told.result()}
+        return {"loss": logs["loss"], "within": far, "nothing": None}
+
+
+def nested() -> tuple[keras.Model, list[float]]:
+    """See `Nested`."""
+    model = Nested()
+    model.compile("adam", "mse", metrics=["mae"])
+    return model, figures(model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+
+
+def unweighted() -> tuple[keras.Model, list[float]]:
+    """Calls without sample weights after calls with them, for a loss that is a mean with weights."""
+    model = small(loss=keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
+    found = []
+    for weight in (WEIGHT, None):
+        history = model.fit(X, Y, batch_size=8, sample_weight=weight, shuffle=False, verbose=0)
+        found += [*figures(history), model.evaluate(X, Y, sample_weight=weight, verbose=0)]
+        part = None if weight is None else weight[:5]
+        found += [model.train_on_batch(X[:5], Y[:5], part), model.test_on_batch(X[:5], Y[:5], part)]
+    return model, [float(one) for one in found]
+
+
+def averaged() -> tuple[keras.Model, list[float]]:
+    """Averages of weights take their places in `evaluate`; on JAX, memory that they share is lost there."""
+    model = small(keras.optimizers.Adam(use_ema=True))
+    swap = [keras.callbacks.SwapEMAWeights()]
+    model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, callbacks=swap, verbose=0)
+    model.evaluate(X, Y, callbacks=swap, verbose=0)
+    # What averages have passed over is Keras's own business: the figures differ, the calls go through.
+    return small(), [float(model.predict(X, verbose=0).shape[0])]
+
+
+class Parts(keras.Model):
+    """Has no `call`, and parts whose variables its first step makes; a slow copy follows one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = keras.Sequential([layers.Dense(5, activation="relu"), layers.Dense(3)])
+        self.decoder = layers.Dense(6)
+        self.slow = layers.Dense(6)
+        self.tracker = keras.metrics.Mean(name="total")
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.tracker]
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            code = self.encoder(data, training=True)
+            loss = ops.mean(ops.square(self.decoder(code) - data))
+        own = [*self.encoder.trainable_weights, *self.decoder.trainable_weights]
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, own), own, strict=True))
+        if not self.run_eagerly:
+            self.slow(code)
+            self.slow.kernel.assign(0.9 * self.slow.kernel + 0.1 * self.decoder.kernel)
+        self.tracker.update_state(loss)
+        return {"loss": self.tracker.result()}
+
+
+def parts(eager: bool = False) -> tuple[keras.Model, list[float]]:
+    """See `Parts`."""
+    model = Parts()
+    model.compile(keras.optimizers.Adam(1e-2), run_eagerly=eager)
+    return model, figures(model.fit(X, batch_size=8, epochs=2, shuffle=False, verbose=0))
+
+
+def eager_parts() -> tuple[keras.Model, list[float]]:
+    """The same, step by step."""
+    return parts(eager=True)
+
+
+class Triplet(keras.Model):
+    """Takes three inputs, which no `(x, y, sample_weight)` are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = layers.Dense(4, activation="tanh")
+        self.tracker = keras.metrics.Mean(name="loss")
+
+    def distance(self, data: Any) -> Any:
+        anchor, positive, negative = (self.net(part) for part in data)
+        near, far = (ops.sum(ops.square(anchor - other), -1) for other in (positive, negative))
+        return ops.mean(ops.maximum(near - far + 0.5, 0))
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        with tf.GradientTape() as tape:
+            loss = self.distance(data)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self.tracker.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+    def test_step(self, data: Any) -> Any:
+        self.tracker.update_state(self.distance(data))
+        return {"loss": self.tracker.result()}
+
+
+def triplet() -> tuple[keras.Model, list[float]]:
+    """See `Triplet`."""
+    import tensorflow as tf
+
+    model = Triplet()
+    model.compile("adam")
+    dataset = tf.data.Dataset.from_tensor_slices((X, X[::-1].copy(), 2 * X)).batch(8)
+    return model, figures(model.fit(dataset, validation_data=dataset, epochs=2, verbose=0))
+
+
+def texts() -> tuple[keras.Model, list[float]]:
+    """Strings, which a layer of the model takes apart."""
+    import tensorflow as tf
+
+    lines = np.array(["the cat sat", "a dog ran", "the dog sat", "cat ran off"] * 9)
+    vectorize = layers.TextVectorization(max_tokens=20, output_sequence_length=4)
+    vectorize.adapt(lines)
+    model = keras.Sequential(
+        [vectorize, layers.Embedding(20, 4), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+    )
+    model.compile("sgd", "mse", metrics=["mae"])
+    dataset = tf.data.Dataset.from_tensor_slices((lines, np.arange(36) % 2.0)).batch(8)
+    return model, [
+        *figures(model.fit(dataset, epochs=2, verbose=0)),
+        *model.predict(dataset, verbose=0)[:, 0],
+    ]
+
+
+TRAININGS = [nested, unweighted, averaged]
+IN_GRAPHS = [parts, eager_parts, triplet, texts]
+
+
+class Stop(keras.callbacks.Callback):
+    """One worker wants to stop after some batches, or after an epoch."""
+
+    def __init__(self, worker: int, batches: int, epochs: int) -> None:
+        super().__init__()
+        self.worker, self.batches, self.epochs = worker, batches, epochs
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches -= 1
+        self.wish(self.batches)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self.epochs -= 1
+        self.wish(self.epochs)
+
+    def wish(self, left: int) -> None:
+        if left == 0 and job.current().worker == self.worker:
+            self.model.stop_training = True
+
+
+def stopped(scope: Callable[[], Any]) -> None:
+    """Print after how many steps trainings end that one worker wants to stop: the chief decides."""
+    for callback in (Stop(0, 3, 0), Stop(1, 3, 2), Stop(0, 0, 1)):
+        with scope():
+            model = small()
+        model.fit(X, Y, batch_size=8, epochs=2, callbacks=[callback], verbose=0)
+        steps = int(ops.convert_to_numpy(model.optimizer.iterations))
+        print("result stopped", steps, lockstep.digest(model), flush=True)
+
+
+def failing(scope: Callable[[], Any]) -> None:
+    """Print in which order examples come after a call that failed in its validation."""
+    with scope():
+        model = small()
+    with contextlib.suppress(Exception):
+        model.fit(X, Y, batch_size=8, validation_data=(X, np.ones((37, 5))), verbose=0)
+    model = None
+    with scope():
+        model = small()
+    model.fit(X, Y, batch_size=8, verbose=0)
+    print("result failing", lockstep.digest(model), flush=True)
+
+
+def figures(history: Any) -> list[float]:
+    return [
+        float(value) for _, values in sorted(history.history.items()) for value in values if value is not None
+    ]
+
+
+def main() -> None:
+    trainings = [*TRAININGS, *(IN_GRAPHS if BACKEND == "tensorflow" else [])]
+    if "--both" in sys.argv:
+        train(trainings, contextlib.nullcontext, "plain")
+    scope = lockstep.MultiWorkerMirroredStrategy().scope
+    train(trainings, scope, "numbers")
+    stopped(scope)
+    failing(scope)
+
+
+def train(trainings: list[Callable[[], Any]], scope: Callable[[], Any], mark: str) -> None:
+    for training in trainings:
+        keras.utils.clear_session()
+        keras.utils.set_random_seed(7)
+        with scope():
+            model, found = training()
+        if mark == "numbers":
+            print("result", training.__name__, lockstep.digest(model), flush=True)
+        weights = np.concatenate(
+            [np.ravel(weight) for weight in model.get_weights() if weight.dtype.kind == "f"]
+        )
+        print(mark, training.__name__, *found, *(float(number) for number in weights), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""What plain Keras runs of other people's programs runs on replicas too, and gives the same."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from lockstep.keras.calls import Calls
+
+Launch = Callable[..., Any]
+
+
+def test_programs_of_others_run_with_the_same_bits_and_the_numbers_of_plain_keras(
+    launch: Launch, backend: str
+) -> None:
+    one = launch("-n 1 --replicas 2", "own_steps.py", "--both", backend=backend)
+    two = launch("-n 2 --replicas 2", "own_steps.py", backend=backend)
+    assert (one.status, two.status) == (0, 0), one.stderr + two.stderr
+    results = one.marked(0, "result ")
+    assert results == two.marked(0, "result ") == two.marked(1, "result ")
+    assert [line.split()[2] for line in results if "stopped" in line] == ["3", "10", "5"]
+    expected = one.marked(0, "plain ")
+    assert len(expected) == (7 if backend == "tensorflow" else 3)
+    for found, wanted in zip(one.marked(0, "numbers "), expected, strict=True):
+        (_, name, *got), (_, _, *figures) = found.split(), wanted.split()
+        distance = np.linalg.norm(np.array(got, "float64") - np.array(figures, "float64"))
+        assert distance <= 1e-5 * np.linalg.norm(np.array(figures, "float64")), name
+
+
+def test_calls_within_a_call_do_not_change_the_numbers_of_the_calls_after_it() -> None:
+    with_inner, without = Calls(), Calls()
+    numbers = []
+    with with_inner.enter("fit") as fit:
+        for _ in range(2):
+            with with_inner.enter("validation") as call:
+                numbers.append(call.number)
+    with without.enter("fit"):
+        pass
+    with with_inner.enter("fit") as one, without.enter("fit") as other:
+        assert one.number == other.number == fit.number + 1
+    assert len({*numbers, fit.number, one.number}) == 4
