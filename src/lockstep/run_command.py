@@ -161,7 +161,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     lockstep run -n 2 -m package.train --epochs 3
 
     The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
-    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started. With --checkpoint, SIGTERM lets
+    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script has other settings
+    than its checkpoint. With --checkpoint, SIGTERM lets
     the chief keep a checkpoint first, for at most 20 seconds.
     """
     from lockstep.control.command import fill_standard_descriptors, run_under_agent

@@ -98,7 +98,12 @@ class Loops:
                 return past_fit(model, callbacks, finished.result)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
-            self._begin(call, model, training, lambda: {**epochs, **_all_facts(training, validation)})
+            self._begin(
+                call,
+                model,
+                training,
+                lambda: {**epochs, **_all_facts(training, validation), **_setting_facts(model)},
+            )
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
             call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
@@ -181,7 +186,7 @@ class Loops:
                 model._symbolic_build(data_batch=_batch_of(original, model, args, kwargs))
             self._snapshots.load_pending(model)
             if model.built and model not in self._compared:
-                self._compare(call, model, dict)
+                self._compare(call, model, lambda: _setting_facts(model))
                 self._compared.add(model)
             result = self._finish(original(model, *args, **kwargs))
             if method == "train_on_batch" and not self._plain:
@@ -299,9 +304,7 @@ class Loops:
         self._job.report("call", name=call.name)
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
-            settings = {**settings_of_call(model, (), first=False), **settings_of_model(model)}
-            own = {"call": call.name} | dict(facts()) | setting_facts(settings) | state
-            agree(self._job, call.name, own)
+            agree(self._job, call.name, {"call": call.name} | dict(facts()) | state)
 
     def _finish(self, result: Any, kept: Any = None) -> Any:
         """Note what a call that is in no other has returned."""
@@ -334,6 +337,10 @@ def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.Boun
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     bound.apply_defaults()
     return bound
+
+
+def _setting_facts(model: Any) -> Facts:
+    return setting_facts({**settings_of_call(model, (), first=False), **settings_of_model(model)})
 
 
 def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:
