@@ -262,3 +262,18 @@ def test_version_and_help() -> None:
         assert re.search(rf"^  {option}\b", text, re.MULTILINE)
     for option in ["--run-dir", "--tee", "--timeout", "-m"]:
         assert re.search(rf"^  {option}\b", text, re.MULTILINE)
+
+
+def test_a_folder_that_another_worker_has_made(lockstep: Any) -> None:
+    making = lockstep.script(
+        "if me:\n    barrier()\nos.makedirs('out')\nif me == 0:\n    barrier()\n    barrier()\n"
+    )
+    done = lockstep.run("-n", "2", making)
+    assert done.status == 1
+    assert (
+        "worker 1 ended with status 1: FileExistsError: [Errno 17] File exists: 'out'; every worker runs this "
+        "line, and another one may have made it: give exist_ok=True, or let one worker do it: if "
+        "lockstep.is_chief()" in done.err
+    )
+    alone = lockstep.run("-n", "1", making, run="alone")
+    assert "exist_ok" not in alone.err.replace("def makedirs", "").partition("lockstep: worker 0")[2]

@@ -36,7 +36,8 @@ def test_output_and_logs(lockstep: Any) -> None:
         "-n", "2", lockstep.script("print('out', me); print('err', me, file=sys.stderr); barrier()")
     )
     start = (
-        "lockstep: 2 workers, 2 replicas, {} each, seed 0; the same bits with any 1 to 2 workers; logs in run"
+        "lockstep: 2 workers, 2 replicas, {} each, seed 0; on JAX, because KERAS_BACKEND says so; the same "
+        "bits with any 1 to 2 workers; logs in run"
     )
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     first = start.format("1 thread" if threads == 1 else f"{threads} threads")
@@ -312,7 +313,8 @@ def test_the_default_folder(lockstep: Any) -> None:
     (folder,) = (lockstep.folder / "runs").iterdir()
     assert re.fullmatch(r"script-\d{8}-\d{6}", folder.name)
     assert done.stderr.endswith(
-        f"1 replica, {len(os.sched_getaffinity(0))} threads each, seed 0; logs in runs/{folder.name}\n"
+        f"1 replica, {len(os.sched_getaffinity(0))} threads each, seed 0; "
+        f"on JAX, because KERAS_BACKEND says so; logs in runs/{folder.name}\n"
     )
 
 

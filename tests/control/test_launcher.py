@@ -17,6 +17,7 @@ from lockstep.control.launcher import Handle, Launch, Launcher, LocalLauncher
 from lockstep.control.messages import Finished, Started, decode
 from lockstep.control.parent import Plan
 from lockstep.control.prctl import adopt_orphans
+from lockstep.paths import RunPaths
 
 PATIENCE = 20_000
 Start = Callable[[str], Handle]
@@ -43,6 +44,7 @@ def play(script: str, worker: FakeHandle) -> None:
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     arena, pool = Arena.create(1), Pool.create()
     handles, launchers = [], []
+    RunPaths(tmp_path).sources.mkdir()
 
     def environment(control: int) -> dict[str, str]:
         config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control, pool.fd, arena.fd)

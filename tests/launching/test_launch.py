@@ -61,7 +61,8 @@ def test_the_chiefs_result_and_its_output(tmp_path: Path, capsys: pytest.Capture
     assert shown.out == "out 0\n"
     first, *rest = shown.err.splitlines()
     assert first.startswith("lockstep: 2 workers, 4 replicas, ")
-    assert first.endswith(f" seed 7; the same bits with any 1 to 4 workers; logs in runs/{run.name}")
+    assert "seed 7; on JAX, because KERAS_BACKEND says so; the same bits with any 1 to 4 workers" in first
+    assert first.endswith(f"; logs in runs/{run.name}")
     assert rest[0] == "err \u00e9"
     assert re.fullmatch(r"train-\d{8}-\d{6}", run.name)
     assert set((run / "worker-1.log").read_text().splitlines()) == {"out 1", "err \u00e9"}

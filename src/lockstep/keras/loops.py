@@ -110,7 +110,11 @@ class Loops:
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
-                call, model, "train", training, lambda: {**epochs, **_all_facts(training, validation)}
+                call,
+                model,
+                "train",
+                training,
+                lambda: {**epochs, **_all_facts(training, validation), **_setting_facts(model)},
             )
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
@@ -221,7 +225,7 @@ class Loops:
                 refuse_metrics_that_do_not_add(model, batch)
         self._snapshots.load_pending(model)
         if self._snapshots.is_built(model):
-            self._compare(call, model, dict)
+            self._compare(call, model, lambda: _setting_facts(model))
             self._compared[model].add(kind)
 
     def _past_batch(
@@ -340,9 +344,8 @@ class Loops:
         self._job.report("call", name=call.name)
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
-            settings = {**settings_of_call(model, (), first=False), **settings_of_model(model)}
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
-            agree(self._job, call.name, this | dict(facts()) | setting_facts(settings) | state)
+            agree(self._job, call.name, this | dict(facts()) | state)
 
     def _finish(self, result: Any, kept: Any = None) -> Any:
         """Note what a call that is in no other has returned."""
@@ -375,6 +378,10 @@ def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.Boun
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     bound.apply_defaults()
     return bound
+
+
+def _setting_facts(model: Any) -> Facts:
+    return setting_facts({**settings_of_call(model, (), first=False), **settings_of_model(model)})
 
 
 def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import CodeType
 from typing import Any
 
@@ -238,6 +239,7 @@ def _described(code: CodeType, documentation: str | None) -> Iterator[Any]:
             yield repr(constant)
 
 
+@lru_cache
 def _is_programs(module: str) -> bool:
     file = getattr(sys.modules.get(module), "__file__", None)
     return isinstance(file, str) and is_own(file)
