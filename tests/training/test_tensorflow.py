@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import lockstep
 from lockstep.collectives.layout import allocate
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
@@ -342,3 +343,15 @@ def test_the_private_parts_are_there() -> None:
     model.compile("sgd", ["mse"])
     model.fit(X, Y, verbose=0)
     assert model._compile_loss.metrics == []
+
+
+@here
+def test_xla_compiles_a_layer_with_a_loop() -> None:
+    """Its gradient needs a loop that was made for XLA."""
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential(
+            [keras.layers.Input((3, 2)), keras.layers.SimpleRNN(2), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", jit_compile=True)
+    history = model.fit(X.reshape(-1, 3, 2), X[:, :1], batch_size=4, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()

@@ -210,10 +210,10 @@ class TensorFlowProgram(VariableState):
     ) -> Callable[..., Any]:
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
-        inner = traced(step, False, weight, earlier, *specs)
+        inner = traced(step, self._jit, weight, earlier, *specs)
         if not self._rounds.leaves(number) and self._trace.goes_on(inner.graph):
             self._rounds.leave(number)
-            inner = traced(step, False, weight, earlier, *specs)
+            inner = traced(step, self._jit, weight, earlier, *specs)
         refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.places.made)
         touched = self._classified(number, assigned(inner.graph))
