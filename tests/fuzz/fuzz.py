@@ -2,16 +2,16 @@
 
     python tests/fuzz/fuzz.py --backend jax --seeds 0:1000
 
-Each seed gives one program, always the same (`fuzz_specs.py`; `fuzz_text.py` writes its text). It runs on 1, 2
-and 3 workers with 3 replicas, and with plain Keras on the same global batches; a loop of the program's own runs
-under `tf.distribute` instead, or on all rows at once. `fuzz_oracle.py` compares
+Each seed gives one program, always the same (`fuzz_specs.py`; `fuzz_text.py` writes its text). It runs on
+1, 2 and 3 workers with 3 replicas, and with plain Keras on the same global batches; a loop of the program's
+own runs under `tf.distribute` instead, or on all rows at once. `fuzz_oracle.py` compares
 
 * SHA-256 digests of weights, optimizers, metrics, histories and predictions: equal on all workers for all W;
 * the figures themselves, where `fuzz_rules.inexact` says that replicas compute what one process does.
 
 A refusal by name, the same for all W, is right. Everything else is a fault: the fuzzer drops features of the
-program as long as the fault stays, and prints what is left as a program that can be run. `--show` prints programs
-without running them. Programs with a known fault (`fuzz_rules.KNOWN`) are passed over.
+program as long as the fault stays, and prints what is left as a program that can be run. `--show` prints
+programs without running them. Programs with a known fault (`fuzz_rules.KNOWN`) are passed over.
 """
 
 import argparse
@@ -91,11 +91,13 @@ class Bench:
             command += ["--max-restarts", "0", "--run-dir", str(folder), str(WORKER), "--first", str(left[0])]
             command += ["--save", str(place / "saved-lockstep")] if workers == 1 else []
             self._call([*command, str(place / "lockstep")])
-            for worker, lines in enumerate(found):
-                log = folder / f"worker-{worker}.log"
-                lines.update(_lines(log.read_text(errors="replace") if log.exists() else ""))
-            done = max((seed for lines in found for seed in lines), default=left[0])
-            left = [seed for seed in left if seed > max(done, left[0])]
+            logs = [folder / f"worker-{worker}.log" for worker in range(workers)]
+            said = [_lines(log.read_text(errors="replace") if log.exists() else "") for log in logs]
+            # Workers that are out of step go on without each other: what they say then counts for nothing.
+            done = max(min(max(lines, default=0) for lines in said), left[0])
+            for lines, new in zip(found, said, strict=True):
+                lines.update({seed: line for seed, line in new.items() if seed <= done})
+            left = [seed for seed in left if seed > done]
         return found
 
     def _plain(self, place: Path, seeds: Sequence[int]) -> dict[int, Line]:

@@ -1,4 +1,4 @@
-"""What holds of a program: what is valid on a backend, what is known to fail, what one process computes too."""
+"""What is valid on a backend, what is known to fail, what plain Keras computes too."""
 
 from collections.abc import Callable
 from dataclasses import replace

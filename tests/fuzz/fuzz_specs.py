@@ -110,8 +110,8 @@ class Loop:
         optimizer: the name of a Keras optimizer.
         options: of the optimizer.
         source: of the batches: "list", "tf" or "function".
-        loss: "sum", "keras" or "average" (TensorFlow's `compute_average_loss`); "replica", which is never drawn,
-            is wrong on purpose: a mean over the replica's own rows, whose gradients nobody may add up.
+        loss: "sum", "keras" or "average" (TensorFlow's `compute_average_loss`). "replica" is never drawn: it
+            is wrong on purpose, a mean over the replica's own rows, whose gradients nobody may add up.
         trains: whether there is an update; else losses only.
         outside: whether gradients are returned, added up, and applied outside.
         second: whether there is a second update, of another model, that follows the first.
