@@ -109,7 +109,7 @@ def _settled_call(call: Call, spec: Training, backend: str) -> Call:
         call = replace(call, steps=call.steps or 2, shuffle=False)
     if call.source in ("tf", "loader", "generator"):
         call = replace(call, shuffle=False)
-    if call.source == "strategy":
+    if call.source in ("strategy", "generator"):
         call = replace(call, class_weight=False)
     if call.validation == "split" and call.source != "arrays":
         call = replace(call, validation="data")

@@ -391,6 +391,9 @@ def _draw_training(dice: random.Random) -> Training:
     weighted = dice.random() < 0.4
     tasks = ["regression", "binary", "classes"] if sequences else list(LOSSES)
     outputs = tuple(_output(dice, tasks, weighted) for _ in range(many))
+    if dice.random() < 0.9:
+        # Sums beside means are refused.
+        outputs = tuple(replace(output, reduction=outputs[0].reduction) for output in outputs)
     name, options = _optimizer(dice)
     back = () if sequences else _some(dice, EXACT_LAYERS + (RANDOM_LAYERS if spicy else ()), 2)
     compiling = dice.choice(
