@@ -19,12 +19,13 @@ import collections
 import concurrent.futures
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,12 +148,6 @@ def shrink(bench: Bench, spec: Spec, kind: str) -> tuple[Spec, Verdict]:
     return spec, verdict
 
 
-def confirmed(bench: Bench, faults: Mapping[int, Spec]) -> Iterator[tuple[int, Verdict]]:
-    """Run each program in jobs of its own: a shuffle depends on how many calls a process has made before."""
-    for seed, spec in faults.items():
-        yield from bench.run({seed: spec}).items()
-
-
 def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collections.Counter[str]:
     """Run the programs of seeds, print each fault; return how many there were of each kind."""
     counts: collections.Counter[str] = collections.Counter()
@@ -162,11 +157,12 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
     counts["known"] = len(known)
     left = [seed for seed in seeds if seed not in known]
     for start in range(0, len(left), CHUNK):
-        begun = time.monotonic()
+        begun, before = time.monotonic(), _processors()
         verdicts = bench.run({seed: specs[seed] for seed in left[start : start + CHUNK]})
         faults = {seed: specs[seed] for seed, verdict in verdicts.items() if verdict.is_fault}
-        for seed, alone in confirmed(bench, faults):
-            if not alone.is_fault:
+        # A shuffle depends on how many calls a process has made before.
+        for seed, again in (bench.run(faults) if faults else {}).items():
+            if not again.is_fault:
                 verdicts[seed] = Verdict("follows", verdicts[seed].says)
         counts.update(verdict.kind for verdict in verdicts.values())
         messages.update(
@@ -174,17 +170,21 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
             for verdict in verdicts.values()
             if verdict.kind in QUOTED and verdict.says
         )
-        seconds = time.monotonic() - begun
-        print(
-            f"{bench.backend} seeds {min(verdicts)} to {max(verdicts)}: {dict(counts)}, {seconds:.0f} s",
-            flush=True,
-        )
+        seconds, used = time.monotonic() - begun, _processors() - before
+        found = f"{bench.backend} seeds {min(verdicts)} to {max(verdicts)}: {dict(counts)}"
+        print(f"{found}, {seconds:.0f} s, {used:.0f} s of processors", flush=True)
         for seed, verdict in verdicts.items():
             if verdict.is_fault:
                 report(bench, seed, specs[seed], verdict, shrinks=shrinks)
     for message, number in messages.most_common():
         print(f"{number:5} {message}", flush=True)
     return counts
+
+
+def _processors() -> float:
+    """Return the seconds that processors have worked for processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 QUOTED = ("same", "refused", "invalid", "follows")
