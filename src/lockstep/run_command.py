@@ -198,8 +198,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
 
     The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
     signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script has other settings
-    than its checkpoint. With checkpoints, SIGTERM lets the chief end its step and write one first, for which it
-    has the time of --grace. Then workers have 3 seconds to end before they are killed. A second signal kills
+    than its checkpoint. With checkpoints, SIGTERM lets the chief end its step and write one first, within the
+    time that --grace gives. Then workers have 3 seconds to end before they are killed. A second signal kills
     all of them at once.
     """
     from lockstep.control.command import fill_standard_descriptors, run_under_agent

@@ -2,16 +2,16 @@
 
     python tests/fuzz/fuzz.py --backend jax --seeds 0:1000
 
-Each seed gives one program, always the same (`fuzz_specs.py`; `fuzz_text.py` writes its text). It runs on 1, 2
-and 3 workers with 3 replicas, and with plain Keras on the same global batches; a loop of the program's own runs
-under `tf.distribute` instead, or on all rows at once. `fuzz_oracle.py` compares
+Each seed gives one program, always the same (`fuzz_specs.py`; `fuzz_text.py` writes its text). It runs on
+1, 2 and 3 workers with 3 replicas, and with plain Keras on the same global batches; a loop of the program's
+own runs under `tf.distribute` instead, or on all rows at once. `fuzz_oracle.py` compares
 
 * SHA-256 digests of weights, optimizers, metrics, histories and predictions: equal on all workers for all W;
 * the figures themselves, where `fuzz_rules.inexact` says that replicas compute what one process does.
 
 A refusal by name, the same for all W, is right. Everything else is a fault: the fuzzer drops features of the
-program as long as the fault stays, and prints what is left as a program that can be run. `--show` prints programs
-without running them. Programs with a known fault (`fuzz_rules.KNOWN`) are passed over.
+program as long as the fault stays, and prints what is left as a program that can be run. `--show` prints
+programs without running them. Programs with a known fault (`fuzz_rules.KNOWN`) are passed over.
 """
 
 import argparse
@@ -19,12 +19,13 @@ import collections
 import concurrent.futures
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,11 +92,13 @@ class Bench:
             command += ["--max-restarts", "0", "--run-dir", str(folder), str(WORKER), "--first", str(left[0])]
             command += ["--save", str(place / "saved-lockstep")] if workers == 1 else []
             self._call([*command, str(place / "lockstep")])
-            for worker, lines in enumerate(found):
-                log = folder / f"worker-{worker}.log"
-                lines.update(_lines(log.read_text(errors="replace") if log.exists() else ""))
-            done = max((seed for lines in found for seed in lines), default=left[0])
-            left = [seed for seed in left if seed > max(done, left[0])]
+            logs = [folder / f"worker-{worker}.log" for worker in range(workers)]
+            said = [_lines(log.read_text(errors="replace") if log.exists() else "") for log in logs]
+            # Workers that are out of step go on without each other: what they say then counts for nothing.
+            done = max(min(max(lines, default=0) for lines in said), left[0])
+            for lines, new in zip(found, said, strict=True):
+                lines.update({seed: line for seed, line in new.items() if seed <= done})
+            left = [seed for seed in left if seed > done]
         return found
 
     def _plain(self, place: Path, seeds: Sequence[int]) -> dict[int, Line]:
@@ -145,12 +148,6 @@ def shrink(bench: Bench, spec: Spec, kind: str) -> tuple[Spec, Verdict]:
     return spec, verdict
 
 
-def confirmed(bench: Bench, faults: Mapping[int, Spec]) -> Iterator[tuple[int, Verdict]]:
-    """Run each program in jobs of its own: a shuffle depends on how many calls a process has made before."""
-    for seed, spec in faults.items():
-        yield from bench.run({seed: spec}).items()
-
-
 def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collections.Counter[str]:
     """Run the programs of seeds, print each fault; return how many there were of each kind."""
     counts: collections.Counter[str] = collections.Counter()
@@ -160,11 +157,12 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
     counts["known"] = len(known)
     left = [seed for seed in seeds if seed not in known]
     for start in range(0, len(left), CHUNK):
-        begun = time.monotonic()
+        begun, before = time.monotonic(), _processors()
         verdicts = bench.run({seed: specs[seed] for seed in left[start : start + CHUNK]})
         faults = {seed: specs[seed] for seed, verdict in verdicts.items() if verdict.is_fault}
-        for seed, alone in confirmed(bench, faults):
-            if not alone.is_fault:
+        # A shuffle depends on how many calls a process has made before.
+        for seed, again in (bench.run(faults) if faults else {}).items():
+            if not again.is_fault:
                 verdicts[seed] = Verdict("follows", verdicts[seed].says)
         counts.update(verdict.kind for verdict in verdicts.values())
         messages.update(
@@ -172,17 +170,21 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
             for verdict in verdicts.values()
             if verdict.kind in QUOTED and verdict.says
         )
-        seconds = time.monotonic() - begun
-        print(
-            f"{bench.backend} seeds {min(verdicts)} to {max(verdicts)}: {dict(counts)}, {seconds:.0f} s",
-            flush=True,
-        )
+        seconds, used = time.monotonic() - begun, _processors() - before
+        found = f"{bench.backend} seeds {min(verdicts)} to {max(verdicts)}: {dict(counts)}"
+        print(f"{found}, {seconds:.0f} s, {used:.0f} s of processors", flush=True)
         for seed, verdict in verdicts.items():
             if verdict.is_fault:
                 report(bench, seed, specs[seed], verdict, shrinks=shrinks)
     for message, number in messages.most_common():
         print(f"{number:5} {message}", flush=True)
     return counts
+
+
+def _processors() -> float:
+    """Return the seconds that processors have worked for processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 QUOTED = ("same", "refused", "invalid", "follows")

@@ -1,4 +1,4 @@
-"""What holds of a program: what is valid on a backend, what is known to fail, what one process computes too."""
+"""What is valid on a backend, what is known to fail, what plain Keras computes too."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -109,7 +109,7 @@ def _settled_call(call: Call, spec: Training, backend: str) -> Call:
         call = replace(call, steps=call.steps or 2, shuffle=False)
     if call.source in ("tf", "loader", "generator"):
         call = replace(call, shuffle=False)
-    if call.source == "strategy":
+    if call.source in ("strategy", "generator"):
         call = replace(call, class_weight=False)
     if call.validation == "split" and call.source != "arrays":
         call = replace(call, validation="data")

@@ -110,8 +110,8 @@ class Loop:
         optimizer: the name of a Keras optimizer.
         options: of the optimizer.
         source: of the batches: "list", "tf" or "function".
-        loss: "sum", "keras" or "average" (TensorFlow's `compute_average_loss`); "replica", which is never drawn,
-            is wrong on purpose: a mean over the replica's own rows, whose gradients nobody may add up.
+        loss: "sum", "keras" or "average" (TensorFlow's `compute_average_loss`). "replica" is never drawn: it
+            is wrong on purpose, a mean over the replica's own rows, whose gradients nobody may add up.
         trains: whether there is an update; else losses only.
         outside: whether gradients are returned, added up, and applied outside.
         second: whether there is a second update, of another model, that follows the first.
@@ -391,6 +391,9 @@ def _draw_training(dice: random.Random) -> Training:
     weighted = dice.random() < 0.4
     tasks = ["regression", "binary", "classes"] if sequences else list(LOSSES)
     outputs = tuple(_output(dice, tasks, weighted) for _ in range(many))
+    if dice.random() < 0.9:
+        # Sums beside means are refused.
+        outputs = tuple(replace(output, reduction=outputs[0].reduction) for output in outputs)
     name, options = _optimizer(dice)
     back = () if sequences else _some(dice, EXACT_LAYERS + (RANDOM_LAYERS if spicy else ()), 2)
     compiling = dice.choice(

@@ -206,7 +206,7 @@ def _data_lines(spec: Training) -> list[str]:
     targets = [_target(output, n, sequences) for output in spec.outputs]
     lines.append(f"y = {_nest(spec, 'klm', targets) if many else targets[0]}")
     if any(call.weights for call in spec.calls):
-        weight = f'generator.random({n}).astype("float32") + 0.1'
+        weight = f'generator.random({(n, 5) if sequences else n}).astype("float32") + 0.1'
         weights = [weight] * len(spec.outputs)
         lines.append(f"w = {_nest(spec, 'klm', weights) if many else weight}")
     return lines

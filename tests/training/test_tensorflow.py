@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import lockstep
 from lockstep.collectives.layout import allocate
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
@@ -417,3 +418,15 @@ def test_the_operations_that_count_their_runs_are_known() -> None:
     stateful = {name for name in LEGACY_RANDOM_OPS if op_def_registry.get(name).is_stateful}
     replaced = {"".join(part.capitalize() for part in name.split("_")) for name in drawing._EQUIVALENTS}
     assert stateful - replaced == {"ParameterizedTruncatedNormal", "RandomPoisson"}
+
+
+@here
+def test_xla_compiles_a_layer_with_a_loop() -> None:
+    """Its gradient needs a loop that was made for XLA."""
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        model = keras.Sequential(
+            [keras.layers.Input((3, 2)), keras.layers.SimpleRNN(2), keras.layers.Dense(1)]
+        )
+        model.compile("sgd", "mse", jit_compile=True)
+    history = model.fit(X.reshape(-1, 3, 2), X[:, :1], batch_size=4, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()

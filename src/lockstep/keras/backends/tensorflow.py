@@ -229,10 +229,10 @@ class TensorFlowProgram(VariableState):
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
         stateless = drawing.stateless(step)
-        inner = traced(stateless, False, weight, earlier, *specs)
+        inner = traced(stateless, self._jit, weight, earlier, *specs)
         if not self._rounds.leaves(number) and self._trace.goes_on(inner.graph):
             self._rounds.leave(number)
-            inner = traced(stateless, False, weight, earlier, *specs)
+            inner = traced(stateless, self._jit, weight, earlier, *specs)
         drawing.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.places.made)
         touched = self._classified(number, assigned(inner.graph))
