@@ -27,6 +27,14 @@ def available_memory() -> int:
     return max(0, min([machine, *cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
 
 
+def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
+    """Return how many processes the kernel has killed for want of memory since the machine started.
+
+    Those that only a cgroup had no memory for are among them. 0 where the kernel does not say.
+    """
+    return _statistic(statistics, "oom_kill")
+
+
 def cgroup_rooms(membership: Path, mount: Path) -> list[int]:
     """Return the bytes left under each memory limit of this process's cgroups (versions 1 and 2).
 

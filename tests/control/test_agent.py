@@ -301,6 +301,22 @@ def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: p
     assert told in outcome.stderr
 
 
+def test_a_kill_for_want_of_memory_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([3, 4])
+    monkeypatch.setattr("lockstep.control.agent.memory_kills", lambda: next(kills))
+
+    def killed(worker: FakeHandle) -> None:
+        worker.say(Started())
+        worker.end(-signal.SIGKILL)
+
+    outcome = stage.run(killed)
+    assert outcome.status == 137
+    assert outcome.events_of("no memory") == [{"worker": 0, "kills": 1}]
+    assert outcome.stderr.startswith(
+        "lockstep: the kernel has killed a process for want of memory, probably worker 0: use fewer workers"
+    )
+
+
 def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
     def alone(worker: FakeHandle) -> None:
         worker.end(0)

@@ -46,6 +46,7 @@ from lockstep.control.views import Views
 from lockstep.control.wording import UNSEEN, unkillable, whose_lines
 from lockstep.errors import LockstepError
 from lockstep.events import EventLog
+from lockstep.memory import memory_kills
 from lockstep.paths import RunPaths
 from lockstep.topology import View
 
@@ -95,6 +96,7 @@ class Agent:
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
     _used_strategy: bool = False
+    _memory_kills: int = 0
     _stopped: bool = False
     _killed: bool = False
 
@@ -114,6 +116,7 @@ class Agent:
         return status
 
     def _open(self) -> None:
+        self._memory_kills = memory_kills()
         self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
         self._open_desk()
@@ -334,7 +337,19 @@ class Agent:
             stream.drain()
         status = member.said if status == UNSEEN else status
         self.events.write("exited", worker=member.worker, status=status)
+        if status in (-signal.SIGKILL, UNSEEN) and self.state.stage in (Stage.RUNNING, Stage.LOOKING):
+            self._look_for_memory_kill(member.worker)
         self._decide(decisions.Exited(member.worker, status))
+
+    def _look_for_memory_kill(self, worker: int) -> None:
+        """Say it if a worker was probably killed because there was not enough memory."""
+        before, self._memory_kills = self._memory_kills, memory_kills()
+        if self._memory_kills > before:
+            self.events.write("no memory", worker=worker, kills=self._memory_kills - before)
+            self.console.say(
+                f"the kernel has killed a process for want of memory, probably worker {worker}: use fewer "
+                "workers or smaller batches here, or give the container or the machine more memory"
+            )
 
     def _decide(self, event: decisions.Event) -> None:
         """Decide about `event`, and act; what happens in the course of that is decided afterwards."""
