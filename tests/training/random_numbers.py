@@ -184,14 +184,13 @@ def driven() -> None:
 
 
 def fits() -> None:
-    """Steps of Keras, with and without a graph, compiled by XLA too; the script's seed counts."""
+    """Steps of Keras, with and without a graph; the script's seed counts."""
     found = {}
     options: list[tuple[str, int, dict[str, Any]]] = [
         ("graph", 1, {}),
         ("again", 1, {}),
         ("another", 2, {}),
         ("eager", 1, {"run_eagerly": True}),
-        ("xla", 1, {"jit_compile": True}),
     ]
     for name, seed, compiled in options:
         keras.utils.set_random_seed(seed)

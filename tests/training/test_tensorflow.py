@@ -328,6 +328,10 @@ def loaded(model: Any, data: Any) -> Any:
     return noised(model, data, graph())
 
 
+def vectorized(model: Any, data: Any) -> Any:
+    return noised(model, data, tf.vectorized_map(lambda row: row + tf.random.normal((6,)), data[0]))
+
+
 def sampled(model: Any, data: Any) -> Any:
     sample = tf.random.log_uniform_candidate_sampler([[1]], 1, 6, True, 6)[0]
     return noised(model, data, tf.cast(sample, tf.float32))
@@ -349,6 +353,7 @@ def normalised(model: Any, data: Any) -> Any:
         (stray, "train_step applies no optimizer that the model knows"),
         (raw, "the operation RandomStandardNormal"),
         (loaded, "the operation RandomStandardNormal"),
+        (vectorized, "in tf.vectorized_map"),
         (sampled, "(?i)the operation log_?uniform_?candidate_?sampler"),
         (normalised, r"assigns the variable '.*kernel.*' itself"),
     ],

@@ -18,6 +18,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import op_def_registry, random_seed
 from tensorflow.python.ops import gen_candidate_sampling_ops, gen_image_ops, gen_nn_ops, gen_random_ops
+from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
@@ -89,6 +90,17 @@ class GraphDraws:
         seed = tf.stack([_variable("key").read_value(), times.read_value() + place])
         times.assign_add(1)
         return seed
+
+
+class VectorizedDraws:
+    """The draws of a function that computes several elements at once, whose seeds would all be equal."""
+
+    def seed(self, given: int | None) -> Seed | None:
+        """Raise ModelError."""
+        raise ModelError(
+            "the step draws random numbers in tf.vectorized_map, where each element would get the same: draw "
+            "them for all elements before it, or use tf.map_fn"
+        )
 
 
 class _Active(threading.local):
@@ -306,6 +318,7 @@ def _enter() -> None:
             return
         _replace(random_seed, "get_seed", _noted)
         _replace(function_context, "make_function_context", _apart)
+        _replace(control_flow_ops, "pfor", _vectorized)
         for name, equivalent in _EQUIVALENTS.items():
             _replace(gen_random_ops, name, partial(_drawn, equivalent))
         for module, name in _WITHOUT_EQUIVALENT:
@@ -351,6 +364,16 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
         return found
 
     return make_function_context
+
+
+def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
+    def pfor(*args: Any, **options: Any) -> Any:
+        if not isinstance(_active.draws, GraphDraws) and not tf.config.functions_run_eagerly():
+            return original(*args, **options)
+        with drawn_from(VectorizedDraws()):
+            return original(*args, **options)
+
+    return pfor
 
 
 def _drawn(equivalent: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:

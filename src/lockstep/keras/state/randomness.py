@@ -17,7 +17,10 @@ from lockstep import job
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras keeps the generator of random operations without a seed."""
 
-_FRAMEWORKS = ("tensorflow", "torch")
+_TENSORFLOW = "tensorflow.python.eager.context"
+"""The module that holds the random states of TensorFlow's eager operations."""
+
+_FRAMEWORKS = (_TENSORFLOW, "torch")
 """Modules with random states of their own, which a script may import at any time."""
 
 Result = TypeVar("Result")
@@ -47,7 +50,7 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
     torch = sys.modules.get("torch")
     return (
         script_seed(),
-        _tensorflow()._seed if "tensorflow" in sys.modules else job_seed,
+        _tensorflow()._seed if _TENSORFLOW in sys.modules else job_seed,
         job_seed if torch is None else torch.initial_seed(),
         job_seed,
     )
@@ -102,7 +105,7 @@ class RandomNumbers:
 
     def _operations(self) -> AbstractContextManager[None]:
         """Return what lets TensorFlow's operations draw numbers that follow from the seed."""
-        if "tensorflow" not in sys.modules:
+        if _TENSORFLOW not in sys.modules:
             return nullcontext()
         from lockstep.keras.backends.drawing import EagerDraws, drawn_from
 
@@ -124,7 +127,7 @@ def _states() -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "keras": (script_seed(), global_generator()),
     }
-    if "tensorflow" in sys.modules:
+    if _TENSORFLOW in sys.modules:
         context = _tensorflow()
         states["tensorflow"] = context._seed, context.__dict__.get("_rng")
     if (torch := sys.modules.get("torch")) is not None:
@@ -154,7 +157,7 @@ def _set_states(states: Mapping[str, Any]) -> None:
     seed, generator = states["keras"]
     global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
     set_global_generator(generator)
-    if "tensorflow" in sys.modules:
+    if _TENSORFLOW in sys.modules:
         context = _tensorflow()
         context._seed, context._rng = states["tensorflow"]
     if (torch := sys.modules.get("torch")) is not None:
@@ -167,7 +170,7 @@ def _imported() -> list[str]:
 
 def _tensorflow() -> Any:
     """Return what holds the random states of TensorFlow's eager operations."""
-    return sys.modules["tensorflow.python.eager.context"].context()
+    return sys.modules[_TENSORFLOW].context()
 
 
 def random_states() -> dict[str, Any]:
@@ -176,7 +179,7 @@ def random_states() -> dict[str, Any]:
     generator = global_generator()
     if generator is not None:
         states["keras"] = np.asarray(generator.state.numpy())
-    if "tensorflow" in sys.modules and type(_tensorflow()._seed) is int:
+    if _TENSORFLOW in sys.modules and type(_tensorflow()._seed) is int:
         states["tensorflow"] = _tensorflow()._seed, _tensorflow()._rng.getstate()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
@@ -193,7 +196,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
             generator = keras.random.SeedGenerator(0)
             set_global_generator(generator)
         generator.state.assign(states["keras"])
-    if "tensorflow" in states and "tensorflow" in sys.modules:
+    if "tensorflow" in states and _TENSORFLOW in sys.modules:
         context = _tensorflow()
         context._seed, state = states["tensorflow"]
         context._rng = random.Random()
