@@ -310,11 +310,22 @@ def variables() -> Any:
                 assert float(strategy.reduce("MEAN", after)) == float(variable)
     assert found == wanted
     scattered = tf.Variable([1.0, 2.0], aggregation=kinds.SUM)
+
+    def scatter() -> None:
+        scattered.scatter_add(tf.IndexedSlices([1.0], [0]))
+
+    def twice() -> None:
+        scattered.assign(2 * scattered)
+
     errors = []
-    try:
-        strategy.run(lambda: scattered.scatter_add(tf.IndexedSlices([1.0], [0])))
-    except lockstep.errors.ModelError as error:
-        errors.append(str(error))
+    for eager in (False, True):
+        tf.config.run_functions_eagerly(eager)
+        try:
+            strategy.run(twice if eager else scatter)
+        except lockstep.errors.ModelError as error:
+            errors.append(str(error))
+    tf.config.run_functions_eagerly(False)
+    assert replicas == 1 or "leave tf.config.run_functions_eagerly(True) out" in errors.pop()
     assert replicas == 1 or "use assign, assign_add or assign_sub" in errors.pop()
     return [list(found.values()), errors]
 
