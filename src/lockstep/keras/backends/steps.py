@@ -76,9 +76,9 @@ def fixed_batches_explained(model: Any, examples: int) -> Iterator[None]:
             fixed = layer.batch_shape[0] if isinstance(layer, keras.layers.InputLayer) else None
             if fixed is not None and fixed != examples:
                 raise ModelError(
-                    f"the step of a replica, which has {examples} examples, failed ({type(error).__name__}); the "
-                    f"input {layer.name!r} of the model has a fixed batch of {fixed}, which replicas share out: "
-                    "give it a shape without a batch size, or run with one replica (--replicas 1)"
+                    f"the step of a replica, which has {examples} examples, failed ({type(error).__name__}); "
+                    f"the input {layer.name!r} of the model has a fixed batch of {fixed}, which replicas "
+                    "share out: give it a shape without a batch size, or run with one replica (--replicas 1)"
                 ) from error
         raise
 
