@@ -211,19 +211,6 @@ def stopped(scope: Callable[[], Any]) -> None:
         print("result stopped", steps, lockstep.digest(model), flush=True)
 
 
-def failing(scope: Callable[[], Any]) -> None:
-    """Print in which order examples come after a call that failed in its validation."""
-    with scope():
-        model = small()
-    with contextlib.suppress(Exception):
-        model.fit(X, Y, batch_size=8, validation_data=(X, np.ones((37, 5))), verbose=0)
-    model = None
-    with scope():
-        model = small()
-    model.fit(X, Y, batch_size=8, verbose=0)
-    print("result failing", lockstep.digest(model), flush=True)
-
-
 def figures(history: Any) -> list[float]:
     return [
         float(value) for _, values in sorted(history.history.items()) for value in values if value is not None
@@ -237,7 +224,6 @@ def main() -> None:
     scope = lockstep.MultiWorkerMirroredStrategy().scope
     train(trainings, scope, "numbers")
     stopped(scope)
-    failing(scope)
 
 
 def train(trainings: list[Callable[[], Any]], scope: Callable[[], Any], mark: str) -> None:

@@ -78,7 +78,7 @@ def fixed_batches_explained(model: Any, examples: int) -> Iterator[None]:
                 raise ModelError(
                     f"the step of a replica, which has {examples} examples, failed ({type(error).__name__}); "
                     f"the input {layer.name!r} of the model has a fixed batch of {fixed}, which replicas "
-                    "share: give it a shape without a batch size, or run with one replica (--replicas 1)"
+                    "share out: give it a shape without a batch size, or run with one replica (--replicas 1)"
                 ) from error
         raise
 
