@@ -2,19 +2,14 @@
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep import __version__
-from lockstep.control import limits
-from lockstep.control.limits import check_limits
-from lockstep.errors import UnfitError
 
 FAIL = """
 def deep():
@@ -112,35 +107,9 @@ def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "0", "ok.py"], "Invalid value for '-n' / '--workers': 0 is not in the range 1<=x<=4096."),
-        (["--seed", "-1", "ok.py"], f"Invalid value for '--seed': -1 is not in the range 0<=x<={2**63 - 1}."),
-        (
-            ["--timeout", "0", "ok.py"],
-            "Invalid value for '--timeout': 0.0 is not in the range 0<x<=1000000000.",
-        ),
-        (["--timeout", "nan", "ok.py"], "Invalid value for '--timeout': nan is no number of seconds."),
-        (
-            ["--replicas", "100000000000", "ok.py"],
-            "Invalid value for '--replicas': 100000000000 is not in the range 1<=x<=4096.",
-        ),
-        (
-            ["--seed", str(2**63), "ok.py"],
-            f"Invalid value for '--seed': {2**63} is not in the range 0<=x<={2**63 - 1}.",
-        ),
-        (
-            ["--checkpoint", "", "ok.py"],
-            "Invalid value for '--checkpoint': it is empty; name a folder, such as ./folder.",
-        ),
-        (
-            ["--checkpoint", "c", "--checkpoint-every", "9" * 5000, "ok.py"],
-            f"--checkpoint-every {'9' * 5000}: give a number of steps, or a time such as 30s, 10m or 1h",
-        ),
-        (["--checkpoint", "a/b", "ok.py", b"\xff"], r"b'\xff' is not UTF-8, as names and arguments must be"),
-        (["/dev/null"], "the script /dev/null is not a regular file: every worker reads it anew"),
-        (
-            ["--checkpoint", "a/b", "--run-dir", "/proc/nix", "ok.py"],
-            "the run's folder /proc/nix cannot be used: No such file or directory; give another --run-dir",
-        ),
+        (["-n", "0", "ok.py"], "Invalid value for '-n' / '--workers': 0 is not in the range x>=1."),
+        (["--seed", "-1", "ok.py"], "Invalid value for '--seed': -1 is not in the range x>=0."),
+        (["--timeout", "0", "ok.py"], "Invalid value for '--timeout': 0.0 is not in the range x>0."),
         (
             ["-n", "3", "--replicas", "2", "ok.py"],
             "3 workers cannot share 2 replicas: a worker needs at least one; ask for 2 workers or fewer, or "
@@ -167,7 +136,7 @@ def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
         ),
         ([], "Missing argument 'SCRIPT'."),
     ],
-    ids=lambda value: " ".join(map(str, value))[:60] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_clear_line(lockstep: Any, arguments: list[str], message: str) -> None:
     (lockstep.folder / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
@@ -176,62 +145,6 @@ def test_bad_input_is_one_clear_line(lockstep: Any, arguments: list[str], messag
     expected = message.format(folder=lockstep.folder, python=sys.executable)
     assert (done.status, done.out, done.err) == (2, "", f"lockstep: {expected}\n")
     assert not done.folder.exists()
-    left = {path.name for path in lockstep.folder.iterdir()} - {"__pycache__"}
-    assert left == {"births", "ok.py", "sitecustomize.py"}
-
-
-def test_small_limits_are_named_with_the_number_that_is_needed(lockstep: Any) -> None:
-    command = f"ulimit -n 20; exec {shlex.quote(sys.executable)} -m lockstep run {lockstep.script('')}"
-    done = subprocess.run(["bash", "-c", command], cwd=lockstep.folder, capture_output=True, text=True)
-    expected = (
-        "lockstep: the limit on open files is 20, and 2 workers need 48: raise it with ulimit -n 48, or give "
-        "a smaller -n\n"
-    )
-    assert (done.returncode, done.stderr) == (2, expected)
-    assert not (lockstep.folder / "runs").exists()
-
-
-def test_the_limit_on_processes_counts_those_that_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "20").mkdir()
-    (tmp_path / "20" / "status").write_text("Uid:\t7\t7\t7\t7\nThreads:\t40\n")
-    monkeypatch.setattr(limits.os, "getuid", lambda: 7)
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda limit: (70, 70))
-    check_limits(2, 1, tmp_path)
-    with pytest.raises(
-        UnfitError, match="on this user's processes and threads leaves 30, and 3 workers need"
-    ):
-        check_limits(3, 1, tmp_path)
-
-
-@pytest.mark.parametrize("arguments", [["list"], ["checkpoints", "/"], ["--help"]])
-def test_a_stdout_that_is_full_is_one_line(arguments: list[str]) -> None:
-    command = [sys.executable, "-m", "lockstep", *arguments]
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    expected = "lockstep: stdout cannot be written: No space left on device\n"
-    assert (done.returncode, done.stderr) == (2, expected)
-
-
-def test_a_file_of_events_that_is_no_file(lockstep: Any) -> None:
-    (lockstep.folder / "run").mkdir()
-    (lockstep.folder / "run" / "events.jsonl").symlink_to("elsewhere")
-    done = lockstep.run(lockstep.script(""))
-    assert done.status == 2
-    assert done.notes == [
-        f"lockstep: the run's folder {lockstep.folder / 'run'} cannot be used: events.jsonl in it is a "
-        "symbolic link; give another --run-dir"
-    ]
-    assert not (lockstep.folder / "elsewhere").exists()
-
-
-def test_a_worker_whose_stack_cannot_be_written_trains(lockstep: Any) -> None:
-    (lockstep.folder / "run").mkdir()
-    os.mkfifo(lockstep.folder / "run" / "worker-0.stack")
-    done = lockstep.run("-n", "1", lockstep.script("print('ran')"))
-    assert (done.status, done.out) == (0, "ran\n")
-    assert "cannot be shown: [Errno 22] worker-0.stack is not a regular file" in done.err
 
 
 def test_what_is_refused_leaves_no_folder(lockstep: Any) -> None:
@@ -270,10 +183,8 @@ def test_a_folder_that_another_worker_has_made(lockstep: Any) -> None:
     )
     done = lockstep.run("-n", "2", making)
     assert done.status == 1
-    assert (
-        "worker 1 ended with status 1: FileExistsError: [Errno 17] File exists: 'out'; every worker runs "
-        "this line, and another one may have made it: give exist_ok=True, or let one worker do it: if "
-        "lockstep.is_chief()" in done.err
-    )
+    failed = "worker 1 ended with status 1: FileExistsError: [Errno 17] File exists: 'out'; every worker runs"
+    assert f"{failed} this line, and another one may have made it: give exist_ok=True, or let" in done.err
     alone = lockstep.run("-n", "1", making, run="alone")
-    assert "exist_ok" not in alone.err.replace("def makedirs", "").partition("lockstep: worker 0")[2]
+    assert "FileExistsError: [Errno 17] File exists: 'out'" in alone.err
+    assert "every worker" not in alone.err
