@@ -24,7 +24,7 @@ def copied(leaf: Any) -> Any:
     array = np.asarray(leaf)
     if array.dtype.kind not in "biufc":
         return keras.ops.convert_to_tensor(leaf)
-    return keras.ops.convert_to_tensor(borrowed(np.ascontiguousarray(array)).clone(), dtype=array.dtype.name)
+    return keras.ops.convert_to_tensor(borrowed(np.asarray(array, order="C")).clone(), dtype=array.dtype.name)
 
 
 def borrowed(array: npt.NDArray[Any], device: torch.device | None = None) -> torch.Tensor:
