@@ -409,3 +409,4 @@ def test_values_come_back_under_their_own_keys() -> None:
     found = strategy.run(lambda rows: {"x": rows["x"].sum(), "label": rows["label"].mean()}, args=(batch,))
     assert float(strategy.reduce("SUM", found["x"])) == pytest.approx(float(X.sum()), abs=1e-4)
     assert 90 < float(strategy.reduce("MEAN", found["label"])) < 110
+    assert strategy.reduce("SUM", found["x"]).shape == ()
