@@ -44,7 +44,6 @@ def model() -> keras.Model:
         ("keras/backends/losses.py", losses, "reduce_weighted_values"),
         ("keras/backends/losses.py", losses, "reduce_values"),
         ("keras/backends/losses.py", losses, "apply_mask"),
-        ("keras/backends/losses.py", keras.Model, "_compute_loss"),
         ("keras/backends/losses.py", losses, "scale_loss_for_distribution"),
         ("keras/functions/assignments.py", keras.Variable, "_direct_assign"),
         ("keras/input/inputs.py", array_slicing, "convert_to_sliceable"),

@@ -410,3 +410,23 @@ def test_values_come_back_under_their_own_keys() -> None:
     assert float(strategy.reduce("SUM", found["x"])) == pytest.approx(float(X.sum()), abs=1e-4)
     assert 90 < float(strategy.reduce("MEAN", found["label"])) < 110
     assert strategy.reduce("SUM", found["x"]).shape == ()
+
+
+@here
+def test_a_sum_of_losses_is_the_whole_batchs_in_a_step_of_the_programs_own() -> None:
+    class Own(keras.Model):
+        def train_step(self, data: Any) -> Any:
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            self.zero_grad()
+            loss = self.compute_loss(x, y, self(x, training=True))
+            loss.backward()
+            with torch.no_grad():
+                self.optimizer.apply([v.value.grad for v in self.trainable_weights], self.trainable_weights)
+            return {"error": loss}
+
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        inputs = keras.Input((6,))
+        model = Own(inputs, keras.layers.Dense(1, kernel_initializer="zeros", use_bias=False)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), keras.losses.MeanSquaredError(reduction="sum"))
+    model.train_on_batch(X, Y)
+    np.testing.assert_allclose(model.get_weights()[0], 0.2 * X.T @ Y, rtol=1e-4)

@@ -148,7 +148,8 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
             "some of the model's losses have reduction='sum' and others are means over the examples: "
             "replicas cannot weigh both; give all of them the same reduction"
         )
-    compute = model._compute_loss
+    # Keras's own step, and those of the program's own, call it by this name.
+    compute = model.compute_loss
 
     def compute_whole(*args: Any, **kwargs: Any) -> Any:
         total = compute(*args, **kwargs)
@@ -156,11 +157,11 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
         return (total - added) / keras.ops.cast(weight, total.dtype) + added
 
     # Past the model's own __setattr__, which tracks what it is given.
-    vars(model)["_compute_loss"] = compute_whole
+    vars(model)["compute_loss"] = compute_whole
     try:
         yield
     finally:
-        del vars(model)["_compute_loss"]
+        del vars(model)["compute_loss"]
 
 
 @contextmanager
