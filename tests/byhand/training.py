@@ -49,13 +49,14 @@ def stop() -> None:
 class Happen(keras.callbacks.Callback):  # type: ignore[misc]
     """Lets happen what happens."""
 
+    # Of the class, not of the callback: what a callback keeps is resumed.
     begun = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         step = int(self.model.optimizer.iterations) + 1
-        if not self.begun:
+        if not Happen.begun:
             print(f"goes on at step {step}", flush=True)
-        self.begun = True
+        Happen.begun = True
         if step == STEP and TASK in STOPPED.get(HOW, ()):
             stop()
         if HOW == "killed" and step in (STEP + 2, STEP + 3) and job.current().worker != 2:

@@ -1,50 +1,13 @@
-"""What is valid on a backend, what is known to fail, what plain Keras computes too."""
+"""What is valid on a backend, what plain Keras computes too."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from fuzz_specs import Call, Loop, Output, Spec, Training
 
 
-def _has_empty_replicas(spec: Spec, backend: str) -> bool:
-    return isinstance(spec, Loop) and (
-        0 < spec.count % spec.batch < 3 or (spec.source == "function" and spec.count == 13)
-    )
-
-
-def _forgets_weights(spec: Spec, backend: str) -> bool:
-    if not isinstance(spec, Training) or not any(
-        o.reduction == "mean_with_sample_weight" for o in spec.outputs
-    ):
-        return False
-    return (
-        len(
-            {
-                call.weights or call.class_weight
-                for call in spec.calls
-                if "fit" in call.kind or "batch" in call.kind
-            }
-        )
-        > 1
-    )
-
-
-KNOWN: dict[str, Callable[[Spec, str], bool]] = {
-    "replicas without examples in strategy.run": _has_empty_replicas,
-    "gradients through all_reduce": lambda spec, backend: isinstance(spec, Loop) and spec.through,
-    "mean_with_sample_weight without weights after a call with them": _forgets_weights,
-}
-"""Faults that are known and not mended yet, and which programs have them. Such programs are not run."""
-
-
 def settled(spec: Spec, backend: str) -> Spec:
     """Return the program as it can be written for `backend`: what Keras itself refuses is left out."""
     return _settled_loop(spec, backend) if isinstance(spec, Loop) else _settled_training(spec, backend)
-
-
-def known_fault(spec: Spec, backend: str) -> str | None:
-    """Return the name of a known fault that a settled program has."""
-    return next((name for name, has in KNOWN.items() if has(spec, backend)), None)
 
 
 def inexact(spec: Spec, backend: str) -> str | None:

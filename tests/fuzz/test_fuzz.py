@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fuzz_oracle import Verdict, judge
-from fuzz_rules import inexact, known_fault, settled
+from fuzz_rules import inexact, settled
 from fuzz_specs import Loop, Output, Spec, Training, draw, simpler, size
 from fuzz_text import text
 
@@ -27,10 +27,9 @@ WRONG = Loop(loss="replica")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_random_programs(backend: str, tmp_path: Path) -> None:
-    drawn = {seed: settled(draw(seed), backend) for seed in range(2 * PROGRAMS)}
-    programs = [(seed, spec) for seed, spec in drawn.items() if not known_fault(spec, backend)][:PROGRAMS]
+    programs = {seed: settled(draw(seed), backend) for seed in range(PROGRAMS)}
     bench = Bench(backend, tmp_path, quick=True)
-    verdicts = bench.run({**dict(programs), 10**6: settled(WRONG, backend)})
+    verdicts = bench.run({**programs, 10**6: settled(WRONG, backend)})
     assert verdicts.pop(10**6).kind == "wrong"
     faults = [
         f"--backend {backend} --seeds {seed}: {verdict}"
