@@ -85,7 +85,7 @@ def test_that_nothing_is_kept_is_said(
     tmp_path.chmod(0o777)
     compiled._keep(tmp_path / "cache", SimpleNamespace(config=config))  # type: ignore[arg-type]
     expected = (
-        f"lockstep: what JAX compiles is not kept: others may write to {tmp_path}; run chmod go-w on it"
+        f"lockstep: JAX compiles without its cache: others may write to {tmp_path}; run chmod go-w on it"
     )
     assert capsys.readouterr().err.startswith(expected)
     assert list(tmp_path.iterdir()) == []

@@ -343,15 +343,15 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     from lockstep.control.console import Console
     from lockstep.control.descendants import LinuxDescendants
     from lockstep.control.output import Sink
-    from lockstep.control.run_folder import open_events
     from lockstep.control.starter import LocalStarter
     from lockstep.control.state import Limits, Size, State
     from lockstep.control.views import Views
+    from lockstep.events import EventLog
     from lockstep.exchanges import open_exchange
 
     paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    with open_events(paths, console.say) as events:
+    with EventLog.open(paths.events, SystemClock(), console.say) as events:
         agent = Agent(
             spec=spec,
             paths=paths,

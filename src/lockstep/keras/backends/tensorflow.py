@@ -43,6 +43,7 @@ from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidd
 from lockstep.keras.backends.steps import refuse_overwriting_gradients
 from lockstep.keras.backends.touched import Touched, mixed, seeds_of
 from lockstep.keras.backends.updates import GlobalUpdate, gradients_in
+from lockstep.keras.state.randomness import of_replica
 from lockstep.keras.state.variables import VariableState, optimizers_of
 
 
@@ -164,7 +165,7 @@ class TensorFlowProgram(VariableState):
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager:
-            with drawing.eagerly(drawing.of_replica(share.seed, share.replica)):
+            with drawing.eagerly(of_replica(share.seed, share.replica)):
                 partial, outputs = function(replica, weight, totals, *given)
         else:
             drawing.set_seed(share.seed)
