@@ -209,7 +209,7 @@ def _check_own(folder: int, path: Path) -> None:
     status = os.fstat(folder)
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UnfitError(
-            f"others may write to {path}; run chmod go-w on it, or set XDG_CACHE_HOME to another folder"
+            f"other users may write to {path}; run chmod go-w on it, or set XDG_CACHE_HOME to another folder"
         )
 
 

@@ -26,7 +26,7 @@ def open_own(path: Path, flags: int) -> int:
         mode = stat.S_IMODE(os.fstat(folder).st_mode)
         if mode & stat.S_IWOTH:
             raise PermissionError(
-                errno.EPERM, f"every user may write to it (mode {mode:o}; chmod o-w forbids that)"
+                errno.EPERM, f"every user may write to it (mode {mode:o}); run chmod o-w on it"
             )
         return open_in(folder, path.name, flags)
     finally:

@@ -63,7 +63,7 @@ def launch(
         timeout: seconds; a worker for which others wait for longer is stuck. 600 by default.
         run_dir: the run's own folder; `runs/<function>-<time>` by default.
         checkpoint: a folder; checkpoints are kept there, and training goes on from the newest.
-        accept_changes: go on from it though the settings of model, optimizer, loss or callbacks have changed.
+        accept_changes: resume even if the settings of model, optimizer, loss or callbacks differ from its.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
@@ -86,7 +86,7 @@ def launch(
     given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     given += ["--accept-changes"] if accept_changes else []
     if wrong := [option for option in (*given, f"--run-dir={run_dir}") if "\0" in option]:
-        raise ConfigError(f"lockstep.launch, {wrong[0]!r}: it has a null character")
+        raise ConfigError(f"lockstep.launch, {wrong[0]!r}: it contains a null character")
     with contextlib.ExitStack() as closing:
         errand = pack(function, args, kwargs or {})
         closing.callback(os.close, errand)

@@ -122,7 +122,7 @@ class Kept:
             text = self._keep(file, file.read_bytes())
         own = _read[str(file)] = _hash(text)
         if file_hash(file) != own:
-            self._changed(path, "has changed: the text runs that it had when the job first read it")
+            self._changed(path, "has changed; this worker runs the version that the job first read")
         return text
 
     def _place(self, file: Path) -> Path:
@@ -140,7 +140,8 @@ class Kept:
             return place.read_bytes()
         except OSError as error:
             self._changed(
-                str(file), f"cannot be kept ({error.strerror}): workers that start later read it anew"
+                str(file),
+                f"cannot be saved ({error.strerror}); workers that start later read its current version",
             )
         return text
 

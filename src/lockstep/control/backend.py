@@ -21,8 +21,8 @@ from lockstep.errors import ConfigError, UnfitError
 NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 BACKENDS = tuple(NAMES)
 RULE = (
-    "what SCRIPT itself sets, KERAS_BACKEND, that of the checkpoint, keras.json if it says jax or torch, "
-    "tensorflow with --tf-distribute, else the first of jax, tensorflow and torch that is installed"
+    "what SCRIPT sets, else KERAS_BACKEND, the checkpoint's backend, keras.json if it names jax or torch, "
+    "tensorflow with --tf-distribute, or the first installed of jax, tensorflow and torch"
 )
 """The default of `--backend`, as the help shows it."""
 
@@ -77,8 +77,8 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
     """
     if wishes.asked and wishes.overrides and wishes.script != wishes.asked:
         raise ConfigError(
-            f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which counts "
-            "for Keras: leave --backend out, or take the line out of the script"
+            f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which takes "
+            "precedence: omit --backend, or remove the line from the script"
         )
     said = (
         (wishes.asked, f"--backend {wishes.asked}", "--backend says so"),

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 
 from lockstep.prose import name_workers
 
-STARTING = "starting: its process imports what the script needs"
-RUNNING = "running the script, which has made no strategy yet"
-PREPARING = "running the script, which has a strategy"
+STARTING = "starting: importing what the script needs"
+RUNNING = "running the script, no strategy yet"
+PREPARING = "running the script after it created its strategy"
 
 _QUIET = 5.0
 _EVERY = 10.0
@@ -59,7 +59,7 @@ class Progress:
             return
         quiet = self._shown() == self._seen
         if quiet and self._does:
-            self._say(f"no step is done after {now - self._since:.0f} s; {self._listed()}")
+            self._say(f"no step completed after {now - self._since:.0f} s; {self._listed()}")
         self.due = now + (_EVERY if quiet else _QUIET)
         self._seen = self._shown()
 

@@ -203,7 +203,7 @@ def _refuse(operation: str, name: str = "") -> NoReturn:
     raise ModelError(
         f"the step draws random numbers with the operation {operation}{name}, whose numbers depend on what "
         "else this process computes, and which no stateless operation can replace here; draw with "
-        "tf.random.normal and its like in Python, not in a graph that was loaded, or with keras.random and a "
+        "tf.random.normal and similar functions in Python, not in a loaded graph, or with keras.random and a "
         "generator that the model owns: self.seed = keras.random.SeedGenerator(1), "
         "keras.random.normal(shape, seed=self.seed)"
     )

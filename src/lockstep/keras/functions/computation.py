@@ -23,8 +23,8 @@ from lockstep.keras.state.randomness import of_replica
 
 ZERO_ROWS = (
     "lockstep: replica {replica} has no examples in this batch, which has fewer rows than there are replicas "
-    "({replicas}); it computes on zero rows, as under tf.distribute: leave such a batch out "
-    "(drop_remainder=True), or let the function compute on zero rows"
+    "({replicas}); it computes on zero rows, as under tf.distribute: drop such a batch "
+    "(drop_remainder=True), or make the function accept zero rows"
 )
 
 

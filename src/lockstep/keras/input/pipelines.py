@@ -25,7 +25,7 @@ _UNKNOWN = -1
 _ENDLESS = -2
 
 _EQUAL = (
-    "the first batches of replicas {} and {} are equal; if replicas are to read different "
+    "the first batches of replicas {} and {} are equal; if replicas should read different "
     "examples, let dataset_fn shard its dataset, before or after it shuffles: "
     "dataset.shard(context.num_input_pipelines, context.input_pipeline_id)"
 )
