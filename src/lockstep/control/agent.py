@@ -303,7 +303,7 @@ class Agent:
         if self._progress is not None:
             self._progress.does(worker, what)
         if self.spec.replicas == 1 and what is PREPARING:
-            # Keras's own steps follow, which nobody sees.
+            # Keras's own steps follow, which report nothing.
             self._progress = None
 
     def _tell_of_backend(self, worker: int, backend: Any) -> None:

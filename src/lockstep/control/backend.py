@@ -1,13 +1,13 @@
 """Which Keras backend the workers use, and why, decided before anything imports Keras. Pure.
 
-One rule, the same for `lockstep run`, `lockstep.launch` and workers that a person starts: the first of these
-that says something.
+One rule for `lockstep run`, `lockstep.launch` and workers that a person starts: the first of these that is
+set decides.
 
     --backend                          what the command line, or the caller of launch, asks for
     os.environ["KERAS_BACKEND"] = ...  in the script, which Keras obeys in any case
     KERAS_BACKEND                      in the environment
     os.environ.setdefault(...)         in the script
-    the checkpoint                     that training goes on from
+    the checkpoint                     that the job resumes from
     keras.json                         where it names JAX or PyTorch; Keras writes TensorFlow there unasked
     --tf-distribute                    asks for TensorFlow
     the first that is installed        of JAX, TensorFlow and PyTorch
@@ -38,7 +38,7 @@ class Wishes:
         script: what the script sets `KERAS_BACKEND` to.
         overrides: whether it does so where the variable is set already, too.
         variable: `KERAS_BACKEND`.
-        checkpoint: the backend of the checkpoint that training goes on from.
+        checkpoint: the backend of the checkpoint that the job resumes from.
         configured: Keras's own configuration file.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
     """
@@ -122,7 +122,7 @@ def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None
     """Refuse what makes `tf.keras` Keras 2, which knows nothing of Lockstep.
 
     Args:
-        value: of `TF_USE_LEGACY_KERAS`; None where nobody sets it.
+        value: of `TF_USE_LEGACY_KERAS`; None if it is not set.
         who: sets it.
 
     Raises:

@@ -23,7 +23,7 @@ def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None
     Args:
         workers: that the job begins with.
         threads: that compute a replica.
-        proc: where the kernel tells of processes.
+        proc: where the kernel lists processes.
 
     Raises:
         UnfitError: a limit is too low; the message names it and the number that is needed.

@@ -92,7 +92,7 @@ def connect(place: str) -> socket.socket | None:
     """Return a connection to the process that has the name of a place; waits for nothing.
 
     Returns:
-        None if nobody listens there now, or if the queue of connections is full.
+        None if no process listens there now, or if the queue of connections is full.
 
     Raises:
         ConfigError: a process of another user has the name.

@@ -1,4 +1,4 @@
-"""What a person is waiting for before the first step, where nothing else is shown. Pure."""
+"""What workers do before the first step, reported while the terminal is silent. Pure."""
 
 from collections.abc import Callable, Iterable
 
@@ -41,7 +41,7 @@ class Progress:
         self._since = now
 
     def does(self, worker: int, what: str) -> None:
-        """Note what a worker is doing from now on; those that join later are told of otherwise."""
+        """Note what a worker is doing from now on; ignores workers that join later."""
         if worker in self._does:
             self._does[worker] = what
 

@@ -202,7 +202,7 @@ def writes(callbacks: Any) -> bool:
 
 
 def hear_of_batches(callbacks: Any) -> bool:
-    """Whether a callback of the program's own hears of batches of a training."""
+    """Whether one of the program's own callbacks has a method for training batches."""
     methods = [getattr(callback, name, None) for callback in listed(callbacks) for name in _ON_BATCH]
     known = ("keras.", "lockstep.")
     return any(

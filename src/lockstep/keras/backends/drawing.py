@@ -132,7 +132,7 @@ def drawn_from(draws: Draws | None) -> Iterator[None]:
 def eagerly(seed: int) -> Iterator[None]:
     """Within the block a replica computes eagerly: all of its random numbers follow from `seed`.
 
-    Functions run eagerly, too: graphs of theirs may be older than the block.
+    Functions run eagerly, too, since their graphs may be older than the block.
     """
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)

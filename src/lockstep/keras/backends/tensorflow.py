@@ -275,7 +275,7 @@ class TensorFlowProgram(VariableState):
         """Return the weights and the optimizers' variables, which only updates may change.
 
         Weights that no update changes, such as a copy that follows others slowly, are layers' state. A graph
-        tells which they are; of a step that runs eagerly nobody knows it before.
+        shows which they are; for a step that runs eagerly, that is not known in advance.
         """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]

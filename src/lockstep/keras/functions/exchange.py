@@ -157,7 +157,7 @@ class RunExchange:
         try:
             return act(self._job.view, self._job.communicator)
         except PeerLostError as lost:
-            # What follows its first part speaks of a view that this loop does not come to.
+            # The rest of the message is about the next view, which this loop never enters.
             who = str(lost).partition(";")[0]
             raise PeerLostError(
                 f"{who}; strategy.steps does not drive this loop, so no new worker can join: restart the "

@@ -205,7 +205,7 @@ class _Kept:
 
 
 class DistributedValues:
-    """A value that each replica has its own of: it is no tensor, whoever computes how many replicas."""
+    """A value that each replica has its own of: not a tensor, however many replicas a worker computes."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ModelError: which of the values is meant?
