@@ -52,7 +52,9 @@ def test_what_was_put_is_there_for_others(files: CompiledFiles, tmp_path: Path) 
 def test_a_folder_into_which_others_could_put_code_is_not_used(tmp_path: Path, which: str) -> None:
     CompiledFiles.open(tmp_path / "cache")
     (tmp_path / which).chmod(0o777)
-    with pytest.raises(UnfitError, match=f"others may write to {tmp_path / which}; run chmod go-w on it"):
+    with pytest.raises(
+        UnfitError, match=f"other users may write to {tmp_path / which}; run chmod go-w on it"
+    ):
         CompiledFiles.open(tmp_path / "cache")
 
 
@@ -85,7 +87,7 @@ def test_that_nothing_is_kept_is_said(
     tmp_path.chmod(0o777)
     compiled._keep(tmp_path / "cache", SimpleNamespace(config=config))  # type: ignore[arg-type]
     expected = (
-        f"lockstep: what JAX compiles is not kept: others may write to {tmp_path}; run chmod go-w on it"
+        f"lockstep: JAX compiles without its cache: other users may write to {tmp_path}; run chmod go-w on it"
     )
     assert capsys.readouterr().err.startswith(expected)
     assert list(tmp_path.iterdir()) == []

@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "local_devices": BASE | {"job", "program"},
     "importing": set(),
     "seeding": {"importing"},
-    "compiled": {"errors", "files", "importing"},
+    "compiled": {"errors", "files", "importing", "notes"},
     "tf_distribute": {"errors", "importing"},
     "membership": BASE | {"checkpoint", "collectives", "control", "job"},
     "persistence": BASE | {"checkpoint", "control", "job"},

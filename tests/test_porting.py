@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep import tf_distribute
+from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 ROW = re.compile(r"^\| `([\w.]+)` \| (?:`([\w.]+)`|no) \|(.*)\|$", re.MULTILINE)
@@ -60,6 +61,9 @@ def test_what_serves_a_name_is_what_the_option_sets(theirs: ModuleType) -> None:
         if server:
             module, _, attribute = server.rpartition(".")
             assert found is resolve_name(f"{module}:{attribute}"), name
+        elif name in tf_distribute.NOT_SERVED:
+            with pytest.raises(ConfigError, match=re.escape(f"tf.distribute.{name} is not served")):
+                found()
         else:
             assert found is at(theirs, name), name
 

@@ -91,7 +91,7 @@ def test_a_later_process_runs_the_texts_of_the_first(program: Path, command: tup
     lines = run(program, *command).splitlines()
     said = [line for line in lines if line.startswith("told")]
     assert [line for line in lines if line not in said] == first.splitlines()
-    assert "told train.py has changed: the text runs that it had when the job first read it" in said
+    assert "told train.py has changed; this worker runs the version that the job first read" in said
     assert {line.split()[1] for line in said} >= {"lazy.py", "part.py", "config.py", "inner.py"}
 
 
@@ -99,7 +99,7 @@ def test_what_cannot_be_kept_is_named_and_read(program: Path) -> None:
     (program / "train.py").write_text("print('ran')")
     (program / "kept").rmdir()
     first, *_, last = run(program, "train.py").splitlines()
-    assert first.startswith("told train.py cannot be kept (No such file or directory)")
+    assert first.startswith("told train.py cannot be saved (No such file or directory)")
     assert last == "ran"
 
 

@@ -73,7 +73,7 @@ def list_jobs() -> None:
     for line in table(running, time.time()) if running else ():
         click.echo(line)
     for name in silent:
-        click.echo(f"lockstep: {name} does not answer; it may be paused, or about to end", err=True)
+        note(f"{name} does not answer; it may be paused, or about to end")
     if not running and not silent:
         click.echo("no job is running")
 

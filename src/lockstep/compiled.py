@@ -23,6 +23,7 @@ import xxhash
 from lockstep.errors import UnfitError
 from lockstep.files import open_in
 from lockstep.importing import when_imported
+from lockstep.notes import note
 
 _SEAM = "jax._src.compilation_cache", "get_file_cache"
 """The function of JAX that makes its cache; private, see tests/training/test_private_parts.py."""
@@ -63,7 +64,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
     try:
         cache = CompiledFiles.open(folder)
     except UnfitError as error:
-        print(f"lockstep: what JAX compiles is not kept: {error}", file=sys.stderr)
+        note(f"JAX compiles without its cache: {error}")
         return
     except OSError:
         # Without a cache everything is as before, but for the time.
@@ -77,12 +78,12 @@ def _keep(folder: Path, jax: ModuleType) -> None:
         # The script may name a folder of its own.
         return (cache, path) if path == str(folder) else theirs(path)
 
-    def note(event: str, seconds: float, **details: Any) -> None:
+    def leave_when_compiled(event: str, seconds: float, **details: Any) -> None:
         if event == _COMPILED:
             cache.leave()
 
     setattr(module, name, get_file_cache)
-    jax.monitoring.register_event_duration_secs_listener(note)
+    jax.monitoring.register_event_duration_secs_listener(leave_when_compiled)
 
 
 class CompiledFiles:
@@ -208,7 +209,7 @@ def _check_own(folder: int, path: Path) -> None:
     status = os.fstat(folder)
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UnfitError(
-            f"others may write to {path}; run chmod go-w on it, or set XDG_CACHE_HOME to another folder"
+            f"other users may write to {path}; run chmod go-w on it, or set XDG_CACHE_HOME to another folder"
         )
 
 

@@ -66,7 +66,7 @@ class WorkerConfig:
         pool: inherited descriptor of the memory for partials and totals.
         arena: inherited descriptor of the memory in which the workers meet; None for a worker that joins.
         checkpoints: what is kept, if anything is.
-        accepts_changes: whether training goes on from a checkpoint of a program with other settings.
+        accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
         by_hand: whether a person has started this process.
     """

@@ -23,11 +23,12 @@ from lockstep.control.arrivals import decode_arrival
 from lockstep.control.command import fill_standard_descriptors
 from lockstep.control.messages import Stop, encode
 from lockstep.control.reception import AdoptingStarter, Reception
-from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder, open_events
+from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder
 from lockstep.control.spec import JobSpec
 from lockstep.control.state import Limits, Size, State
 from lockstep.control.views import Views
 from lockstep.errors import LockstepError
+from lockstep.events import EventLog
 from lockstep.exchanges import open_exchange
 from lockstep.paths import RunPaths
 
@@ -88,7 +89,7 @@ def _coordinate(reception: Reception, terminals: Terminals) -> None:
 
     signal.signal(signal.SIGTERM, pass_on)
     workers = frozenset(range(spec.workers))
-    with person, open_events(paths, terminals.say) as events:
+    with person, EventLog.open(paths.events, clock, terminals.say) as events:
         agent = Agent(
             spec=spec,
             paths=paths,

@@ -3,7 +3,7 @@
     LockstepError
     |-- InputError             what the user gave is wrong; the message says what to change
     |   |-- ConfigError        a command line, an environment variable
-    |   |-- ChangedError       a program that is another one than that of its checkpoint
+    |   |-- ChangedError       a program whose settings differ from its checkpoint's
     |   |-- ScopeError         a model used outside the strategy it belongs to
     |   |-- DataError          an input that cannot be split over replicas
     |   `-- ModelError         a step that cannot be computed by replicas
@@ -35,7 +35,7 @@ class ConfigError(InputError):
 
 
 class ChangedError(InputError):
-    """A program is another one than the one whose checkpoint it would go on from."""
+    """A program's settings differ from those of the checkpoint that it would resume from."""
 
 
 class ScopeError(InputError):

@@ -1,4 +1,4 @@
-"""Files of Lockstep's own: how they are opened, and those that only grow while training goes on."""
+"""Lockstep's own files: how they are opened, and those that grow while training runs."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ def open_own(path: Path, flags: int) -> int:
         mode = stat.S_IMODE(os.fstat(folder).st_mode)
         if mode & stat.S_IWOTH:
             raise PermissionError(
-                errno.EPERM, f"every user may write to it (mode {mode:o}; chmod o-w forbids that)"
+                errno.EPERM, f"every user may write to it (mode {mode:o}; chmod o-w prevents that)"
             )
         return open_in(folder, path.name, flags)
     finally:
@@ -86,7 +86,7 @@ def _regular(descriptor: int, name: str) -> int:
 
 
 class AppendFile:
-    """A file to append to; when it cannot be written any more, that is said once and training goes on.
+    """A file to append to; a failure to write is reported once, and training continues.
 
     Attributes:
         path: of the file.

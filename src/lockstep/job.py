@@ -112,7 +112,7 @@ class Job:
         joins: whether this worker is not in any view of the job yet: it computes alone what others have
             computed, until it is let in.
         keeper: keeps checkpoints, if there are to be any.
-        accepts_changes: whether it goes on from a checkpoint of a program with other settings.
+        accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
         policy: how this worker waits for others.
         resumed: the checkpoint that the job goes on from, if any.
         driven: whether the program is in a loop of its own that workers may join and leave.

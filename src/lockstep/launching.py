@@ -63,7 +63,7 @@ def launch(
         timeout: seconds; a worker for which others wait for longer is stuck. 600 by default.
         run_dir: the run's own folder; `runs/<function>-<time>` by default.
         checkpoint: a folder; checkpoints are kept there, and training goes on from the newest.
-        accept_changes: go on from it though the settings of model, optimizer, loss or callbacks have changed.
+        accept_changes: resume even if the settings of model, optimizer, loss or callbacks differ from its.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
@@ -75,18 +75,9 @@ def launch(
         raise ConfigError(
             "lockstep.launch starts workers, and this is one: it can only be called outside of jobs"
         )
-    options = {
-        "workers": workers,
-        "replicas": replicas,
-        "backend": backend,
-        "seed": seed,
-        "timeout": timeout,
-        "checkpoint": checkpoint,
-    }
-    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    given += ["--accept-changes"] if accept_changes else []
-    if wrong := [option for option in (*given, f"--run-dir={run_dir}") if "\0" in option]:
-        raise ConfigError(f"lockstep.launch, {wrong[0]!r}: it has a null character")
+    numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
+    given = _options(numbers | {"backend": backend, "checkpoint": checkpoint}, accept_changes)
+    _refuse_null_characters(*given, f"--run-dir={run_dir}")
     with contextlib.ExitStack() as closing:
         errand = pack(function, args, kwargs or {})
         closing.callback(os.close, errand)
@@ -106,6 +97,19 @@ def launch(
     if status != 0 or giver is Giver.NOBODY:
         raise history.error(status, folder)
     return result  # type: ignore[no-any-return]
+
+
+def _options(values: Mapping[str, object], accept_changes: bool) -> list[str]:
+    """Return the options of `lockstep run`; those that are None are left out."""
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [*options, "--accept-changes"] if accept_changes else options
+
+
+def _refuse_null_characters(*options: str) -> None:
+    """Raise ConfigError for an option that no command line can have."""
+    for option in options:
+        if "\0" in option:
+            raise ConfigError(f"lockstep.launch, {option!r}: it contains a null character")
 
 
 def _remove_where_empty(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Notes to the person, which are never worth what they tell of."""
+"""Notes to the person: failing to show one never fails the program."""
 
 import contextlib
 import os

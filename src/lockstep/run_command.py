@@ -58,7 +58,7 @@ class _Seconds(click.FloatRange):
         """Return the number of seconds, or fail."""
         seconds = super().convert(value, param, ctx)
         if seconds != seconds:
-            self.fail(f"{value} is no number of seconds.", param, ctx)
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
         return seconds
 
 
@@ -68,7 +68,7 @@ class _Folder(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, or fail."""
         if not os.fspath(value):
-            self.fail("it is empty; name a folder, such as ./folder.", param, ctx)
+            self.fail("the path is empty; name a folder, such as ./folder.", param, ctx)
         return super().convert(value, param, ctx)
 
 
@@ -172,12 +172,12 @@ class _Folder(click.Path):
     metavar="TIME",
     default=f"{GRACE:g}s",
     show_default=True,
-    help="Time that SIGTERM leaves for the step in flight and a last checkpoint, such as 30s or 2m.",
+    help="Time after SIGTERM for the step in flight and a last checkpoint, such as 30s or 2m.",
 )
 @click.option(
     "--accept-changes",
     is_flag=True,
-    help="Resume from a checkpoint with other settings of model, optimizer, loss or callbacks.",
+    help="Resume even if the settings of model, optimizer, loss or callbacks differ from the checkpoint's.",
 )
 @click.option(
     "--tf-distribute",
@@ -197,10 +197,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     lockstep run -n 2 -m package.train --epochs 3
 
     The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
-    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script has other settings
-    than its checkpoint. With checkpoints, SIGTERM lets the chief end its step and write one first, within the
-    time that --grace gives. Then workers have 3 seconds to end before they are killed. A second signal kills
-    all of them at once.
+    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script's settings differ
+    from its checkpoint's. With checkpoints, the chief first completes its step and writes a checkpoint after
+    SIGTERM, within --grace. Workers then have 3 seconds to end before they are killed. A second signal kills
+    them at once.
     """
     from lockstep.control.command import fill_standard_descriptors, run_under_agent
 
@@ -343,15 +343,15 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     from lockstep.control.console import Console
     from lockstep.control.descendants import LinuxDescendants
     from lockstep.control.output import Sink
-    from lockstep.control.run_folder import open_events
     from lockstep.control.starter import LocalStarter
     from lockstep.control.state import Limits, Size, State
     from lockstep.control.views import Views
+    from lockstep.events import EventLog
     from lockstep.exchanges import open_exchange
 
     paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    with open_events(paths, console.say) as events:
+    with EventLog.open(paths.events, SystemClock(), console.say) as events:
         agent = Agent(
             spec=spec,
             paths=paths,

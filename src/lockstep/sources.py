@@ -31,7 +31,7 @@ _read: dict[str, str] = {}
 """Hashes of the texts that this process has read, by path."""
 
 Changed = Callable[[str, str], object]
-"""Is told the path of a file, and what is the matter with it."""
+"""Takes the path of a file, and what is wrong with it."""
 
 
 def keep_sources(folder: Path, changed: Changed) -> None:
@@ -42,7 +42,7 @@ def keep_sources(folder: Path, changed: Changed) -> None:
 
     Args:
         folder: of the job, for its user only; exists.
-        changed: is told of a file that is another one by now, or cannot be kept.
+        changed: is called for a file that has changed since, or cannot be saved.
     """
     kept = Kept(folder, changed)
     get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
@@ -122,7 +122,7 @@ class Kept:
             text = self._keep(file, file.read_bytes())
         own = _read[str(file)] = _hash(text)
         if file_hash(file) != own:
-            self._changed(path, "has changed: the text runs that it had when the job first read it")
+            self._changed(path, "has changed; this worker runs the version that the job first read")
         return text
 
     def _place(self, file: Path) -> Path:
@@ -140,7 +140,8 @@ class Kept:
             return place.read_bytes()
         except OSError as error:
             self._changed(
-                str(file), f"cannot be kept ({error.strerror}): workers that start later read it anew"
+                str(file),
+                f"cannot be saved ({error.strerror}); workers that start later read its current version",
             )
         return text
 
@@ -170,10 +171,10 @@ class _Removed(MetaPathFinder):
 
 
 def _show(path: str, text: bytes) -> None:
-    """Have tracebacks, and whoever else asks for source lines, find this text at the path."""
+    """Let tracebacks, and other readers of source lines, find this text at the path."""
     with contextlib.suppress(SyntaxError, UnicodeDecodeError):
         lines = importlib.util.decode_source(text).splitlines(keepends=True)
-        # Without a time of change, nobody looks whether the file has another one.
+        # Without a time of change, linecache does not check the file.
         linecache.cache[path] = (len(text), None, lines, path)
 
 

@@ -42,7 +42,7 @@ SERVED = {name: f"lockstep:{name}" for name in _BY_THE_SAME_NAME} | {
 """What stands for which name under `tf.distribute`."""
 
 _SERVERS = (
-    "updates that servers take as they come depend on who comes first, so no two runs are equal; "
+    "parameter servers apply updates in their order of arrival, so no two runs are equal; "
     "MultiWorkerMirroredStrategy trains on any number of workers, and replaces those that are lost"
 )
 _TPUS = "TPUs are not supported; MultiWorkerMirroredStrategy trains on CPUs and GPUs"

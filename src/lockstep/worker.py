@@ -42,10 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     for descriptor in (config.control, config.pool, config.arena):
         if descriptor is not None:
             os.set_inheritable(descriptor, False)
-    try:
-        write_when_asked(RunPaths(config.run_dir).stack(config.worker))
-    except OSError as error:
-        print(f"lockstep: where this worker is stuck, if it is, cannot be shown: {error}", file=sys.stderr)
+    write_when_asked(RunPaths(config.run_dir).stack(config.worker))
     client = Client(socket.socket(fileno=config.control))
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
@@ -164,8 +161,8 @@ def _hint(error: BaseException) -> str:
 
     if isinstance(error, FileExistsError) and (job.current().began_with or 1) > 1:
         return (
-            "; every worker runs this line, and another one may have made it: give exist_ok=True, or let one "
-            "worker do it: if lockstep.is_chief()"
+            "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
+            "create it on one worker only: if lockstep.is_chief()"
         )
     return ""
 

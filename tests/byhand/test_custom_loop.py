@@ -20,7 +20,7 @@ def test_all_go_on_where_the_chief_has_kept_a_checkpoint(desk: Any) -> None:
     (told,) = [
         line for line in other.text.splitlines() if line.endswith("; the job ends: start all workers again")
     ]
-    assert "nobody can join: start the job again, to go on from the program's checkpoint" in told
+    assert "so no new worker can join: restart the job to resume from the program's checkpoint" in told
     assert "and it joins" not in told
 
     again = [start(1), start(0)]

@@ -96,7 +96,10 @@ def test_another_user_who_has_the_names_and_accepts_nobody(desk: Any) -> None:
     terminal = desk.start(desk.config(0), desk.script(MEET))
     assert terminal.status() == 1
     pid = squatter.process.pid
-    assert f"ConfigError: process {pid} of user 65534 (nobody) has taken what stands for" in terminal.text
+    assert (
+        f"ConfigError: process {pid} of user 65534 (nobody) has taken the name that stands for"
+        in terminal.text
+    )
 
 
 def test_who_does_not_fit_the_others(desk: Any) -> None:

@@ -177,5 +177,5 @@ def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
 def test_a_checkpoint_that_no_job_kept_is_refused(tmp_path: Path) -> None:
     for step, job in enumerate([None, [], {"replicas": 0, "seed": 0, "threads": 1}, {"replicas": 1}]):
         Store(tmp_path).write(Contents(step, {"job": job}, {}))
-        with pytest.raises(LockstepError, match="was not kept by a job: its manifest"):
+        with pytest.raises(LockstepError, match="was not written by a job: cannot read 'job' in its"):
             choice.newest(tmp_path, print)

@@ -77,7 +77,9 @@ def test_a_checkpoint_that_makes_room_or_fails_is_told(
     assert told[4:] == ["checkpoint removed", "checkpoint failed"]
     assert [fields["path"][-1] for event, fields in events if event == "checkpoint removed"] == ["1", "2"]
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.startswith("lockstep: there is no room for another checkpoint: the oldest, ")
+    assert first.startswith(
+        "lockstep: the disk has no room for another checkpoint, so the oldest is removed: "
+    )
     assert last.startswith("lockstep: a checkpoint was not written: cannot write the checkpoint ")
-    assert last.endswith("; training goes on")
+    assert last.endswith("; training continues")
     assert steps(tmp_path) == [3]

@@ -104,7 +104,7 @@ def test_another_name_of_the_same_file_keeps_what_it_holds(tmp_path: Path) -> No
 def test_a_folder_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
     for mode in (0o777, 0o1777):
         tmp_path.chmod(mode)
-        message = rf"every user may write to it \(mode {mode:o}; chmod o-w forbids that\); give another one"
+        message = rf"every user may write to it \(mode {mode:o}; chmod o-w prevents that\); give another one"
         with pytest.raises(CheckpointError, match=message):
             announce(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -30,7 +30,7 @@ class Done:
     def notes(self) -> list[str]:
         """What Lockstep itself said, but for the first line and what only a slow machine shows."""
         lines = [line for line in self.err.splitlines() if line.startswith("lockstep: ")]
-        return [line for line in lines if "logs in " not in line and "no step is done after" not in line]
+        return [line for line in lines if "logs in " not in line and "no step completed after" not in line]
 
     def log(self, worker: int) -> str:
         return (self.folder / f"worker-{worker}.log").read_text()

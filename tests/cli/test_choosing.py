@@ -72,7 +72,7 @@ def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path
         text=True,
         timeout=300,
     )
-    assert "lockstep: the script runs on PyTorch, which it has chosen itself, and not on JAX" in done.stderr
+    assert "lockstep: the script selects PyTorch itself, so it does not run on JAX" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ def test_a_step_and_its_checkpoint_have_the_time_of_the_grace(lockstep: Any, is_
     assert is_gone(held, 0)
     assert done.notes == [
         "lockstep: stopping (SIGTERM): waiting up to 20 s for the step and a checkpoint",
-        "lockstep: stopping: step 7 has ended; its checkpoint is being written",
+        "lockstep: stopping: step 7 is complete; writing its checkpoint",
         f"lockstep: checkpoint {lockstep.folder}/kept/step-000000000007",
-        "lockstep: checkpoint kept at step 7",
+        "lockstep: checkpoint written at step 7",
         "lockstep: stopped by SIGTERM",
     ]
     assert done.events()[-1]["event"] == "finished"
@@ -133,7 +133,7 @@ def test_a_reader_that_has_paused_does_not_cost_the_checkpoint(lockstep: Any, is
     assert is_gone(workers, 300)
     done = running.end()
     assert done.status == 143
-    assert "lockstep: checkpoint kept at step 7" in done.notes
+    assert "lockstep: checkpoint written at step 7" in done.notes
     assert len(done.log(0)) == 2**22
 
 

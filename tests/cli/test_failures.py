@@ -184,7 +184,7 @@ def test_a_folder_that_another_worker_has_made(lockstep: Any) -> None:
     done = lockstep.run("-n", "2", making)
     assert done.status == 1
     failed = "worker 1 ended with status 1: FileExistsError: [Errno 17] File exists: 'out'; every worker runs"
-    assert f"{failed} this line, and another one may have made it: give exist_ok=True, or let" in done.err
+    assert f"{failed} this line, and another one may have created it: pass exist_ok=True, or" in done.err
     alone = lockstep.run("-n", "1", making, run="alone")
     assert "FileExistsError: [Errno 17] File exists: 'out'" in alone.err
     assert "every worker" not in alone.err

@@ -123,7 +123,7 @@ def test_a_reset_connection_and_a_limit_on_files_cost_only_output(lockstep: Any)
     assert done.returncode == 0, done.stderr
     log = "run/worker-{}.log: File too large; what follows in it is lost"
     notes = [
-        "stdout cannot be written (Connection reset by peer); training continues, and the logs have what",
+        "cannot write to stdout (Connection reset by peer); training continues, and the logs keep",
         *(f"cannot write {lockstep.folder}/{log.format(worker)}" for worker in (0, 1)),
         "end",
     ]

@@ -101,5 +101,5 @@ def test_what_is_no_cluster(cluster: Any, error: type[Exception], said: str) -> 
 
 def test_a_protocol_buffer_takes_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
-    with pytest.raises(BackendError, match="write `import tensorflow` before"):
+    with pytest.raises(BackendError, match="add `import tensorflow` first"):
         ClusterSpec(CLUSTER).as_cluster_def()

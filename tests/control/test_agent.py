@@ -313,7 +313,7 @@ def test_a_kill_for_want_of_memory_is_named(stage: Stage, monkeypatch: pytest.Mo
     assert outcome.status == 137
     assert outcome.events_of("no memory") == [{"worker": 0, "kills": 1}]
     assert outcome.stderr.startswith(
-        "lockstep: the kernel has killed a process for want of memory, probably worker 0: use fewer workers"
+        "lockstep: the kernel killed a process because memory ran out, probably worker 0: use fewer workers"
     )
 
 
@@ -332,7 +332,8 @@ def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
 
     said = stage.run(by_itself, by_itself).stderr
     assert (
-        "made a strategy and distributed nothing: each of the 2 workers runs all of its lines, alone" in said
+        "created a strategy but distributed nothing: each of the 2 workers runs the whole script alone"
+        in said
     )
 
 

@@ -59,7 +59,7 @@ def test_what_keras_writes_by_itself_counts_as_nothing() -> None:
         ({"checkpoint": "torch"}, "checkpoint of torch: not installed for /bin/python"),
         (
             {"asked": "jax", "script": "torch", "overrides": True},
-            "--backend jax, but the script sets KERAS_BACKEND to torch, which counts for Keras",
+            "--backend jax, but the script sets KERAS_BACKEND to torch, which takes precedence",
         ),
     ],
 )

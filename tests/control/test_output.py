@@ -75,13 +75,13 @@ def test_output_that_fails_in_any_way_is_told_of_once_and_thrown_away(
         told = [*console.lost(), *console.lost()]
         broken.add(err.fileno())
         console.say("this, too")
-        assert [text.partition(" (")[0] for text in console.lost()] == ["stderr cannot be written"]
+        assert [text.partition(" (")[0] for text in console.lost()] == ["cannot write to stderr"]
         assert console.pending == 0
         monkeypatch.undo()
         log.close()
     why = os.strerror(number)
     assert told == [
-        f"stdout cannot be written ({why}); training continues, and the logs have what workers write"
+        f"cannot write to stdout ({why}); training continues, and the logs keep the workers' output"
     ]
     lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; what follows in it is lost\n"
     assert (tmp_path / "err").read_text() == lost

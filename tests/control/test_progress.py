@@ -13,17 +13,17 @@ def test_silence_is_explained_and_output_is_left_alone() -> None:
         progress.serve(now)
         return told[before:]
 
-    starting = "starting: its process imports what the script needs"
+    starting = "starting: importing what the script needs"
     assert (at(104.9), progress.due) == ([], 105.0)
-    assert at(105.0) == [f"no step is done after 5 s; workers 0, 1 and 2: {starting}"]
+    assert at(105.0) == [f"no step completed after 5 s; workers 0, 1 and 2: {starting}"]
     progress.does(1, RUNNING)
     progress.does(2, PREPARING)
     progress.does(7, RUNNING)
     assert (at(114.9), progress.due) == ([], 115.0)
     assert at(115.0) == [
-        f"no step is done after 15 s; worker 0: {starting}; "
-        "worker 1: running the script, which has made no strategy yet; "
-        "worker 2: running the script, which has a strategy"
+        f"no step completed after 15 s; worker 0: {starting}; "
+        "worker 1: running the script, no strategy yet; "
+        "worker 2: running the script after it created its strategy"
     ]
     shown = 9
     assert (at(125.0), progress.due) == ([], 130.0)
@@ -31,6 +31,6 @@ def test_silence_is_explained_and_output_is_left_alone() -> None:
     for worker in (0, 1):
         progress.does(worker, first_step("fit 1"))
     compiling = "workers 0 and 1: compiling and computing the first step of fit 1"
-    assert at(130.0) == [f"no step is done after 30 s; {compiling}"]
+    assert at(130.0) == [f"no step completed after 30 s; {compiling}"]
     progress.end()
     assert (at(999.0), progress.due) == ([], None)

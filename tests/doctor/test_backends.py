@@ -59,7 +59,7 @@ def test_a_crash_is_a_row_that_says_how_far_it_came(parts: list[dict[str, Any]],
 def test_a_backend_that_hangs_is_told_with_the_time() -> None:
     finding = judged(answer(BUILT, status=None))[-1]
     assert finding.reason == "when it was asked for its devices it had not ended after 14 s"
-    assert "try once more" in finding.remedy
+    assert "try again" in finding.remedy
     assert finding.verdict == Verdict.FAILURE
 
 

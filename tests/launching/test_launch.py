@@ -120,8 +120,8 @@ def test_a_worker_launches_nothing() -> None:
     ("options", "error"),
     [
         ({"workers": 0}, "Invalid value for '-n' / '--workers': 0 is not in the range 1<=x<=4096."),
-        ({"run_dir": ""}, "Invalid value for '--run-dir': it is empty; name a folder"),
-        ({"run_dir": "a\0b"}, r"lockstep.launch, '--run-dir=a\x00b': it has a null character"),
+        ({"run_dir": ""}, "Invalid value for '--run-dir': the path is empty; name a folder"),
+        ({"run_dir": "a\0b"}, r"lockstep.launch, '--run-dir=a\x00b': it contains a null character"),
         ({"checkpoint": "\udcff"}, r"b'\xff' is not UTF-8"),
         ({"workers": 2, "replicas": 1}, "2 workers cannot share 1 replicas: "),
         ({"backend": "theano"}, "Invalid value for '--backend': 'theano' is not one of"),

@@ -325,7 +325,7 @@ def variables() -> Any:
         except lockstep.errors.ModelError as error:
             errors.append(str(error))
     tf.config.run_functions_eagerly(False)
-    assert replicas == 1 or "leave tf.config.run_functions_eagerly(True) out" in errors.pop()
+    assert replicas == 1 or "or remove tf.config.run_functions_eagerly(True)" in errors.pop()
     assert replicas == 1 or "use assign, assign_add or assign_sub" in errors.pop()
     return [list(found.values()), errors]
 

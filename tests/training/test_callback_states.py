@@ -85,7 +85,7 @@ def test_settings_and_paths_are_those_of_the_process_that_goes_on(
         assert repr(found) == repr(expected | {name: found[name] for name in _own(found)})
     said = capsys.readouterr().err
     assert said.count("lockstep: ") == 1
-    assert "Noting.phase has changed while training, and text" in said
+    assert "Noting.phase changed during training, but text" in said
 
 
 def _own(found: dict[str, Any]) -> list[str]:

@@ -299,7 +299,7 @@ def test_a_change_of_trainable_without_compiling_again_is_refused(
         model.layers[-1].trainable = False
         for call in (model.fit, model.train_on_batch):
             with pytest.raises(
-                ModelError, match=r"'wanted/dense.*/kernel' is not trainable any more, .*compile"
+                ModelError, match=r"'wanted/dense.*/kernel' is no longer trainable, .*compile"
             ):
                 call(X, Y)
         model.compile("sgd", "mse")

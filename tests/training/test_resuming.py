@@ -41,7 +41,9 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
     assert died.status == {"killed": 137, "stopped": 143}[how]
     if how == "stopped":
         assert re.search(
-            r"stopping: step (\d+) has ended[^$]*^lockstep: checkpoint kept at step \1$", died.stderr, re.M
+            r"stopping: step (\d+) is complete[^$]*^lockstep: checkpoint written at step \1$",
+            died.stderr,
+            re.M,
         )
     run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
     assert "goes on from" in run.stderr

@@ -120,7 +120,7 @@ def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:
 
     error, _ = together(act)
     assert isinstance(error, ModelError)
-    assert "values of the shapes [1] and [2] (replica 1); all_gather joins" in str(error)
+    assert "values of the shapes [1] and [2] (replica 1): give them the same shape" in str(error)
 
 
 def test_several_leaves_are_reduced_at_once_and_those_without_rows_do_not_count() -> None:

@@ -337,6 +337,15 @@ def sampled(model: Any, data: Any) -> Any:
     return noised(model, data, tf.cast(sample, tf.float32))
 
 
+def boxed(model: Any, data: Any) -> Any:
+    begin = tf.image.sample_distorted_bounding_box([6, 6, 1], [[[0.0, 0.0, 1.0, 1.0]]])[0]
+    return noised(model, data, tf.cast(begin[0], tf.float32))
+
+
+def pooled(model: Any, data: Any) -> Any:
+    return noised(model, data, tf.nn.fractional_max_pool(tf.zeros((1, 8, 8, 1)), 1.3)[0][0, 0, 0, 0])
+
+
 def normalised(model: Any, data: Any) -> Any:
     weight = model.trainable_variables[0]
     weight.assign(weight / 2)
@@ -355,6 +364,8 @@ def normalised(model: Any, data: Any) -> Any:
         (loaded, "the operation RandomStandardNormal"),
         (vectorized, "in tf.vectorized_map"),
         (sampled, "(?i)the operation log_?uniform_?candidate_?sampler"),
+        (boxed, "(?i)the operation sample_?distorted_?bounding_?box"),
+        (pooled, "(?i)the operation fractional_?max_?pool"),
         (normalised, r"assigns the variable '.*kernel.*' itself"),
     ],
 )

@@ -44,7 +44,7 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts] | 
         report: is told of each damaged one that is newer.
 
     Raises:
-        CheckpointError: it was not kept by a job.
+        CheckpointError: it was not written by a job.
     """
     found = Store(folder).newest(report)
     return (found[0], job_facts(*found)) if found else None
@@ -54,14 +54,14 @@ def job_facts(path: Path, contents: Contents) -> Facts:
     """Return what a checkpoint says of the job that wrote it.
 
     Raises:
-        CheckpointError: it says nothing that could be understood.
+        CheckpointError: it says nothing of a job.
     """
     facts = contents.manifest.get("job")
     try:
         msgspec.convert(facts, _Job)
     except ValueError as error:
         raise CheckpointError(
-            f"checkpoint {path} was not kept by a job: its manifest's 'job' is not understood ({error})"
+            f"checkpoint {path} was not written by a job: cannot read 'job' in its manifest ({error})"
         ) from None
     return cast(Facts, facts)
 

@@ -79,13 +79,13 @@ def open_keeper(store: Store, every: Every, report: Callable[..., None]) -> Keep
 
     def failed(reason: str) -> None:
         report("checkpoint failed", reason=reason)
-        note(f"a checkpoint was not written: {reason}; training goes on")
+        note(f"a checkpoint was not written: {reason}; training continues")
 
     def removed(path: Path) -> None:
-        report("checkpoint removed", path=str(path), reason="there is no room for as many as are to be kept")
+        report("checkpoint removed", path=str(path), reason="the disk is full")
         note(
-            f"there is no room for another checkpoint: the oldest, {path}, is removed for it; make room, or "
-            "keep fewer"
+            f"the disk has no room for another checkpoint, so the oldest is removed: {path}; free space, or "
+            "keep fewer checkpoints"
         )
 
     return Keeper(Writer(store, done, failed, removed), every, SystemClock())

@@ -68,7 +68,7 @@ class Store:
 
         Args:
             contents: to write.
-            removed: is told of each whole one that is removed before, though it was to be kept.
+            removed: takes each whole one that is removed first, though it is among the newest `keep`.
 
         Returns:
             The folder of the checkpoint; it is on the disk.

@@ -55,7 +55,7 @@ def unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
     try:
         return _unpacked(packed, arrays)
     except RecursionError:
-        raise CheckpointError("what a checkpoint holds is nested too deeply") from None
+        raise CheckpointError("the checkpoint is nested too deeply") from None
 
 
 class _Packer:

@@ -68,8 +68,8 @@ class ClusterSpec:
         tensorflow = sys.modules.get("tensorflow")
         if tensorflow is None:
             raise BackendError(
-                "as_cluster_def gives a protocol buffer of TensorFlow's, which this program has not "
-                "imported: write `import tensorflow` before"
+                "as_cluster_def returns a protocol buffer of TensorFlow, which this program has not "
+                "imported: add `import tensorflow` first"
             )
         return tensorflow.train.ClusterSpec(self.as_dict()).as_cluster_def()
 

@@ -303,7 +303,7 @@ class Agent:
         if self._progress is not None:
             self._progress.does(worker, what)
         if self.spec.replicas == 1 and what is PREPARING:
-            # Keras's own steps follow, which nobody sees.
+            # Keras's own steps follow, which report nothing.
             self._progress = None
 
     def _tell_of_backend(self, worker: int, backend: Any) -> None:
@@ -311,7 +311,7 @@ class Agent:
         if worker == self.console.chief and self.spec.backend in NAMES and backend in NAMES:
             own, chosen = NAMES[backend], NAMES[self.spec.backend]
             if own != chosen:
-                self.console.say(f"the script runs on {own}, which it has chosen itself, and not on {chosen}")
+                self.console.say(f"the script selects {own} itself, so it does not run on {chosen}")
 
     def _take_given(self, given: Given, descriptors: list[int]) -> None:
         assert self.state.view is not None
@@ -342,13 +342,13 @@ class Agent:
         self._decide(decisions.Exited(member.worker, status))
 
     def _look_for_memory_kill(self, worker: int) -> None:
-        """Say it if a worker was probably killed because there was not enough memory."""
+        """Report that a worker was probably killed because memory ran out."""
         before, self._memory_kills = self._memory_kills, memory_kills()
         if self._memory_kills > before:
             self.events.write("no memory", worker=worker, kills=self._memory_kills - before)
             self.console.say(
-                f"the kernel has killed a process for want of memory, probably worker {worker}: use fewer "
-                "workers or smaller batches here, or give the container or the machine more memory"
+                f"the kernel killed a process because memory ran out, probably worker {worker}: use fewer "
+                "workers or smaller batches, or give the container or the machine more memory"
             )
 
     def _decide(self, event: decisions.Event) -> None:
@@ -434,8 +434,8 @@ class Agent:
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
             self.console.say(
-                f"the script made a strategy and distributed nothing: {lines}; train with model.fit, or give "
-                "strategy.run what a replica computes"
+                f"the script created a strategy but distributed nothing: {lines}; train with model.fit, or "
+                "pass the computation of a replica to strategy.run"
             )
         if left:
             self.console.say(unkillable(left))

@@ -1,13 +1,13 @@
 """Which Keras backend the workers use, and why, decided before anything imports Keras. Pure.
 
-One rule, the same for `lockstep run`, `lockstep.launch` and workers that a person starts: the first of these
-that says something.
+One rule for `lockstep run`, `lockstep.launch` and workers that a person starts: the first of these that is
+set decides.
 
     --backend                          what the command line, or the caller of launch, asks for
     os.environ["KERAS_BACKEND"] = ...  in the script, which Keras obeys in any case
     KERAS_BACKEND                      in the environment
     os.environ.setdefault(...)         in the script
-    the checkpoint                     that training goes on from
+    the checkpoint                     that the job resumes from
     keras.json                         where it names JAX or PyTorch; Keras writes TensorFlow there unasked
     --tf-distribute                    asks for TensorFlow
     the first that is installed        of JAX, TensorFlow and PyTorch
@@ -21,8 +21,8 @@ from lockstep.errors import ConfigError, UnfitError
 NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 BACKENDS = tuple(NAMES)
 RULE = (
-    "what SCRIPT itself sets, KERAS_BACKEND, that of the checkpoint, keras.json if it says jax or torch, "
-    "tensorflow with --tf-distribute, else the first of jax, tensorflow and torch that is installed"
+    "what SCRIPT sets, else KERAS_BACKEND, the checkpoint's backend, keras.json if it names jax or torch, "
+    "tensorflow with --tf-distribute, or the first installed of jax, tensorflow and torch"
 )
 """The default of `--backend`, as the help shows it."""
 
@@ -38,7 +38,7 @@ class Wishes:
         script: what the script sets `KERAS_BACKEND` to.
         overrides: whether it does so where the variable is set already, too.
         variable: `KERAS_BACKEND`.
-        checkpoint: the backend of the checkpoint that training goes on from.
+        checkpoint: the backend of the checkpoint that the job resumes from.
         configured: Keras's own configuration file.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
     """
@@ -77,8 +77,8 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
     """
     if wishes.asked and wishes.overrides and wishes.script != wishes.asked:
         raise ConfigError(
-            f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which counts "
-            "for Keras: leave --backend out, or take the line out of the script"
+            f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which takes "
+            "precedence: omit --backend, or remove the line from the script"
         )
     said = (
         (wishes.asked, f"--backend {wishes.asked}", "--backend says so"),
@@ -122,7 +122,7 @@ def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None
     """Refuse what makes `tf.keras` Keras 2, which knows nothing of Lockstep.
 
     Args:
-        value: of `TF_USE_LEGACY_KERAS`; None where nobody sets it.
+        value: of `TF_USE_LEGACY_KERAS`; None if it is not set.
         who: sets it.
 
     Raises:

@@ -73,8 +73,8 @@ class Console:
         failed = [at for at, sink in enumerate(self.sinks) if sink.failure and at not in self._told]
         self._told.update(failed)
         return [
-            f"{_NAMES[at]} cannot be written ({self.sinks[at].failure}); training continues, and the logs "
-            "have what workers write"
+            f"cannot write to {_NAMES[at]} ({self.sinks[at].failure}); training continues, and the logs keep "
+            "the workers' output"
             for at in failed
         ]
 

@@ -52,7 +52,7 @@ class Keeps:
 
 @dataclass(frozen=True)
 class StepEnded:
-    """The chief was told to end, has come to the end of step `step`, and writes its checkpoint."""
+    """The chief, asked to stop, has completed step `step` and writes its checkpoint."""
 
     step: int
 

@@ -94,8 +94,8 @@ def wait_until_gone(name: str) -> None:
         keepers |= {keeper} - {_UNSEEN}
         if (now := time.monotonic()) - said >= _SAY_EVERY:
             said = now
-            how = f"; to end all of it at once: kill -KILL {keeper}" if keeper else ""
-            note(f"{name} has not ended after {now - begun:.0f} s{how}")
+            how = f"; to kill all of it: kill -KILL {keeper}" if keeper else ""
+            note(f"{name} is still stopping after {now - begun:.0f} s{how}")
         time.sleep(_PAUSE)
 
 

@@ -23,7 +23,7 @@ def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None
     Args:
         workers: that the job begins with.
         threads: that compute a replica.
-        proc: where the kernel tells of processes.
+        proc: where the kernel lists processes.
 
     Raises:
         UnfitError: a limit is too low; the message names it and the number that is needed.
@@ -32,13 +32,13 @@ def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None
     if files != resource.RLIM_INFINITY and files < needed:
         raise UnfitError(
             f"the limit on open files is {files}, and {count(workers, 'worker')} need {needed}: "
-            f"raise it with ulimit -n {needed}, or give a smaller -n"
+            f"raise it with ulimit -n {needed}, or use a smaller -n"
         )
     left, needed = processes_of_user_left(proc), _PROCESSES + workers * (_THREADS_OF_WORKER + threads)
     if left is not None and left < needed:
         raise UnfitError(
             f"the limit on this user's processes and threads leaves {left}, and {count(workers, 'worker')} "
-            f"need {needed}: raise it with ulimit -u, end other programs, or give a smaller -n"
+            f"need {needed}: raise it with ulimit -u, end other programs, or use a smaller -n"
         )
 
 

@@ -1,4 +1,4 @@
-"""Whose an abstract Unix socket is: the kernel says so of those, too, that do not let anybody connect."""
+"""Who owns an abstract Unix socket: the kernel tells, even if the socket accepts no connection."""
 
 import contextlib
 import os

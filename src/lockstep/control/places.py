@@ -92,7 +92,7 @@ def connect(place: str) -> socket.socket | None:
     """Return a connection to the process that has the name of a place; waits for nothing.
 
     Returns:
-        None if nobody listens there now, or too many wait there already.
+        None if no process listens there now, or if the queue of connections is full.
 
     Raises:
         ConfigError: a process of another user has the name.
@@ -122,8 +122,8 @@ def holder(place: str) -> str:
 
 def _squatted(place: str, user: int | None, pid: int | None) -> ConfigError:
     return ConfigError(
-        f"{describe(user, pid)} has taken what stands for {place} on this host, so the tasks cannot meet; "
-        "give other ports in TF_CONFIG, the same for all tasks, or have that process ended"
+        f"{describe(user, pid)} has taken the name that stands for {place} on this host, so the tasks "
+        "cannot connect; set other ports in TF_CONFIG, the same for all tasks, or end that process"
     )
 
 

@@ -1,12 +1,12 @@
-"""What a person is waiting for before the first step, where nothing else is shown. Pure."""
+"""What workers do before the first step, reported while the terminal is silent. Pure."""
 
 from collections.abc import Callable, Iterable
 
 from lockstep.prose import name_workers
 
-STARTING = "starting: its process imports what the script needs"
-RUNNING = "running the script, which has made no strategy yet"
-PREPARING = "running the script, which has a strategy"
+STARTING = "starting: importing what the script needs"
+RUNNING = "running the script, no strategy yet"
+PREPARING = "running the script after it created its strategy"
 
 _QUIET = 5.0
 _EVERY = 10.0
@@ -41,7 +41,7 @@ class Progress:
         self._since = now
 
     def does(self, worker: int, what: str) -> None:
-        """Note what a worker is doing from now on; those that join later are told of otherwise."""
+        """Note what a worker is doing from now on; ignores workers that join later."""
         if worker in self._does:
             self._does[worker] = what
 
@@ -59,7 +59,7 @@ class Progress:
             return
         quiet = self._shown() == self._seen
         if quiet and self._does:
-            self._say(f"no step is done after {now - self._since:.0f} s; {self._listed()}")
+            self._say(f"no step completed after {now - self._since:.0f} s; {self._listed()}")
         self.due = now + (_EVERY if quiet else _QUIET)
         self._seen = self._shown()
 

@@ -8,10 +8,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.clock import SystemClock
 from lockstep.errors import ConfigError
-from lockstep.events import EventLog
-from lockstep.files import FOLDER_MODE, Complain
+from lockstep.files import FOLDER_MODE
 from lockstep.locks import try_lock
 from lockstep.paths import RunPaths
 
@@ -91,18 +89,6 @@ def empty_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise _unusable("the run's folder", folder.parent, "--run-dir", error) from None
-
-
-def open_events(paths: RunPaths, complain: Complain) -> EventLog:
-    """Open the events of a run.
-
-    Raises:
-        ConfigError: they cannot be written.
-    """
-    try:
-        return EventLog.open(paths.events, SystemClock(), complain)
-    except OSError as error:
-        raise _unusable("the run's folder", paths.root, "--run-dir", error) from None
 
 
 def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:

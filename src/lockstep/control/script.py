@@ -55,7 +55,7 @@ class Script:
         try:
             refuse_undecodable(self.target, *self.arguments, self.folder, Path.cwd())
         except FileNotFoundError:
-            raise ConfigError("this folder has been deleted; change to another one") from None
+            raise ConfigError("the current folder no longer exists; change to another one") from None
         if self.module:
             find_module(self.target, [str(Path.cwd()), *sys.path])
         else:
@@ -121,7 +121,7 @@ def refuse_undecodable(*names: str | Path | None) -> None:
             os.fspath(name or "").encode()
         except UnicodeEncodeError:
             raise ConfigError(
-                f"{os.fsencode(name or '')!r} is not UTF-8, as names and arguments must be"
+                f"{os.fsencode(name or '')!r} is not UTF-8; names and arguments must be"
             ) from None
 
 
@@ -195,6 +195,6 @@ def _check_file(path: Path) -> None:
     if not path.exists():
         raise ConfigError(f"there is no script {path} (looked in {Path.cwd()})")
     if not path.is_file():
-        raise ConfigError(f"the script {path} is not a regular file: every worker reads it anew")
+        raise ConfigError(f"the script {path} is not a regular file; every worker must be able to open it")
     if not os.access(path, os.R_OK):
         raise ConfigError(f"the script {path} cannot be read")

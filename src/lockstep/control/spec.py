@@ -44,7 +44,7 @@ class JobSpec:
         chosen: says in words which backend it is, and why.
         devices: of each worker; empty to leave them.
         checkpoints: what is kept, if anything is.
-        accepts_changes: whether training goes on from a checkpoint of a program with other settings.
+        accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         min_workers: with fewer, training waits.
         max_restarts: how many lost workers are replaced.
         grace: seconds that a stopped job has for its step and a checkpoint.

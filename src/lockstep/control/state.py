@@ -116,7 +116,7 @@ class Saving:
     def outcome(self, why: str) -> str:
         """Say what has come of it; `why` nothing has, where the chief has not said so itself."""
         if self.kept is not None:
-            return f"checkpoint kept at step {self.kept}"
+            return f"checkpoint written at step {self.kept}"
         return f"no checkpoint: {self.failure or why}"
 
 

@@ -239,7 +239,7 @@ def _notice(state: State, event: Waits, late: tuple[int, ...], now: float) -> De
 def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
     name = signal_name(event.signal)
     if state.stage is Stage.SAVING:
-        again = ending.kill(state, now, f"{name} came while the chief had time for a checkpoint")
+        again = ending.kill(state, now, f"{name} came during the grace period")
         return _told_outcome(again, state, f"{name} came")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return ending.kill(state, now, f"{name} came again")
@@ -275,10 +275,10 @@ def _saved(state: State, event: StepEnded | Kept | NotKept) -> Decision:
     match event:
         case StepEnded(step):
             saving = replace(saving, step=step)
-            reason = f"stopping: step {step} has ended; its checkpoint is being written"
+            reason = f"stopping: step {step} is complete; writing its checkpoint"
         case Kept(step):
             saving = replace(saving, kept=step)
-            reason = f"checkpoint kept at step {step}"
+            reason = f"checkpoint written at step {step}"
         case NotKept(failure):
             saving = replace(saving, failure=failure)
             reason = f"no checkpoint: {failure}"
@@ -319,9 +319,9 @@ def _idle(state: State) -> Decision:
     assert state.view is not None
     lines = whose_lines(len(state.members), state.view.replicas)
     text = (
-        f"the script made its strategy {state.limits.idle:g} s ago, and has distributed nothing yet: until "
+        f"the script created its strategy {state.limits.idle:g} s ago and has distributed nothing yet; until "
+        f"it calls model.fit, evaluate or predict, strategy.run or strategy.steps, {lines}"
     )
-    text += f"it calls model.fit, evaluate or predict, strategy.run or strategy.steps, {lines}"
     told = (Notice(text),) if state.stage is Stage.RUNNING else ()
     return Decision(replace(state, idle_until=None), told, text)
 

@@ -81,7 +81,7 @@ class Waiting:
             PeerStuckError: others have not come in time.
         """
         pid = peer(connection)[0]
-        self._patient.waits_for(f"an answer of the coordinator (process {pid})", time.monotonic())
+        self._patient.waits_for(f"an answer from the coordinator (process {pid})", time.monotonic())
         while True:
             self._say()
             if not select.select([connection], [], [], self._patient.left(time.monotonic()))[0]:
@@ -109,8 +109,8 @@ class Waiting:
                 raise ValueError(f"it comes with {descriptors} descriptors")
         except ValueError as error:
             raise ConfigError(
-                f"{self._name} does not understand what process {pid} answers, which has the names of the "
-                f"job's tasks ({error}); use one version of Lockstep for all, or end that process"
+                f"{self._name} cannot read the answer of process {pid}, which holds the names of the job's "
+                f"tasks ({error}); use the same version of Lockstep for all tasks, or end that process"
             ) from None
         return answer
 

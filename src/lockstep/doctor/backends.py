@@ -88,8 +88,8 @@ def _slow(backend: str, seconds: float) -> Finding:
         f"{backend} is slow",
         Verdict.WARNING,
         f"it took {seconds:.0f} s to be imported and to compute",
-        "the first import after an installation reads many files: try once more; if it is so again, the disk "
-        "or the cores are slow, and each job begins as late",
+        "the first import after an installation reads many files: try again; if it takes as long, the "
+        "disk or the cores are slow, and every job starts as slowly",
         {"seconds": seconds},
     )
 
@@ -138,7 +138,7 @@ def _end(backend: str, answer: Answer, bad: Verdict) -> Finding:
     if answer.ended.fault:
         remedy = "raise the limits of this shell (ulimit -a) on files, processes and memory"
     elif answer.ended.status is None:
-        remedy = "it hangs, or the disk is very slow: try once more; if it is so again, " + remedy
+        remedy = "it hangs, or the disk is very slow: try again; if it happens again, " + remedy
     facts = {"status": answer.ended.status, "where": where}
     reason = f"it {answer.ended.how()}" if answer.ended.fault else f"{where} it {answer.ended.how()}"
     return Finding(_SECTION, backend, bad, reason, remedy, facts)

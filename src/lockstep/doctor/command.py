@@ -1,14 +1,11 @@
 """`lockstep doctor`, as the command line calls it. No logic: it composes and calls."""
 
-import contextlib
 import importlib.util
 import io
 import os
 import sys
 import traceback
 from pathlib import Path
-
-import click
 
 from lockstep.config import environment_at_start, keras_backend
 from lockstep.control.command import fill_standard_descriptors, let_go_of_stdout
@@ -21,6 +18,7 @@ from lockstep.doctor.programs import nothing_left
 from lockstep.doctor.versions import Wish
 from lockstep.doctor.watching import log_once, watch
 from lockstep.errors import InternalError, LockstepError, UnfitError
+from lockstep.notes import note
 
 
 def check(*, as_json: bool, train: bool) -> int:
@@ -36,7 +34,7 @@ def check(*, as_json: bool, train: bool) -> int:
         wish=Wish(*keras_backend()),
         installed=lambda name: importlib.util.find_spec(name) is not None,
         reading=read(load()),
-        say=_say,
+        say=note,
     )
     try:
         with nothing_left():
@@ -76,13 +74,7 @@ def follow(seconds: float | None, log: Path | None) -> None:
             reading = look()
             log_once(log, reading)
             if not reading.gpus:
-                click.echo(f"lockstep: {absence(reading)}", err=True)
-
-
-def _say(text: str) -> None:
-    # What is said on the way is not worth an end.
-    with contextlib.suppress(OSError):
-        click.echo(f"lockstep: {text}", err=True)
+                note(absence(reading))
 
 
 def _write(text: str) -> None:

@@ -43,6 +43,6 @@ def judge(backend: str, ended: Ended, folder: Path) -> Finding:
         name,
         Verdict.WARNING if is_slow else Verdict.FINE,
         f"{result['images_per_second']:,.0f} images/s, hash {result['hash'][:16]}; {ended.seconds:.1f} s",
-        "it works, but is slow: see whether other programs use the cores or the disk" if is_slow else "",
+        "training is slow: check whether other programs use the cores or the disk" if is_slow else "",
         {**result, "seconds": ended.seconds},
     )

@@ -41,7 +41,7 @@ _SETTING = (
     "from code that depends on the worker"
 )
 _OPTUNA = (
-    "; Optuna's samplers draw other trials in each worker, unless they have a seed, as in "
+    "; Optuna's samplers draw different trials in each worker unless they have a seed, as in "
     "optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))"
 )
 _ADVICE = {"data": _DATA, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}

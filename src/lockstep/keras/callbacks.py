@@ -10,6 +10,7 @@ from typing import Any
 import keras
 
 from lockstep import job
+from lockstep.keras.state.callback_states import listed
 
 
 class ChiefCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
@@ -201,9 +202,8 @@ def writes(callbacks: Any) -> bool:
 
 
 def hear_of_batches(callbacks: Any) -> bool:
-    """Whether a callback of the program's own hears of batches of a training."""
-    given = getattr(callbacks, "callbacks", callbacks)
-    methods = [getattr(callback, name, None) for callback in given for name in _ON_BATCH]
+    """Whether one of the program's own callbacks has a method for training batches."""
+    methods = [getattr(callback, name, None) for callback in listed(callbacks) for name in _ON_BATCH]
     known = ("keras.", "lockstep.")
     return any(
         method and not (getattr(method, "__module__", "") or "").startswith(known) for method in methods

@@ -39,7 +39,7 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
         raise
     except Exception as error:  # A step of the program's own may give metrics what it likes.
         warnings.warn(
-            f"whether the metric {own[0].name!r} adds up over replicas cannot be tried, since the model or "
+            f"cannot check whether the metric {own[0].name!r} adds up over replicas, because the model or "
             f"its metrics cannot be called with a batch ({type(error).__name__}); it adds up if it keeps "
             "sums and counts, and computes the rest in result()",
             stacklevel=2,

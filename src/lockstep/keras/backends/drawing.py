@@ -22,10 +22,7 @@ from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
-from lockstep.keras.state.randomness import random_numbers, seed_of
-
-_GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+from lockstep.keras.state.randomness import GOLDEN, random_numbers, seed_of
 
 _TIMES = 1 << 31
 """How often an operation may run in a step."""
@@ -135,7 +132,7 @@ def drawn_from(draws: Draws | None) -> Iterator[None]:
 def eagerly(seed: int) -> Iterator[None]:
     """Within the block a replica computes eagerly: all of its random numbers follow from `seed`.
 
-    Functions run eagerly, too: graphs of theirs may be older than the block.
+    Functions run eagerly, too, since their graphs may be older than the block.
     """
     before = tf.config.functions_run_eagerly()
     tf.config.run_functions_eagerly(True)
@@ -175,15 +172,10 @@ def set_seed(seed: Any) -> None:
 def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
     """Let a replica's computation begin, in which operations count in `counters`."""
     if counters:
-        key = tf.bitwise.bitwise_xor(_variable("seed").read_value(), replica * _signed(_GOLDEN))
+        key = tf.bitwise.bitwise_xor(_variable("seed").read_value(), replica * _signed(GOLDEN))
         _variable("key").assign(key)
     for counter in counters:
         counter.assign(0)
-
-
-def of_replica(seed: int, replica: int) -> int:
-    """Return what a replica's numbers follow from where functions run eagerly."""
-    return seed ^ replica * _GOLDEN % 2**64
 
 
 def refuse_random_operations(graph: Any) -> None:
@@ -211,7 +203,7 @@ def _refuse(operation: str, name: str = "") -> NoReturn:
     raise ModelError(
         f"the step draws random numbers with the operation {operation}{name}, whose numbers depend on what "
         "else this process computes, and which no stateless operation can replace here; draw with "
-        "tf.random.normal and its like in Python, not in a graph that was loaded, or with keras.random and a "
+        "tf.random.normal and similar functions in Python, not in a loaded graph, or with keras.random and a "
         "generator that the model owns: self.seed = keras.random.SeedGenerator(1), "
         "keras.random.normal(shape, seed=self.seed)"
     )

@@ -65,6 +65,24 @@ class Places:
             )
 
 
+def with_gradient(
+    leaves: Sequence[Any],
+    compute: Callable[[Sequence[Any]], Sequence[Any]],
+    gradient: Callable[[Sequence[Any]], Sequence[Any]],
+) -> Sequence[Any]:
+    """Return `compute(leaves)`, for which gradients are computed by `gradient`."""
+    if not leaves:
+        return compute(leaves)
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def computed(*leaves: Any) -> Any:
+        # What was looked up with several indices has a gradient that is a list of occurrences.
+        return list(compute(leaves)), lambda *upstream: gradient([tf.convert_to_tensor(u) for u in upstream])
+
+    found: Sequence[Any] = computed(*leaves)
+    return found
+
+
 def exempt_from_autograph(package: str) -> None:
     """Keep AutoGraph from rewriting the code of a package when functions of TensorFlow call it."""
     rule = autograph_config.DoNotConvert(package)

@@ -57,7 +57,7 @@ def refuse_stateful_layers(model: Any) -> None:
         if getattr(layer, "stateful", False):
             raise ModelError(
                 f"layer {layer.path!r} is stateful: it keeps a state for each example of a fixed batch, "
-                "which replicas share out; give it stateful=False, or run with one replica (--replicas 1)"
+                "which replicas split; give it stateful=False, or run with one replica (--replicas 1)"
             )
 
 
@@ -78,7 +78,7 @@ def fixed_batches_explained(model: Any, examples: int) -> Iterator[None]:
                 raise ModelError(
                     f"the step of a replica, which has {examples} examples, failed ({type(error).__name__}); "
                     f"the input {layer.name!r} of the model has a fixed batch of {fixed}, which replicas "
-                    "share out: give it a shape without a batch size, or run with one replica (--replicas 1)"
+                    "split: give it a shape without a batch size, or run with one replica (--replicas 1)"
                 ) from error
         raise
 
@@ -91,7 +91,7 @@ def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
     known, wanted = ({id(variable): variable.path for variable in some} for some in (trained, now))
     frozen = [path for key, path in known.items() if key not in wanted]
     thawed = [path for key, path in wanted.items() if key not in known]
-    change = f"{frozen[0]!r} is not trainable any more" if frozen else f"{thawed[0]!r} has become trainable"
+    change = f"{frozen[0]!r} is no longer trainable" if frozen else f"{thawed[0]!r} has become trainable"
     raise ModelError(
         f"the variable {change}, but model {model.name!r} was not compiled since: after a change of "
         "`trainable`, call model.compile(...) again, in the strategy's scope"

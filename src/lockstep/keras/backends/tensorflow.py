@@ -43,6 +43,7 @@ from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidd
 from lockstep.keras.backends.steps import refuse_overwriting_gradients
 from lockstep.keras.backends.touched import Touched, mixed, seeds_of
 from lockstep.keras.backends.updates import GlobalUpdate, gradients_in
+from lockstep.keras.state.randomness import of_replica
 from lockstep.keras.state.variables import VariableState, optimizers_of
 
 
@@ -164,7 +165,7 @@ class TensorFlowProgram(VariableState):
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager:
-            with drawing.eagerly(drawing.of_replica(share.seed, share.replica)):
+            with drawing.eagerly(of_replica(share.seed, share.replica)):
                 partial, outputs = function(replica, weight, totals, *given)
         else:
             drawing.set_seed(share.seed)
@@ -274,7 +275,7 @@ class TensorFlowProgram(VariableState):
         """Return the weights and the optimizers' variables, which only updates may change.
 
         Weights that no update changes, such as a copy that follows others slowly, are layers' state. A graph
-        tells which they are; of a step that runs eagerly nobody knows it before.
+        shows which they are; for a step that runs eagerly, that is not known in advance.
         """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]

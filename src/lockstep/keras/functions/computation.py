@@ -16,18 +16,15 @@ from lockstep.keras.functions.assignments import heard_by
 from lockstep.keras.functions.changes import RunChanges
 from lockstep.keras.functions.eager import Eager
 from lockstep.keras.functions.exchange import SCALAR
-from lockstep.keras.functions.gradients import through
 from lockstep.keras.functions.merges import Meeting, RunMerges
 from lockstep.keras.functions.replica import Replica, entered
 from lockstep.keras.functions.values import DistributedValues, Values, is_empty
-
-_GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+from lockstep.keras.state.randomness import of_replica
 
 ZERO_ROWS = (
     "lockstep: replica {replica} has no examples in this batch, which has fewer rows than there are replicas "
-    "({replicas}); it computes on zero rows, as under tf.distribute: leave such a batch out "
-    "(drop_remainder=True), or let the function compute on zero rows"
+    "({replicas}); it computes on zero rows, as under tf.distribute: drop such a batch "
+    "(drop_remainder=True), or make the function accept zero rows"
 )
 
 
@@ -103,7 +100,6 @@ class ReplicaComputation:
     def __init__(self, eager: Eager, replicas: int) -> None:
         self._eager = eager
         self._replicas = replicas
-        self._through = through()
 
     def compute(self, this: Execution, earlier: Sequence[Total], number: int) -> Mapping[str, Any]:
         """Compute the part of replica `number` in the round after `earlier`."""
@@ -115,7 +111,7 @@ class ReplicaComputation:
         """Compute a replica's part; None if this has shown how it must be computed."""
         rounds = this.known.rounds
         changes = RunChanges(self._eager, this.known.prepared)
-        seed = this.seed ^ number * _GOLDEN % 2**64
+        seed = of_replica(this.seed, number)
         with (
             changes.of(number),
             heard_by(changes),
@@ -163,7 +159,7 @@ class ReplicaComputation:
                 lambda update: stack.enter_context(changes.hide(update)),
                 number,
                 self._replicas,
-                self._through,
+                self._eager.through,
             )
             args, kwargs = self._arguments_of(this, number)
             stack.enter_context(entered(Replica(number, merges)))

@@ -1,12 +1,33 @@
 """What a Keras backend must do so that replicas can compute a function eagerly, one after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
 from lockstep.keras.backends.rounds import Update
+
+Tensors = Sequence[Any]
+
+
+class Through(Protocol):
+    """Gives the automatic differentiation of a backend the gradient of a meeting."""
+
+    def __call__(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `meet(leaves)`, for which gradients are computed by `gradient`.
+
+        Args:
+            leaves: floating-point tensors.
+            meet: returns floating-point tensors; called once.
+            gradient: returns the gradients of `leaves`, given those of what `meet` has returned. It can be
+                differentiated itself.
+
+        Raises:
+            ModelError: the program is within a function that is traced by itself.
+        """
 
 
 class Eager(Protocol):
@@ -34,6 +55,10 @@ class Eager(Protocol):
         Raises:
             ModelError: it has no value, since it belongs to a function that is being traced.
         """
+
+    @property
+    def through(self) -> Through:
+        """What lets gradients pass through a meeting of the replicas."""
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update; has read the gradients when it returns."""

@@ -1,6 +1,6 @@
 """TensorFlow, where functions run eagerly; see `lockstep.keras.functions.eager.Eager`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -9,7 +9,9 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from lockstep.keras.backends.drawing import eagerly
+from lockstep.keras.backends.graphs import with_gradient
 from lockstep.keras.backends.rounds import Update
+from lockstep.keras.functions.eager import Tensors
 
 
 class EagerTensorFlow:
@@ -30,6 +32,12 @@ class EagerTensorFlow:
     def concrete(self, array: Any) -> npt.NDArray[Any]:
         """View a tensor in place (on a CPU), or copy it to the host; gradients of embeddings become dense."""
         return np.asarray(tf.convert_to_tensor(array))
+
+    def through(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `meet(leaves)`, for which gradients are computed by `gradient`."""
+        return with_gradient(leaves, meet, gradient)
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update from copies."""

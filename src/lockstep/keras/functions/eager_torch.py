@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.rounds import Update
 from lockstep.keras.backends.tensors import borrowed, copied, on_host, promise_equal_bits
 from lockstep.keras.backends.torch import only_reads_gradients, random_numbers
+from lockstep.keras.functions.eager import Tensors
 
 
 class EagerTorch:
@@ -51,6 +52,12 @@ class EagerTorch:
         array = array.detach()
         return on_host(array if array.layout == torch.strided else array.to_dense())
 
+    def through(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `meet(leaves)`, for which gradients are computed by `gradient`."""
+        return list(_Through.apply(meet, gradient, *leaves))
+
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update, reading the gradients where they are."""
         pairs = zip(update.variables, gradients, strict=True)
@@ -59,6 +66,17 @@ class EagerTorch:
             tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
         with torch.no_grad():
             update.apply(tensors)
+
+
+class _Through(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, meet: Any, gradient: Any, *leaves: torch.Tensor) -> Any:
+        ctx.gradient = gradient
+        return tuple(meet(leaves))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        return (None, None, *ctx.gradient(upstream))
 
 
 class _Computation:

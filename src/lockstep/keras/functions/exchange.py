@@ -157,11 +157,11 @@ class RunExchange:
         try:
             return act(self._job.view, self._job.communicator)
         except PeerLostError as lost:
-            # What follows its first part speaks of a view that this loop does not come to.
+            # The rest of the message is about the next view, which this loop never enters.
             who = str(lost).partition(";")[0]
             raise PeerLostError(
-                f"{who}; this is a loop of the program's own, which nobody can join: start the job again, to "
-                "go on from the program's checkpoint, or let strategy.steps drive the loop"
+                f"{who}; strategy.steps does not drive this loop, so no new worker can join: restart the "
+                "job to resume from the program's checkpoint, or let strategy.steps drive the loop"
             ) from None
 
     def _compute(self, this: RunRound, compute: Compute, view: View) -> None:
@@ -202,9 +202,9 @@ class RunExchange:
                 arrays[name] = spread(array, replica, view.replicas)
             elif not name.startswith(GATHERED) and array.shape != this.like[name].shape:
                 raise ModelError(
-                    f"{this.what}: replicas are to add up values of the shapes {list(this.like[name].shape)} "
-                    f"and {list(array.shape)} (replica {replica}); all_gather joins values of different "
-                    "sizes, and what is added up has the same shape on all replicas"
+                    f"{this.what}: replicas cannot add up values of the shapes {list(this.like[name].shape)} "
+                    f"and {list(array.shape)} (replica {replica}): give them the same shape on all replicas, "
+                    "or join them with all_gather"
                 )
         return arrays
 
@@ -233,7 +233,7 @@ class RunExchange:
 
 def refuse_sum_of_booleans(name: str) -> NoReturn:
     """Raise ModelError: NumPy's sum of two booleans is whether one of them is true."""
-    raise ModelError(f"{name} is to add up booleans, which have no sum: cast them to integers first")
+    raise ModelError(f"{name} cannot add up booleans: cast them to integers first")
 
 
 def spread(array: npt.NDArray[Any], replica: int, replicas: int) -> npt.NDArray[Any]:

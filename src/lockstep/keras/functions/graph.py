@@ -20,14 +20,14 @@ from lockstep.keras.backends.graphs import (
     refuse_assignments,
     traced,
     uses,
+    with_gradient,
 )
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.rounds import Left, Rounds, Update
 from lockstep.keras.backends.touched import Touched, mixed, summed_on_read
 from lockstep.keras.backends.updates import scaled
+from lockstep.keras.functions.eager import Tensors
 from lockstep.keras.functions.exchange import GATHERED, SCALAR, RunExchange
-from lockstep.keras.functions.gradients import Tensors
-from lockstep.keras.functions.gradients_tensorflow import through
 from lockstep.keras.functions.host import NONE_LEFT, RunHost
 from lockstep.keras.functions.merged_variables import is_merged, refuse_other_changes
 from lockstep.keras.functions.merges import Meeting, RunMerges
@@ -372,7 +372,7 @@ class Trace:
     ) -> Tensors:
         """Let gradients pass through a meeting, which must be in the function's own graph."""
         self.places.check()
-        return through(leaves, meet, gradient)
+        return with_gradient(leaves, meet, gradient)
 
     def goes_on(self, graph: Any) -> bool:
         """Whether the function, of which `graph` was made, wants the weights after its update."""

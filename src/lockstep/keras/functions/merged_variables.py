@@ -64,8 +64,8 @@ def _merging(original: Any, argument: str) -> Any:
         if tf.executing_eagerly() and not is_assigning():
             raise ModelError(
                 f"the function that strategy.run was given assigns {self.name!r}, a variable of TensorFlow's "
-                "own, where functions run eagerly: use a keras.Variable, or leave "
-                "tf.config.run_functions_eagerly(True) out"
+                "own, where functions run eagerly: use a keras.Variable, or remove "
+                "tf.config.run_functions_eagerly(True)"
             )
         if tf.executing_eagerly() or not is_merged(self):
             return original(self, *args, **kwargs)

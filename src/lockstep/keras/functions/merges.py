@@ -11,8 +11,8 @@ import keras
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.rounds import Left, Update
+from lockstep.keras.functions.eager import Through
 from lockstep.keras.functions.exchange import GATHERED, refuse_sum_of_booleans
-from lockstep.keras.functions.gradients import Through
 from lockstep.keras.functions.replica import Op
 
 SUMMED = "merge/"

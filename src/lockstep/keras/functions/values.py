@@ -205,7 +205,7 @@ class _Kept:
 
 
 class DistributedValues:
-    """A value that each replica has its own of: it is no tensor, whoever computes how many replicas."""
+    """A value that each replica has its own of: not a tensor, however many replicas a worker computes."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         """Raise ModelError: which of the values is meant?
@@ -213,7 +213,7 @@ class DistributedValues:
         Also where this worker has one replica only: with fewer workers, and after a loss, it has several.
         """
         raise ModelError(
-            "a PerReplica is used as if it were one tensor, but it holds a value of each replica: add them "
+            "a PerReplica is used as if it were one tensor, but it holds a value for each replica: add them "
             'up with strategy.reduce("SUM", value), average them with strategy.reduce("MEAN", value), join '
             "rows with strategy.gather(value, axis=0), look at those of this worker with "
             "strategy.experimental_local_results(value), or give it to strategy.run, whose function gets "

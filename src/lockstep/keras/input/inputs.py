@@ -349,7 +349,7 @@ def _in_proportion(rows: slice, examples: int, leaf: Any) -> slice:
     """Return the rows of one part of a batch that go with `rows` of its first part, which has `examples`.
 
     Raises:
-        DataError: replicas cannot share out both alike.
+        DataError: replicas cannot split both in proportion.
     """
     count = len(leaf) if leaf.shape else 0
     if count == examples:
@@ -358,8 +358,8 @@ def _in_proportion(rows: slice, examples: int, leaf: Any) -> slice:
     stop, last = divmod(rows.stop * count, examples)
     if first or last or not count:
         raise DataError(
-            f"a batch has parts of {examples} and {count} rows, which replicas cannot share out alike: give "
-            "parts with equally many rows, or with multiples of the number of replicas"
+            f"a batch has parts of {examples} and {count} rows, which replicas cannot split in proportion: "
+            "give all parts the same number of rows, or multiples of the number of replicas"
         )
     return slice(start, stop)
 

@@ -1,7 +1,6 @@
 """Datasets of which each replica has one of its own, which the worker that computes the replica reads."""
 
 import struct
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,13 +18,14 @@ from lockstep.keras.input.batches import Element, count_examples
 from lockstep.keras.input.nests import Nest
 from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, packed, spec_of
 from lockstep.keras.state.randomness import RandomNumbers
+from lockstep.notes import note
 from lockstep.topology import View
 
 _UNKNOWN = -1
 _ENDLESS = -2
 
 _EQUAL = (
-    "lockstep: the first batches of replicas {} and {} are equal; if replicas are to read different "
+    "the first batches of replicas {} and {} are equal; if replicas should read different "
     "examples, let dataset_fn shard its dataset, before or after it shuffles: "
     "dataset.shard(context.num_input_pipelines, context.input_pipeline_id)"
 )
@@ -127,7 +127,7 @@ class Pipelines:
             other = seen.setdefault(digest, replica)
             if digest and other != replica:
                 if self.job.is_chief:
-                    print(_EQUAL.format(other, replica), file=sys.stderr)
+                    note(_EQUAL.format(other, replica))
                 return
 
     def _first(self, replica: int) -> int:

@@ -4,7 +4,6 @@ Settings and paths are the script's. Of Keras's callbacks, stated attributes are
 that have changed since the call began, if they are numbers, arrays, or lists and dicts of them.
 """
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ import msgspec
 from lockstep.checkpoint.values import pack
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import CheckpointError
+from lockstep.notes import note
 
 KEPT: Mapping[type, tuple[str, ...]] = {
     keras.callbacks.BackupAndRestore: (
@@ -54,8 +54,8 @@ Marks = Mapping[int, Mapping[str, bytes]]
 
 def listed(callbacks: Any) -> Sequence[Any]:
     """Return the callbacks of a `fit`, also where Keras has put them into a list of its own."""
-    listed = isinstance(callbacks, keras.callbacks.CallbackList)
-    return callbacks.callbacks if listed else callbacks  # type: ignore[no-any-return]
+    given: Sequence[Any] = getattr(callbacks, "callbacks", callbacks)
+    return given
 
 
 def lasting(callbacks: Sequence[Any]) -> list[Any]:
@@ -117,10 +117,9 @@ def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]
             if _is_kept(callback, name) and not _has_text(value):
                 vars(callback)[name] = value
         for name in missing[0] if missing else ():
-            print(
-                f"lockstep: {kind}.{name} has changed while training, and text in attributes of callbacks is "
-                "not kept: it begins as the script sets it; let the callback keep a number instead",
-                file=sys.stderr,
+            note(
+                f"{kind}.{name} changed during training, but text in attributes of callbacks is not saved: "
+                "it starts with the value that the script sets; store a number instead"
             )
 
 

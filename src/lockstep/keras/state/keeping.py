@@ -55,7 +55,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         folder: of the checkpoints; one job at a time keeps its there.
         every: how often: a number of steps, or a time such as "30s", "10m" or "1h".
         keep: how many are kept, the newest.
-        accept_changes: go on from a checkpoint with other settings of model, optimizer, loss or callbacks.
+        accept_changes: resume even if the settings of model, optimizer, loss or callbacks differ.
     """
 
     def __init__(

@@ -125,7 +125,7 @@ def _facts(folder: Path, contents: Contents) -> _Facts:
         return msgspec.convert(contents.manifest, _Facts)
     except ValueError as error:
         raise CheckpointError(
-            f"the checkpoint {folder} was not kept by a job: its manifest is not understood ({error})"
+            f"the checkpoint {folder} was not written by a job: cannot read its manifest ({error})"
         ) from None
 
 

@@ -23,6 +23,9 @@ _TENSORFLOW = "tensorflow.python.eager.context"
 _FRAMEWORKS = (_TENSORFLOW, "torch")
 """Modules with random states of their own, which a script may import at any time."""
 
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+
 Result = TypeVar("Result")
 
 
@@ -59,6 +62,11 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
 def seed_of(*facts: Any) -> int:
     """Return 64 bits that follow from `facts`, plain values."""
     return xxhash.xxh3_64_intdigest(repr(facts).encode())
+
+
+def of_replica(seed: int, replica: int) -> int:
+    """Return the seed of a replica that computes eagerly."""
+    return seed ^ replica * GOLDEN % 2**64
 
 
 class RandomNumbers:

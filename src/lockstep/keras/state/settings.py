@@ -1,4 +1,4 @@
-"""What a program says of a training, which a checkpoint has, so that one that goes on can be compared.
+"""The settings of a training, which its checkpoints record and a script that resumes is compared with.
 
 Settings are compared as texts by name, such as `layer dropout: rate`. What changes while training is none, as
 the learning rate of an optimizer that has trained, and what callbacks count. Paths and how much is printed do
