@@ -29,7 +29,7 @@ from lockstep.config import (
     visible_gpus,
     worker_environment,
 )
-from lockstep.control.arrivals import Admitted, Arrival, Task, encode
+from lockstep.control.arrivals import MOST_OF_ARRIVAL, Admitted, Arrival, Task, encode
 from lockstep.control.backend import Choice, Wishes, choose_backend, refuse_legacy_keras
 from lockstep.control.places import check_free, claim, connect, holder, resolve
 from lockstep.control.script import Script
@@ -110,6 +110,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     program, choice = _program(), _backend()
     target = Script.parse(program.command).target
     arrival = Arrival(tasks, seat, __version__, choice.backend, usable_cores(), visible_gpus(), target)
+    _check_size(arrival)
     admitted, connection, memory = _meet(arrival)
     why = "the job goes on" if admitted.joins else "all are there"
     note(f"{why}; {tasks[seat].name} begins its script again, as worker {admitted.worker}, {choice}")
@@ -133,6 +134,19 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     arguments = (*program.options, "-P", "-m", "lockstep.worker", *program.command)
     environment = _environment(worker, text, choice.backend, admitted.shares)
     os.execve(sys.executable, (sys.executable, *arguments), environment)
+
+
+def _check_size(arrival: Arrival) -> None:
+    try:
+        size = len(encode(arrival))
+    except ValueError:
+        size = MOST_OF_ARRIVAL + 1
+    if size > MOST_OF_ARRIVAL:
+        raise ConfigError(
+            f"TF_CONFIG has {len(arrival.tasks)} tasks that train, too many for processes that are "
+            f"started by hand: their addresses take more than {MOST_OF_ARRIVAL} bytes in a message. Use "
+            "fewer tasks, or `lockstep run --replicas` with fewer workers than replicas"
+        )
 
 
 def _environment(worker: WorkerConfig, text: str, backend: str, shares: bool) -> dict[str, str]:

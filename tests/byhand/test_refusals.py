@@ -69,6 +69,15 @@ def test_what_tf_config_cannot_say(desk: Any, config: Any, said: str) -> None:
     assert said in refused(desk, config)
 
 
+def test_more_tasks_than_can_be_told(desk: Any) -> None:
+    for tasks in (1500, 4000):
+        cluster = {"worker": [f"127.0.0.1:{20000 + i}" for i in range(tasks)]}
+        terminal = desk.start({"cluster": cluster, "task": TASK}, desk.script(MEET))
+        assert terminal.status() == 1, terminal.text
+        said = f"lockstep.errors.ConfigError: TF_CONFIG has {tasks} tasks that train, too many for processes"
+        assert terminal.text.splitlines()[-1].startswith(said)
+
+
 def test_a_port_that_another_program_uses(desk: Any) -> None:
     with socket.create_server(("127.0.0.1", desk.ports[1])):
         error = refused(desk, desk.config(1))

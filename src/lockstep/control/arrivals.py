@@ -10,6 +10,9 @@ from lockstep.prose import count
 MAX_PACKET = 256 * 1024
 """Bytes that no encoded message exceeds; whoever receives reads with a buffer of this size."""
 
+MOST_OF_ARRIVAL = 120 * 1024
+"""Bytes that no encoded arrival exceeds: it is an argument of the coordinator's command, too."""
+
 
 class Task(msgspec.Struct, frozen=True):
     """A task that trains.

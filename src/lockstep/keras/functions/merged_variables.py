@@ -1,7 +1,8 @@
 """Variables of TensorFlow that say how what replicas assign to them becomes one value.
 
-As under `tf.distribute`, an assignment of one with `aggregation=SUM` or `MEAN` is something that replicas do
-together: each finds the sum or the mean afterwards. Not so where a variable is synchronized when it is read.
+As under `tf.distribute`, an assignment of one with `aggregation=SUM`, `MEAN` or `ONLY_FIRST_REPLICA` is
+something that replicas do together: each finds the sum, the mean or replica 0's value afterwards. Not so
+where a variable is synchronized when it is read.
 
 The only file that touches how TensorFlow's variables are assigned.
 """
@@ -22,13 +23,15 @@ _SCOPE = "lockstep_merged"
 """In the names of operations that assign what replicas have merged."""
 
 _OPS: dict[Any, Op] = {tf.VariableAggregation.SUM: "sum", tf.VariableAggregation.MEAN: "mean"}
+_SAME = frozenset({"AddV2", "Cast", "Const", "Identity", "Mul", "ReadVariableOp", "Sub"})
+"""Operations that give all replicas the same, if they are given the same."""
+
 _METHODS = {"assign": "value", "assign_add": "delta", "assign_sub": "delta"}
 
 
 def is_merged(variable: tf.Variable) -> bool:
     """Whether replicas merge what they assign to a variable."""
-    on_read = variable.synchronization == tf.VariableSynchronization.ON_READ
-    return variable.aggregation in _OPS and not on_read
+    return variable.aggregation in _OPS and not _is_on_read(variable)
 
 
 @functools.cache
@@ -55,6 +58,38 @@ def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
                 )
 
 
+def _is_on_read(variable: tf.Variable) -> bool:
+    return bool(variable.synchronization == tf.VariableSynchronization.ON_READ)
+
+
+def _is_of_first(variable: tf.Variable, given: Any) -> bool:
+    """Whether replicas take replica 0's value for what they assign, since each may be given another one.
+
+    What is the same for all, as for a counter, each replica assigns by itself and waits for no other.
+    """
+    is_first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
+    adds_up = variable.dtype.is_floating or variable.dtype.is_integer
+    if not is_first or not adds_up or _is_on_read(variable) or is_assigning():
+        return False
+    return not _is_same_for_all(given, variable)
+
+
+def _is_same_for_all(given: Any, variable: tf.Variable) -> bool:
+    if not tf.is_tensor(given) or not tf.is_symbolic_tensor(given):
+        return not isinstance(given, tf.Variable) or given is variable
+    graph = given.graph
+    handles = [inside for outside, inside in graph.captures if outside is variable.handle]
+    waiting = [given]
+    while waiting:
+        tensor = waiting.pop()
+        if any(tensor is handle for handle in handles):
+            continue
+        if tensor.op.type not in _SAME:
+            return False
+        waiting += tensor.op.inputs
+    return True
+
+
 def _merging(original: Any, argument: str) -> Any:
     @functools.wraps(original)
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +102,14 @@ def _merging(original: Any, argument: str) -> Any:
                 "own, where functions run eagerly: use a keras.Variable, or remove "
                 "tf.config.run_functions_eagerly(True)"
             )
-        if tf.executing_eagerly() or not is_merged(self):
+        given = kwargs.get(argument, *args[:1])
+        if tf.executing_eagerly() or not (is_merged(self) or _is_of_first(self, given)):
             return original(self, *args, **kwargs)
-        given = kwargs.pop(argument) if argument in kwargs else args[0]
-        merged = replica.merges.all_reduce(_OPS[self.aggregation], tf.convert_to_tensor(given, self.dtype))
+        kwargs.pop(argument, None)
+        value = tf.convert_to_tensor(given, self.dtype)
+        if not is_merged(self):
+            value = tf.where(replica.number == 0, value, tf.zeros_like(value))
+        merged = replica.merges.all_reduce(_OPS.get(self.aggregation, "sum"), value)
         with tf.name_scope(_SCOPE):
             return original(self, tf.cast(merged, self.dtype), *args[1:], **kwargs)
 
