@@ -51,6 +51,17 @@ def calls(model: keras.Model) -> None:
         model.evaluate(x, y, verbose=0)
 
 
+def hyperparameters(model: keras.Model) -> None:
+    rate = unseeded.uniform(0.1, 0.3) + 0.3 * worker
+    with lockstep.MultiWorkerMirroredStrategy().scope():
+        other = keras.Sequential(
+            [keras.Input((4,)), keras.layers.Dropout(round(rate, 3)), keras.layers.Dense(1)]
+        )
+        other.set_weights(model.get_weights())
+        other.compile("sgd", "mse")
+    other.fit(x, y, verbose=0)
+
+
 def sizes(model: keras.Model) -> None:
     model.fit(x[: 16 - worker], y[: 16 - worker], batch_size=4, verbose=0)
 
@@ -69,7 +80,16 @@ def drift(model: keras.Model) -> None:
 
 
 def main() -> None:
-    cases: list[Callable[[keras.Model], None]] = [models, examples, batches, sizes, epochs, drift, calls]
+    cases: list[Callable[[keras.Model], None]] = [
+        models,
+        examples,
+        batches,
+        sizes,
+        epochs,
+        drift,
+        hyperparameters,
+        calls,
+    ]
     strategy = lockstep.MultiWorkerMirroredStrategy()
     for case in cases:
         with strategy.scope():

@@ -1,6 +1,6 @@
 """The distributed calls of a process (`fit`, `evaluate`, ...), numbered, and where in them it is."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ class Call:
         at_end: whether its state can be taken at its end only.
         looks: how often a batch of its data was looked at before it began.
         inner: how many calls of each method have begun within.
+        leaves: what is kept of it when it ends, if that is not what it returns.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Call:
     at_end: bool = False
     looks: int = 0
     inner: dict[str, int] = field(default_factory=dict)
+    leaves: "Callable[[Call], Any] | None" = None
 
 
 @dataclass

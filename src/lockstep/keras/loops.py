@@ -102,11 +102,11 @@ class Loops:
         if self._job.evaluates:
             return self._evaluating.fit(model, given)
         asked, callbacks = apart(given["callbacks"])
-        with self._calls.enter("fit") as call:
+        with self._snapshots.call("fit") as call:
             if asked is not None:
                 self._keeping.begin(asked)
             if finished := self._snapshots.finished():
-                return past_fit(model, callbacks, finished.result)
+                return past_fit(model, callbacks, finished)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
@@ -126,8 +126,8 @@ class Loops:
             try:
                 result = original(*bound.args, **bound.kwargs)
             except Superseded:
-                return past_fit(model, callbacks, self._snapshots.replayed().result)
-            self._finish(result, callback_states(listeners(call.callbacks, model), call.marks))
+                return past_fit(model, callbacks, self._snapshots.replayed())
+            self._finish(result)
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
@@ -137,6 +137,7 @@ class Loops:
         call = self._calls.current
         if call.marks:
             call.marks.append(marks(call.callbacks))
+            call.leaves = _callbacks_of
 
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
@@ -160,12 +161,12 @@ class Loops:
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
                 return {}
-            with self._calls.enter("validation") as call:
+            with self._snapshots.call("validation") as call:
                 self._compare(call, model, dict)
                 return original(model, *args, **kwargs)
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
-        with self._calls.enter("evaluate") as call:
+        with self._snapshots.call("evaluate") as call:
             if finished := self._snapshots.finished():
                 return finished.result
             if self._alone and not self._snapshots.awaits(model):
@@ -183,7 +184,7 @@ class Loops:
         self._job.distributes()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
-        with self._calls.enter("predict") as call:
+        with self._snapshots.call("predict") as call:
             if finished := self._snapshots.finished():
                 return finished.result
             if self._alone and not self._snapshots.awaits(model):
@@ -205,7 +206,7 @@ class Loops:
             return original(model, *args, **kwargs)
         self._job.distributes()
         kind = _KINDS[method]
-        with self._calls.enter(method) as call:
+        with self._snapshots.call(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
                 self._compared.setdefault(model, set()).add(kind)
@@ -347,10 +348,10 @@ class Loops:
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
             agree(self._job, call.name, this | dict(facts()) | state)
 
-    def _finish(self, result: Any, kept: Any = None) -> Any:
+    def _finish(self, result: Any) -> Any:
         """Note what a call that is in no other has returned."""
         if len(self._calls.stack) == 2:
-            self._snapshots.finish(result if kept is None else kept)
+            self._snapshots.finish(result)
         return result
 
     def _verbose(self, verbose: Any) -> Any:
@@ -365,12 +366,21 @@ class Loops:
             )
 
 
-def past_fit(model: Any, callbacks: Any, past: Any) -> Any:
-    """Return what a `fit` that was finished before this process began has returned; tell its callbacks."""
-    model.history = keras.callbacks.History()
-    model.history.set_model(model)
-    set_callback_states(listeners(on_chief(callbacks, 0, goes_on=True), model), past)
+def past_fit(model: Any, callbacks: Any, past: Finished) -> Any:
+    """Return what a `fit` that was finished before this process began has returned; tell its callbacks.
+
+    If it had raised an error, that is raised; `past.kept` is None if its callbacks had not heard of it.
+    """
+    if past.kept is not None:
+        model.history = keras.callbacks.History()
+        model.history.set_model(model)
+        set_callback_states(listeners(on_chief(callbacks, 0, goes_on=True), model), past.kept)
+    past.again()
     return model.history
+
+
+def _callbacks_of(call: Call) -> Any:
+    return callback_states(listeners(call.callbacks, call.model), call.marks)
 
 
 def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:

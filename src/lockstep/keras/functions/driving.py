@@ -43,12 +43,15 @@ class Driving:
         if count < 0:
             raise InputError(f"a loop of {count} steps")
         held = NamedState(state)
-        with self._calls.enter("steps") as call:
+        with self._snapshots.call("steps") as call:
             if checkpoint is not None:
                 self._keeping.begin(checkpoint)
             if finished := self._snapshots.finished():
-                yield from self._pass_over(held, finished.result)
+                if finished.kept is not None:
+                    yield from self._pass_over(held, finished.kept)
+                finished.again()
                 return
+            call.leaves = lambda call: {"steps": call.steps, "positions": held.positions}
             self._job.driven = True
             try:
                 if self._snapshots.behind:
@@ -56,7 +59,9 @@ class Driving:
                     with self._job.aside() if self._snapshots.catches_up else nullcontext():
                         yield call.skipped
                     if self._job.joins and self._snapshots.join():
-                        held.go_to(self._snapshots.replayed().result["positions"])
+                        finished = self._snapshots.replayed()
+                        held.go_to(finished.kept["positions"])
+                        finished.again()
                         return
                     call.steps = call.skipped
                     self._snapshots.restore(None, held)
@@ -68,11 +73,11 @@ class Driving:
                     yield call.steps
                     self._end_step(call, held)
             except GeneratorExit:
-                self._finish(call, held)
+                self._snapshots.finish(None)
                 raise
             finally:
                 self._job.driven = False
-            self._finish(call, held)
+            self._snapshots.finish(None)
 
     def _pass_over(self, held: NamedState, past: Mapping[str, Any]) -> Iterator[int]:
         """Do what is left of a loop that finished before this process began.
@@ -80,18 +85,16 @@ class Driving:
         What it has given variables may be given them in no other; and what is read in one pass over a dataset
         may depend on how much was read in those before.
         """
-        if held.incomplete and past["steps"]:
-            self._job.driven = True
-            try:
+        try:
+            if held.incomplete and past["steps"]:
+                self._job.driven = True
                 with self._job.aside():
                     yield 0
-            finally:
-                self._job.driven = False
+        finally:
+            # The program may leave the loop in its first step.
+            self._job.driven = False
             self._snapshots.replayed()
-        held.go_to(past["positions"])
-
-    def _finish(self, call: Call, held: NamedState) -> None:
-        self._snapshots.finish({"steps": call.steps, "positions": held.positions})
+            held.go_to(past["positions"])
 
     def _end_step(self, call: Call, held: NamedState) -> None:
         call.steps += 1

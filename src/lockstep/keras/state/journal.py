@@ -1,7 +1,8 @@
 """What has happened in the calls of a process, so that another process can go on from it.
 
 A process that resumes runs the script from its beginning. Calls that were finished then return what they
-returned; the call that was in progress is gone through without computing, up to the step that is known.
+returned, or raise what they raised; the call that was in progress is gone through without computing, up to
+the step that is known.
 """
 
 from array import array
@@ -12,11 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.keras.state.failures import Failure, remade
 from lockstep.keras.state.randomness import random_states, same_states, set_random_states
 
 _Kind = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
-"""Of a finished call: whether its figures are a list or a dict ("" for another result), their names, how many
-calls of each method it was, and how many steps of training."""
+"""Of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it has
+raised), their names, how many calls of each method it was, and how many steps of training."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,27 @@ class Finished:
     """What one finished call, outside of any other, has left.
 
     Attributes:
-        result: what it returned; of `fit`, the epochs and the history.
+        kept: what it returned; of `fit`, the states of its callbacks; of a loop, its place.
         methods: how many calls of each method there were at its end.
         taken: steps of training that had been taken at its end.
+        error: that it has raised.
     """
 
-    result: Any
+    kept: Any
     methods: Mapping[str, int]
     taken: int
+    error: BaseException | None = None
+
+    @property
+    def result(self) -> Any:
+        """What the call returned; raises what it raised."""
+        self.again()
+        return self.kept
+
+    def again(self) -> None:
+        """Raise what the call raised."""
+        if self.error is not None:
+            raise self.error
 
 
 class Journal:
@@ -51,20 +66,22 @@ class Journal:
         self._end = _Place()
         self._read = _Place()
 
-    def add(self, result: Any, methods: Mapping[str, int], taken: int) -> None:
-        """Note that a call has finished."""
+    def add(
+        self, result: Any, methods: Mapping[str, int], taken: int, failure: Failure | None = None
+    ) -> None:
+        """Note that a call has finished, or ended with an error."""
         number = len(self._codes)
         counts = tuple(
             (method, count - self._end.methods.get(method, 0))
             for method, count in methods.items()
             if count > self._end.methods.get(method, 0)
         )
-        form, names, figures = _form(result)
+        form, names, figures = _form(result) if failure is None else ("error", (), [])
         kind = (form, names, counts, taken - self._end.taken)
         self._codes.append(self._kinds.setdefault(kind, len(self._kinds)))
         self._figures.extend(figures)
-        if not form:
-            self._others[number] = result
+        if form in ("", "error"):
+            self._others[number] = result if failure is None else (failure, result)
         self._end.advance(kind)
         states = random_states()
         if not same_states(states, self._last_states):
@@ -97,7 +114,11 @@ class Journal:
         return journal
 
     def replay(self, number: int) -> Finished:
-        """Return the finished call at `number`, from 0; set the random states to those at its end."""
+        """Return the finished call at `number`, from 0; set the random states to those at its end.
+
+        Raises:
+            CheckpointError: it has raised an error that cannot be raised again.
+        """
         if number < self._read.calls:
             self._read = _Place()
         kinds = list(self._kinds)
@@ -110,13 +131,18 @@ class Journal:
         if at := bisect_right(changes, number):
             set_random_states(self._states[changes[at - 1]])
         figures = self._figures[start : self._read.figures].tolist()
-        return Finished(self._result(number, kind, figures), dict(self._read.methods), self._read.taken)
+        result, failure = self._result(number, kind, figures)
+        error = None if failure is None else remade(failure)
+        return Finished(result, dict(self._read.methods), self._read.taken, error)
 
-    def _result(self, number: int, kind: _Kind, figures: list[float]) -> Any:
+    def _result(self, number: int, kind: _Kind, figures: list[float]) -> tuple[Any, Failure | None]:
         form, names, _, _ = kind
+        if form == "error":
+            failure, kept = self._others[number]
+            return kept, failure
         if form == "dict":
-            return dict(zip(names, figures, strict=True))
-        return figures if form == "list" else self._others[number]
+            return dict(zip(names, figures, strict=True)), None
+        return (figures if form == "list" else self._others[number]), None
 
 
 class _Place:

@@ -3,7 +3,8 @@
 import signal
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +13,12 @@ import numpy as np
 
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.errors import ChangedError, CheckpointError, DisagreementError
+from lockstep.errors import ChangedError, CheckpointError, DisagreementError, LockstepError
 from lockstep.job import Job
 from lockstep.keras.agreement import ADVICE_ON_CALLS
 from lockstep.keras.backends.contract import Backend, Held, Kind
 from lockstep.keras.backends.logs import mapped
-from lockstep.keras.calls import Calls
+from lockstep.keras.calls import Call, Calls
 from lockstep.keras.state.callback_states import (
     callback_states,
     lasting,
@@ -25,6 +26,7 @@ from lockstep.keras.state.callback_states import (
     listeners,
     set_callback_states,
 )
+from lockstep.keras.state.failures import described
 from lockstep.keras.state.journal import Finished, Journal
 from lockstep.keras.state.randomness import random_states, set_random_states
 from lockstep.keras.state.settings import (
@@ -38,6 +40,17 @@ from lockstep.keras.state.variables import all_variables, assign, named_arrays, 
 from lockstep.sources import own_sources
 
 _LAST_SECONDS = 60.0
+_PARTS: Mapping[str, type] = {
+    "journal": dict,
+    "steps": int,
+    "methods": dict,
+    "inner": dict,
+    "taken": int,
+    "logs": dict,
+    "callbacks": list,
+    "random": dict,
+}
+"""What a checkpoint says of a training, besides what versions of Lockstep before this one did not keep."""
 
 
 class Superseded(Exception):
@@ -53,6 +66,7 @@ class Resumption:
         journal: the calls that were finished.
         steps: how many steps of the call in progress had been taken; 0 where none was in progress.
         looks: how often a batch of its data had been looked at before it began.
+        call: the call that was in progress, or had just finished; empty where that is not known.
         joined: whether the other workers are there already.
     """
 
@@ -60,6 +74,7 @@ class Resumption:
     journal: Journal
     steps: int
     looks: int
+    call: str = ""
     joined: bool = False
 
 
@@ -82,6 +97,8 @@ class Snapshots:
         self.journal = Journal()
         self.resumption: Resumption | None = None
         self.since: int | None = None
+        self._refusal: LockstepError | None = None
+        self._again: BaseException | None = None
 
     def adopt(self, model: Any) -> None:
         """Count `model` among those whose state is taken."""
@@ -113,9 +130,54 @@ class Snapshots:
                 keeper.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
 
+    @contextmanager
+    def call(self, method: str) -> Iterator[Call]:
+        """Number a call of `method`, and make it the current one for the block; note an error that ends it.
+
+        Raises:
+            LockstepError: the training could not go on in an earlier call, and the script has caught that.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        with self._calls.enter(method) as call:
+            try:
+                yield call
+            except BaseException as error:
+                if len(self._calls.stack) == 2:
+                    self._fail(call, error)
+                raise
+
     def finish(self, result: Any) -> None:
-        """Note that the call in progress, outside of any other, has returned `result`."""
-        self.journal.add(result, self._calls.methods, self._calls.taken)
+        """Note that the call in progress, outside of any other, has returned `result`.
+
+        Raises:
+            CheckpointError: it should have come to where the training goes on.
+        """
+        call = self._calls.current
+        if self.resumption is not None:
+            raise CheckpointError(self._not_there(call, f"it has ended after {call.steps}"))
+        kept = result if call.leaves is None else call.leaves(call)
+        self.journal.add(kept, self._calls.methods, self._calls.taken)
+
+    def _fail(self, call: Call, error: BaseException) -> None:
+        """Note the error that ends the call in progress: the script may catch it."""
+        if self.resumption is None:
+            if len(self.journal) < self._calls.outermost:
+                kept = None if call.leaves is None else call.leaves(call)
+                self.journal.add(kept, self._calls.methods, self._calls.taken, described(error, call.name))
+        elif self._calls.outermost > len(self.resumption.journal) or isinstance(error, Exception):
+            if isinstance(error, LockstepError) and error is not self._again:
+                self._refusal = error
+            elif error is not self._again:
+                self._refusal = CheckpointError(self._not_there(call, f"it has ended with {error!r}"))
+
+    def _not_there(self, call: Call, how: str) -> str:
+        assert self.resumption is not None
+        return (
+            f"the training goes on after step {self.resumption.steps} of {call.name}, and in this script "
+            f"{how}: the script is another one, or reads other data, than the one that kept the checkpoint; "
+            "take the change back, or begin in another folder"
+        )
 
     def finished(self) -> Finished | None:
         """Return what the call that begins had left before this process began, if it had finished.
@@ -124,6 +186,7 @@ class Snapshots:
 
         Raises:
             DisagreementError: the call is none that the members of the job have made.
+            CheckpointError: the call is not the one that was made in this place.
         """
         if len(self._calls.stack) > 2:
             return None
@@ -138,17 +201,38 @@ class Snapshots:
                 f"{self._calls.current.name} of this worker, which is to join, is a call that the others "
                 f"have not made; {ADVICE_ON_CALLS}"
             )
+        if self.resumption.steps:
+            self._refuse_another(self.resumption.call)
         self._calls.current.skipped = self.resumption.steps
         return None
 
     def replayed(self) -> Finished:
-        """Return what the call in progress had left, and set what counts calls to its end."""
+        """Return what the call in progress had left, and set what counts calls to its end.
+
+        Raises:
+            CheckpointError: the call is not the one that was made in this place, or had ended with an error
+                that cannot be raised again.
+        """
         assert self.resumption is not None
         finished = self.resumption.journal.replay(self._calls.outermost - 1)
+        self._again = finished.error
+        own = self._calls.methods
+        self._refuse_another(
+            next((f"{name} {n}" for name, n in finished.methods.items() if own.get(name) != n), "")
+        )
         self._calls.methods.clear()
         self._calls.methods.update(finished.methods)
         self._calls.taken = finished.taken
         return finished
+
+    def _refuse_another(self, call: str) -> None:
+        """Refuse that the call in progress is not `call`, if that is known."""
+        own = self._calls.current.name
+        if call and call != own:
+            raise CheckpointError(
+                f"call {self._calls.outermost} of this script is {own}, and was {call} in the one that the "
+                "training goes on from: take the change back, or begin in another folder"
+            )
 
     def join(self) -> bool:
         """Become a member of the job; return whether the call in progress is one that has finished.
@@ -189,6 +273,11 @@ class Snapshots:
                 f"goes on with {_origin(self.since)}, where other calls have finished: ask for checkpoints "
                 "as before, or begin in another folder"
             )
+        if wrong := [name for name, kind in _PARTS.items() if not isinstance(facts.get(name), kind)]:
+            raise CheckpointError(
+                f"the checkpoint of step {contents.step} lacks what a training keeps, or has something else "
+                f"in its place: {', '.join(wrong)}; remove it, to go on from the one before"
+            )
         try:
             self._go_on(contents, facts)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -203,7 +292,9 @@ class Snapshots:
 
     def _go_on(self, contents: Contents, facts: Mapping[str, Any]) -> None:
         journal = Journal.unpacked(facts["journal"])
-        self.resumption = Resumption(contents, journal, facts["steps"], facts.get("looks", 0))
+        self.resumption = Resumption(
+            contents, journal, facts["steps"], facts.get("looks", 0), facts.get("call", "")
+        )
 
     def take(
         self, whole: bool, model: Any, logs: Any, program: Held | None = None, state: Any = None
@@ -265,7 +356,6 @@ class Snapshots:
         """Set everything to what the resumption says; return (logs, the state for steps of `program`)."""
         resumption = self.resumption
         assert resumption is not None
-        self.resumption = None
         contents = resumption.contents
         facts = unpack(contents.manifest["training"], contents.arrays)
         if not resumption.joined:
@@ -280,14 +370,20 @@ class Snapshots:
         else:
             assign(model, current, whole=True)
         call = self._calls.current
-        if program is not None:
-            call.inner = dict(facts["inner"])
-            set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
         self._calls.methods.clear()
         self._calls.methods.update(facts["methods"])
         self._calls.taken = facts["taken"]
-        self.journal = resumption.journal
-        set_random_states(facts["random"])
+        try:
+            if program is not None:
+                call.inner = dict(facts["inner"])
+                set_callback_states(listeners(call.callbacks, model), facts["callbacks"])
+            set_random_states(facts["random"])
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"what the checkpoint of step {contents.step} says of callbacks and random states is not "
+                f"understood: {error!r}"
+            ) from error
+        self.journal, self.resumption = resumption.journal, None
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._job.report("resumed", where=where, step=self._calls.taken)
         return facts["logs"], state

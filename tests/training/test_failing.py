@@ -1,0 +1,145 @@
+"""Calls that raise, where the script catches that and goes on: another process raises the same again."""
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.values import pack, unpack
+from lockstep.errors import CheckpointError
+from lockstep.keras.calls import Calls
+from lockstep.keras.state.failures import described, remade
+from lockstep.keras.state.snapshots import Snapshots
+
+
+class Enough(Exception):
+    """Is made with other arguments than its text."""
+
+    def __init__(self, *, step: int) -> None:
+        super().__init__("enough")
+        self.step, self.what = step, object()
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} at {self.step}"
+
+
+def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_path: Path) -> None:
+    keeping = f"--replicas 2 --checkpoint {tmp_path / 'kept'} --checkpoint-every 5"
+    died = launch(f"-n 2 {keeping}", "failing.py")
+    assert died.status == 137, died.stderr
+    done = launch(f"-n 1 {keeping}", "failing.py")
+    assert done.status == 0, done.stderr
+    assert "goes on behind step 4 of fit 2" in done.stderr
+    marked = [
+        [line for mark in ("caught ", "figure ") for line in run.marked(0, mark)] for run in (died, done)
+    ]
+    assert len(marked[0]) == 5
+    assert marked[0] == marked[1]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("no"),
+        KeyError("name"),
+        FileNotFoundError(2, "No such file", "x.csv"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+        SystemExit(3),
+        Enough(step=7),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_are_made_again(error: BaseException) -> None:
+    again = remade(unpack(*pack(described(error, "fit 1"), "error")))
+    assert (type(again), str(again), again.args) == (type(error), str(error), error.args)
+    assert getattr(again, "step", None) == getattr(error, "step", None)
+    assert getattr(again, "filename", None) == getattr(error, "filename", None)
+    assert getattr(again, "code", None) == getattr(error, "code", None)
+
+
+def test_errors_that_cannot_be_made_again_are_named() -> None:
+    class Hidden(Exception):
+        pass
+
+    class Other(Enough):
+        pass
+
+    globals()["Other"], Other.__qualname__ = Other, "Other"
+    other = Other(step=1)
+    other.step = object()  # type: ignore[assignment]
+    for error, name in ((Hidden("no"), "Hidden: no"), (other, "Other: enough at <object")):
+        with pytest.raises(CheckpointError, match=f"fit 1 of the script .*{name}"):
+            remade(described(error, "fit 1"))
+    failure = dict(described(ValueError("no"), "fit 1"), **{"module": "os", "class": "system"})
+    with pytest.raises(CheckpointError, match="cannot raise that again"):
+        remade(failure)
+
+
+class TestWhereTheTrainingGoesOn:
+    """The script makes calls until it comes to the one in progress; if it does not, no later call may."""
+
+    @pytest.fixture
+    def begun(self) -> Callable[[], Snapshots]:
+        """Make what goes on from step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
+
+        def snapshots() -> Snapshots:
+            job: Any = SimpleNamespace(joins=False)
+            return Snapshots(job, SimpleNamespace(), Calls())  # type: ignore[arg-type]
+
+        def begin(**changed: Any) -> Snapshots:
+            first = snapshots()
+            with pytest.raises(ValueError, match="no"), first.call("predict"):
+                raise ValueError("no")
+            facts = {"methods": {}, "inner": {}, "taken": 3, "logs": {}, "callbacks": [], "random": {}}
+            position = {"journal": first.journal.packed(), "steps": 3, "call": "fit 1"}
+            packed, arrays = pack(facts | position | changed, "training")
+            second = snapshots()
+            second.begin(Contents(3, {"training": packed}, arrays))
+            return second
+
+        return begin
+
+    def test_the_error_is_raised_again(self, begun: Callable[[], Snapshots]) -> None:
+        snapshots = begun()
+        with pytest.raises(ValueError, match="no"), snapshots.call("predict"):
+            assert snapshots.finished().result  # type: ignore[union-attr]
+        with snapshots.call("fit") as call:
+            assert snapshots.finished() is None
+            assert call.skipped == 3
+            snapshots.resumption = None
+
+    def test_another_call_was_made(self, begun: Callable[[], Snapshots]) -> None:
+        snapshots = begun()
+        for method in ("evaluate", "fit"):
+            with (
+                pytest.raises(CheckpointError, match=r"call 1 .* is evaluate 1, and was predict 1"),
+                snapshots.call(method),
+            ):
+                snapshots.finished()
+
+    @pytest.mark.parametrize("raises", [False, True])
+    def test_the_call_in_progress_ends_before(self, begun: Callable[[], Snapshots], raises: bool) -> None:
+        snapshots = begun()
+        with pytest.raises(ValueError, match="no"), snapshots.call("predict"):
+            assert snapshots.finished().result  # type: ignore[union-attr]
+        with suppress(CheckpointError, IndexError), snapshots.call("fit") as call:
+            assert snapshots.finished() is None
+            call.steps = 2
+            if raises:
+                raise IndexError("row 9")
+            snapshots.finish(None)
+        how = r"ended with IndexError\('row 9'\)" if raises else "ended after 2"
+        with (
+            pytest.raises(CheckpointError, match=f"goes on after step 3 of fit 1, and .* {how}: the script"),
+            snapshots.call("fit"),
+        ):
+            pass
+
+    @pytest.mark.parametrize("part", ["journal", "steps", "methods", "inner", "taken", "logs", "callbacks"])
+    def test_a_checkpoint_that_lacks_a_part(self, begun: Callable[..., Snapshots], part: str) -> None:
+        with pytest.raises(CheckpointError, match=rf"the checkpoint of step 3 lacks .*: {part}, random; rem"):
+            begun(**{part: None, "random": ()})
