@@ -93,12 +93,18 @@ def match(model: Any, kept: Kept) -> Match:
         return found
     if optimizers := optimizers_of(model):
         slots = renamed_slots(own.optimizers, _variables_of(optimizers), paths)
-        for optimizer in optimizers:
-            _build(optimizer, model, slots.values())
+        build_optimizers(model, slots.values())
         variables = _variables_of(optimizers)
         slots = renamed_slots(own.optimizers, variables, paths)
         found = found.joined(_paired(model, kept, variables, slots))
     return found.joined(_metrics(model, kept, own.rest))
+
+
+def build_optimizers(model: Any, names: Iterable[str]) -> None:
+    """Let the optimizers of `model` that are not built have the variables for which `names` has some."""
+    names = list(names)
+    for optimizer in optimizers_of(model):
+        _build(optimizer, model, names)
 
 
 def _weights(model: Any, trainable_first: bool) -> Mapping[str, Any]:

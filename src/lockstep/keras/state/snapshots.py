@@ -28,6 +28,7 @@ from lockstep.keras.state.callback_states import (
 )
 from lockstep.keras.state.failures import described
 from lockstep.keras.state.journal import Finished, Journal
+from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.state.randomness import random_states, set_random_states
 from lockstep.keras.state.settings import (
     Settings,
@@ -458,7 +459,10 @@ class Snapshots:
         """Give a model that is built now the values that it should have had already."""
         for index, known in enumerate(self._models):
             if index in self._pending and known() is model and self.is_built(model):
-                assign(model, self._pending.pop(index))
+                values = self._pending.pop(index)
+                # The calls that have built its optimizers were passed over.
+                build_optimizers(model, values)
+                assign(model, values)
 
     def _others(self, model: Any) -> list[tuple[int, Mapping[str, Any]]]:
         """Return the values of the other models, apart from what they share with `model`."""

@@ -1,0 +1,48 @@
+"""What a process restores whose first calls were passed over: also what only those calls would have made."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep import job
+from lockstep.job import Job
+from lockstep.keras.calls import Calls
+from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.state.variables import model_state
+from lockstep.topology import place
+
+
+def process() -> tuple[Snapshots, list[Any]]:
+    """What a process has at the beginning of its script: two models that are built, their optimizers not."""
+    keras.utils.clear_session()
+    view = place(3, (0,))
+    own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+    backend: Any = SimpleNamespace(concrete=keras.ops.convert_to_numpy)
+    snapshots = Snapshots(own, backend, Calls())
+    models = []
+    for optimizer in ("adam", "sgd"):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile(optimizer, "mse")
+        snapshots.adopt(model)
+        models.append(model)
+    return snapshots, models
+
+
+def test_optimizers_that_calls_passed_over_have_built_get_their_values() -> None:
+    snapshots, (first, second) = process()
+    for model in (first, second):
+        model.optimizer.build(model.trainable_variables)
+    for variable in first.optimizer.variables:
+        variable.assign(np.full(variable.shape, 3))
+    kept = snapshots.take(True, second, None)
+    wanted = {name: keras.ops.convert_to_numpy(value) for name, value in model_state(first).items()}
+    later, (again, other) = process()
+    other.optimizer.build(other.trainable_variables)
+    later.begin(kept)
+    later.restore(other)
+    found = {name: keras.ops.convert_to_numpy(value) for name, value in model_state(again).items()}
+    assert list(found) == list(wanted)
+    for name, value in wanted.items():
+        np.testing.assert_array_equal(found[name], value)
