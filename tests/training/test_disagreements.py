@@ -21,7 +21,8 @@ EXPECTED = {
     "drift": rf"after step 100 of fit 6: worker 0 has variable .*only/bias = float32\[1\] {HASH} where "
     rf"worker 1 has float32\[1\] {HASH}; the models differ: .*",
     "hyperparameters": r"fit 7: worker 0 has setting .*dropout.* rate = 0\.[12].* where worker 1 has "
-    r"0\.[456].*; the workers build different models: look for hyperparameters that come from an unseeded generator, .*",
+    r"0\.[456].*; the workers build different models: look for hyperparameters that come from an unseeded "
+    "generator, .*",
     "calls": "(fit 8|evaluate 1): worker 0 has call = fit 8 where worker 1 has evaluate 1; all workers must "
     "make the same calls .*",
 }
