@@ -144,5 +144,5 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
     snapshots.compare_settings(9, facts, None, held)
     said = capsys.readouterr().err
     assert said.startswith(
-        "lockstep: goes on from the checkpoint of step 9 with other settings: net, layer d"
+        "lockstep: resuming from the checkpoint of step 9 with other settings: net, layer d"
     )

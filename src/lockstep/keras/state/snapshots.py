@@ -38,6 +38,7 @@ from lockstep.keras.state.settings import (
     settings_of_parts,
 )
 from lockstep.keras.state.variables import all_variables, assign, named_arrays, step_state
+from lockstep.notes import note
 from lockstep.sources import own_sources
 
 _LAST_SECONDS = 60.0
@@ -231,8 +232,8 @@ class Snapshots:
         own = self._calls.current.name
         if call and call != own:
             raise CheckpointError(
-                f"call {self._calls.outermost} of this script is {own}, and was {call} in the one that the "
-                "training goes on from: take the change back, or begin in another folder"
+                f"call {self._calls.outermost} of this script is {own}, and was {call} when the checkpoint "
+                "was kept: undo the change, or begin in another folder"
             )
 
     def join(self) -> bool:
@@ -415,13 +416,13 @@ class Snapshots:
         found = differences(facts["settings"], self._settings(model, program)) if "settings" in facts else ""
         if found and not self._job.accepts_changes:
             raise ChangedError(
-                f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Take "
-                "this back to go on to the bits of an undisturbed run, give --accept-changes to go on with "
-                "what the script says now, or begin in another folder"
+                f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Undo "
+                "the change for the bits of an undisturbed run, give --accept-changes to resume with the new "
+                "settings, or begin in another folder"
             )
         if (found or sources) and self._job.is_chief:
             what = f"with other settings: {found}" if found else "with the same settings"
-            print(f"lockstep: goes on from the checkpoint of step {step}{changed} {what}", file=sys.stderr)
+            note(f"resuming from the checkpoint of step {step}{changed} {what}")
 
     def awaits(self, model: Any) -> bool:
         """Whether a model that is not built yet should have values already."""
