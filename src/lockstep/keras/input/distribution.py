@@ -155,7 +155,7 @@ def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
 
 
 def distribute_from_function(
-    job: Job, runs: Runs, dataset_fn: Callable[[InputContext], Any], seed: int
+    job: Job, runs: Runs, dataset_fn: Callable[[InputContext], Any], seed: Callable[[], int]
 ) -> Any:
     """Give each replica a dataset of its own, which the worker that computes the replica reads.
 
@@ -167,14 +167,14 @@ def distribute_from_function(
         runs: what gives each replica its own.
         dataset_fn: makes the dataset of a replica, of any kind that `distribute` takes, from its
             `InputContext`; gives the same wherever it is called. Its batches are the replica's own.
-        seed: of all pipelines.
+        seed: returns the seed of all pipelines; called where there are several replicas.
 
     Raises:
         DataError: its elements have no examples to count.
     """
     if job.view.replicas == 1:
         return dataset_fn(InputContext())
-    return _dataset(runs, Pipelines(job, dataset_fn, seed))
+    return _dataset(runs, Pipelines(job, dataset_fn, seed()))
 
 
 def _described(form: Form) -> Any:
