@@ -127,7 +127,7 @@ def test_what_replicas_have_is_shown_and_is_no_tensor(strategy: lockstep.Strateg
         lambda value: value.numpy(),
     ]
     for use in uses:
-        with pytest.raises(ModelError, match="it holds a value of each replica"):
+        with pytest.raises(ModelError, match="it holds a value for each replica"):
             use(found)
 
 
