@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import Protocol
 
-import psutil
-
 from lockstep.cgroups import groups, read
 
 _FILES = (
@@ -23,6 +21,9 @@ class Available(Protocol):
 
 def available_memory() -> int:
     """Return the bytes that this process can take: what the machine has, within all cgroup limits."""
+    # Late: the agent, which never asks, starts sooner without it.
+    import psutil
+
     machine = int(psutil.virtual_memory().available)
     return max(0, min([machine, *cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))]))
 

@@ -107,9 +107,12 @@ def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-n", "0", "ok.py"], "Invalid value for '-n' / '--workers': 0 is not in the range x>=1."),
-        (["--seed", "-1", "ok.py"], "Invalid value for '--seed': -1 is not in the range x>=0."),
-        (["--timeout", "0", "ok.py"], "Invalid value for '--timeout': 0.0 is not in the range x>0."),
+        (["-n", "0", "ok.py"], "Invalid value for '-n' / '--workers': 0 is not in the range 1<=x<=4096."),
+        (["--seed", "-1", "ok.py"], f"Invalid value for '--seed': -1 is not in the range 0<=x<={2**63 - 1}."),
+        (
+            ["--timeout", "0", "ok.py"],
+            "Invalid value for '--timeout': 0.0 is not in the range 0<x<=1000000000.",
+        ),
         (
             ["-n", "3", "--replicas", "2", "ok.py"],
             "3 workers cannot share 2 replicas: a worker needs at least one; ask for 2 workers or fewer, or "

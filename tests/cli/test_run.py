@@ -236,7 +236,8 @@ def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
 
 
 def test_events(lockstep: Any) -> None:
-    done = lockstep.run(lockstep.script("job.current().report('strategy', name='x')"))
+    text = "job.current().report('strategy', name='x'); job.current().distributes()"
+    done = lockstep.run(lockstep.script(text))
     assert done.notes == []
     events = done.events()
     assert all(isinstance(event["time"], float) for event in events)
@@ -247,6 +248,7 @@ def test_events(lockstep: Any) -> None:
         "started": 2,
         "ready": 2,
         "strategy": 2,
+        "distributes": 2,
         "done": 2,
         "exited": 2,
         "finished": 1,
