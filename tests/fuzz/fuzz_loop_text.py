@@ -194,18 +194,18 @@ def _applied(optimizer: str, model: str, backend: str) -> list[str]:
 def _step(spec: Loop) -> list[str]:
     lines = ["@tf.function"] if spec.graph else []
     lines += ["def step(batch):", "    results = strategy.run(compute, args=batch)"]
-    lines.append('    made = {"loss": strategy.reduce("SUM", results["loss"])}')
+    lines.append('    made = {"loss": strategy.reduce("SUM", results["loss"], axis=None)}')
     for talk in spec.talks:
-        lines.append(f'    made["talk {talk}"] = strategy.reduce("SUM", results["talk {talk}"])')
+        lines.append(f'    made["talk {talk}"] = strategy.reduce("SUM", results["talk {talk}"], axis=None)')
     if spec.outside:
-        lines.append('    made["gradients"] = strategy.reduce("SUM", results["gradients"])')
+        lines.append('    made["gradients"] = strategy.reduce("SUM", results["gradients"], axis=None)')
     if spec.second:
-        lines.append('    made["after"] = strategy.reduce("SUM", results["after"])')
+        lines.append('    made["after"] = strategy.reduce("SUM", results["after"], axis=None)')
     asked = {
         "sum rows": 'strategy.reduce("SUM", results["rows"], axis=0)',
         "mean rows": 'strategy.reduce("MEAN", results["rows"], axis=0)',
         "gather": 'strategy.gather(results["rows"], axis=0)',
-        "mean": 'strategy.reduce("MEAN", results["count"])',
+        "mean": 'strategy.reduce("MEAN", results["count"], axis=None)',
     }
     for name in spec.returns:
         if name in asked:

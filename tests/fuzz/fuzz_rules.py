@@ -139,6 +139,9 @@ def _inexact_loop(spec: Loop, backend: str) -> str | None:
         return f"{spec.optimizer} makes much of rounding"
     if spec.loss == "keras" and (spec.count % spec.batch or spec.batch % 3):
         return "means of replicas with different numbers of examples"
+    clipped = any("clip" in option for option in spec.options)
+    if backend == "tensorflow" and clipped and not spec.outside and spec.source != "function":
+        return "tf.distribute clips each replica's gradients, and not their sum"
     if spec.through and (backend != "tensorflow" or spec.source == "function"):
         return "no plain computation has gradients of what replicas tell each other"
     return None

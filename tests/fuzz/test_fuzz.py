@@ -22,8 +22,8 @@ INSTALLED = ALL if find_spec("torch") else ALL[:2]
 BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
 PROGRAMS = 40
 EAGER = ("run_eagerly=True",)
-WRONG = Loop(loss="replica")
-"""Adds up gradients of losses that are means over a replica's own rows."""
+WRONG = Loop(loss="replica", source="function")
+"""Adds up gradients of losses that are means over a replica's own rows, where the truth is one replica."""
 
 
 def quicker(seed: int, spec: Spec, backend: str) -> Spec:
