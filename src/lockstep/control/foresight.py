@@ -80,7 +80,7 @@ def foresee(script: Path, folder: Path, environment: Mapping[str, str]) -> Fores
 def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
     """Return what a script sets a variable to, and whether also where the environment has it already.
 
-    None where it sets none, or reckons it out, as far as its source tells.
+    None where it sets none, or computes the value, as far as its source tells.
     """
     try:
         statements = ast.parse(script.read_bytes()).body

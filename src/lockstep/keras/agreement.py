@@ -108,7 +108,7 @@ def _suspect() -> str:
 
 
 def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:
-    """Describe each setting of a model, its optimizer and its loss in a fact of its own."""
+    """Describe each setting of a model, its optimizer and its loss in a separate fact."""
     return {f"setting {name}": text for name, text in settings.items()}
 
 
