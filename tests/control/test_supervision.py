@@ -189,6 +189,12 @@ def test_there_are_scenarios() -> None:
         (TWO, Exited(1, -11), (Abort("worker 1 was ended by SIGSEGV"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", False), (Abort("worker 1 ended with status 1: E: x"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", True), (), Stage.RUNNING),
+        (
+            replace(TWO, running=frozenset({1})),
+            Failed(1, 1, "E: x", True),
+            (Abort("worker 1 ended with status 1: E: x"),),
+            Stage.ENDING,
+        ),
         (TWO, Waits(0, "step 1", (1,), 59.9), None, Stage.RUNNING),
         (TWO, Waits(0, "step 1", (1,), 60.0), (DumpStack(1),), Stage.LOOKING),
         (TWO, Waits(0, "step 1", (1,), 9.9), (), Stage.RUNNING),

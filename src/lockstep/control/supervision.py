@@ -183,6 +183,9 @@ def _failed(state: State, event: Failed, now: float) -> Decision:
     state = replace(state, blaming=state.blaming | {event.worker})
     if state.suspect is None:
         state = replace(state, suspect=verdict, deadline=now + state.limits.blame)
+    if state.running <= state.blaming and not state.failed:
+        # No worker is left that could show another cause.
+        return ending.end(state, state.suspect or verdict, now)
     return Decision(state, reason=f"{message}; its cause should show itself")
 
 
