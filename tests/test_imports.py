@@ -62,7 +62,18 @@ ALLOWED: dict[str, set[str]] = {
     "membership": BASE | {"checkpoint", "collectives", "control", "job"},
     "persistence": BASE | {"checkpoint", "control", "job"},
     "worker": BASE
-    | {"collectives", "compiled", "control", "job", "membership", "persistence", "seeding", "tf_distribute"},
+    | {
+        "collectives",
+        "compiled",
+        "control",
+        "importing",
+        "job",
+        "keras",
+        "membership",
+        "persistence",
+        "seeding",
+    }
+    | {"tf_distribute"},
     "parent": BASE | {"control", "worker"},
     "exchanges": BASE | {"collectives", "control"},
     "rendezvous": BASE | {"cluster", "control", "job", "program"},
