@@ -19,6 +19,7 @@ from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
 from lockstep.control.script import Script, summarize, user_traceback
 from lockstep.control.stack import write_when_asked
+from lockstep.downloads import share_downloads
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.notes import note
 from lockstep.paths import RunPaths
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
     _enter_job(config, client)
     forget_worker()
+    share_downloads(config.run_dir, config.agent, config.worker, client.report)
     keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
     client.started()
     _run(Script.parse(arguments), client)

@@ -52,6 +52,7 @@ from lockstep.topology import View
 
 _LEAVE_GRACE = 0.5
 _LAST_FLUSH = 0.5
+_DOWNLOAD_NOTICE = 20.0
 
 
 class CommandGone(Exception):
@@ -96,6 +97,7 @@ class Agent:
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
     _used_strategy: bool = False
+    _downloads: dict[str, float] = field(default_factory=dict)
     _memory_kills: int = 0
     _stopped: bool = False
     _killed: bool = False
@@ -291,6 +293,8 @@ class Agent:
                 self._decide(decisions.StepEnded(int(fields["step"])))
             case "source":
                 self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
+            case "waits for download":
+                self._tell_of_download(worker, str(fields["file"]), str(fields["of"]), fields["seconds"])
             case "checkpoint":
                 self.console.say(f"checkpoint {fields.get('path')}")
                 self._decide(decisions.Kept(int(fields["step"])))
@@ -305,6 +309,14 @@ class Agent:
         if self.spec.replicas == 1 and what is PREPARING:
             # Keras's own steps follow, which report nothing.
             self._progress = None
+
+    def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
+        """Say for whom a worker waits, though not for each of several workers."""
+        last, now = self._downloads.get(file), self.clock.now()
+        if last is None or now - last >= _DOWNLOAD_NOTICE:
+            self._downloads[file] = now
+            waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_NOTICE else "waits"
+            self.console.say(f"worker {worker} {waits} for {of} to download {file}")
 
     def _tell_of_backend(self, worker: int, backend: Any) -> None:
         """Correct the job's first line where the script has chosen in a way that its source does not show."""
