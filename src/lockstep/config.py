@@ -300,15 +300,18 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder in which Lockstep may keep, for this user, what can be made again."""
     if base := environ.get("XDG_CACHE_HOME"):
         return Path(base) / "lockstep"
-    return Path(environ.get("HOME") or _home_of_user()) / ".cache" / "lockstep"
+    return home_folder(environ) / ".cache" / "lockstep"
 
 
-def _home_of_user() -> str:
+def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's home, which need not exist."""
+    if home := environ.get("HOME"):
+        return Path(home)
     try:
-        return pwd.getpwuid(os.geteuid()).pw_dir
+        return Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:
         # Containers have users of whom nothing is known.
-        return "/nonexistent"
+        return Path("/nonexistent")
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -29,6 +29,11 @@ class RunPaths:
         """The texts of the script and its modules that the workers run."""
         return self.root / "sources"
 
+    @property
+    def downloaded(self) -> Path:
+        """What workers have downloaded, a line each; not there if nothing."""
+        return self.root / "downloaded"
+
     def log(self, worker: int) -> Path:
         """Everything that `worker` wrote to stdout and stderr."""
         return self.root / f"worker-{worker}.log"

@@ -12,19 +12,22 @@ import threading
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from lockstep.compiled import keep_compiled
-from lockstep.config import WorkerConfig, cache_folder, forget_worker, read_worker
+from lockstep.config import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
 from lockstep.control.script import Script, summarize, user_traceback
 from lockstep.control.stack import write_when_asked
+from lockstep.downloads import share_downloads
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.importing import when_imported
 from lockstep.notes import note
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 from lockstep.sources import keep_sources
+from lockstep.writes import Places, watch_writes
 
 _GRACE_FOR_CHECKPOINT = 60.0
 _STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
@@ -49,13 +52,22 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
     _enter_job(config, client)
     forget_worker()
+    share_downloads(config.run_dir, config.agent, config.worker, client.report)
     keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
+    _watch_writes(config, client)
     client.started()
     _run(Script.parse(arguments), client)
 
 
 def _tell_of_source(client: Client, path: str, what: str) -> None:
     client.report("source", path=path, what=what)
+
+
+def _watch_writes(config: WorkerConfig, client: Client) -> None:
+    if config.replicas > 1:
+        checkpoints = (config.checkpoints.folder,) if config.checkpoints is not None else ()
+        folders = (config.run_dir, cache_folder(), *checkpoints)
+        watch_writes(Places(folders, home_folder(), Path.cwd()), client.writes)
 
 
 def _end_with_coordinator(config: WorkerConfig, client: Client) -> None:

@@ -229,6 +229,16 @@ def test_a_notice_is_shown(stage: Stage) -> None:
     assert outcome.stderr.splitlines().count("lockstep: worker 1 has waited 12 s for worker 0 in step 3") == 1
 
 
+def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> None:
+    def waits_for_file(worker: FakeHandle) -> None:
+        worker.say(Report("waits for download", {"file": "a.npz", "of": "worker 0", "seconds": 5}))
+        well(worker)
+
+    outcome = stage.run(well, waits_for_file, waits_for_file)
+    (line,) = [line for line in outcome.stderr.splitlines() if "a.npz" in line]
+    assert line in [f"lockstep: worker {worker} waits for worker 0 to download a.npz" for worker in (1, 2)]
+
+
 def test_garbage_is_noted_and_ignored(stage: Stage) -> None:
     def babbles(worker: FakeHandle) -> None:
         worker.say_raw(b'{"type": "nix"}')

@@ -18,6 +18,7 @@ from lockstep.control.messages import (
     Started,
     Waiting,
     WorkerMessage,
+    Writes,
     decode,
     encode,
 )
@@ -47,6 +48,10 @@ class Client:
     def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
         """Say for whom this worker waits; lost if the agent is behind, the next one will do."""
         self._send(Waiting(what, workers, seconds), 0.0)
+
+    def writes(self, path: str, line: str) -> None:
+        """Say that a line of the program opens a file to write to it."""
+        self._send(Writes(path, line), _PATIENCE)
 
     def failed(self, status: int, summary: str, traceback: str, blames: bool) -> None:
         """Say that the script raised."""

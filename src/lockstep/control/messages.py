@@ -30,6 +30,18 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     seconds: float
 
 
+class Writes(msgspec.Struct, frozen=True, tag="writes"):
+    """The script opens a file to write to it.
+
+    Attributes:
+        path: of the file, absolute.
+        line: of the program, as `train.py:41`.
+    """
+
+    path: str
+    line: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The script raised, and the worker will end with `status`.
 
@@ -106,7 +118,7 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
     reason: str
 
 
-WorkerMessage = Started | Report | Waiting | Failed | Finished | Asks | Given
+WorkerMessage = Started | Report | Waiting | Writes | Failed | Finished | Asks | Given
 AgentMessage = NewView | Position | Leave | Over
 Message = WorkerMessage | Stop | AgentMessage
 Kind = TypeVar("Kind")
