@@ -18,12 +18,12 @@ from lockstep.compiled import keep_compiled
 from lockstep.config import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
-from lockstep.control.script import Script, summarize, user_traceback
+from lockstep.control.script import Script, summarize, summarize_own, user_traceback
 from lockstep.control.stack import write_when_asked
 from lockstep.downloads import share_downloads
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.importing import when_imported
-from lockstep.notes import note
+from lockstep.notes import flush_streams, note
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 from lockstep.sources import keep_sources
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
     _watch_writes(config, client)
     client.started()
-    _run(Script.parse(arguments), client)
+    _run(Script.parse(arguments), client, has_log=not config.by_hand)
 
 
 def _tell_of_source(client: Client, path: str, what: str) -> None:
@@ -141,7 +141,7 @@ def _nobody_listens(event: str, **fields: object) -> None:
     """Nobody watches the children of a script."""
 
 
-def _run(script: Script, client: Client) -> None:
+def _run(script: Script, client: Client, has_log: bool) -> None:
     try:
         script.run()
     except SystemExit as leaving:
@@ -154,7 +154,7 @@ def _run(script: Script, client: Client) -> None:
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        sys.exit(_fail(error, client))
+        sys.exit(_fail(error, client, has_log))
     client.finished()
     _end_keeping(client)
 
@@ -167,14 +167,21 @@ def _end_keeping(client: Client) -> None:
         client.report("checkpoint failed", reason=f"not written in {_GRACE_FOR_CHECKPOINT:.0f} s at the end")
 
 
-def _fail(error: BaseException, client: Client) -> int:
+def _fail(error: BaseException, client: Client, has_log: bool) -> int:
     error = _own(error).with_traceback(user_traceback(error.__traceback__))
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
+    if isinstance(error, LockstepError):
+        said = summarize_own(error)
+        # The frames of Keras would hide what it says. A hook that the script has set gets it all the same.
+        prints = not has_log or sys.excepthook is not sys.__excepthook__
+    else:
+        said, prints = f"{summarize(error)}{_hint(error)}", True
+    flush_streams()
     # The others hear of it first: whoever reads our output may take their time.
-    said = f"{summarize(error)}{_hint(error)}"
-    client.failed(status, said, text, isinstance(error, PeerLostError | PeerStuckError))
-    sys.excepthook(type(error), error, error.__traceback__)
+    blames = isinstance(error, PeerLostError | PeerStuckError)
+    if not client.failed(status, said, text, blames=blames, prints=prints) or prints:
+        sys.excepthook(type(error), error, error.__traceback__)
     return status
 
 

@@ -11,14 +11,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.sources import is_own
+from lockstep.sources import is_program
 
 _NEW = os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """What `open` has in its flags where it makes a file, empties it or appends: `w`, `x` and `a`, not `r+`."""
 _MOST = 1000
 _SYSTEM = tuple(map(Path, ("/dev", "/proc", "/sys")))
 _OF_MACHINES = (".lock", ".pyc")
-_NOTEBOOK = "<ipython-input"
 _IMPORT = "<frozen importlib."
 _LOCKSTEP = f"{Path(__file__).parent}{os.sep}"
 
@@ -94,7 +93,7 @@ def line_of_program(frame: FrameType | None) -> str | None:
         file = frame.f_code.co_filename
         if file.startswith((_LOCKSTEP, _IMPORT)):
             return None
-        if (file.startswith(_NOTEBOOK) or not file.startswith("<")) and is_own(file):
+        if is_program(file):
             return f"{Path(file).name}:{frame.f_lineno}"
         frame = frame.f_back
     return None

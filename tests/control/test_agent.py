@@ -195,6 +195,20 @@ def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
     ]
 
 
+def test_a_traceback_that_says_nothing_more_is_in_the_log_only(stage: Stage) -> None:
+    def refused(worker: FakeHandle) -> None:
+        worker.write(stdout=b"epoch 1\n")
+        worker.say(Failed(1, "ScopeError: no (a.py:3)", "Traceback\n", blames=False, prints=False))
+        worker.end(1)
+
+    outcome = stage.run(refused, waits)
+    assert outcome.stderr == (
+        f"lockstep: worker 0: ScopeError: no (a.py:3)\n  log: {stage.folder}/worker-0.log\n"
+    )
+    assert outcome.aborts == ["worker 0: ScopeError: no (a.py:3)"]
+    assert (stage.folder / "worker-0.log").read_text() == "epoch 1\nTraceback\n"
+
+
 def test_reports_that_were_sent_before_an_end_do_not_count_against_it(stage: Stage) -> None:
     def reports_then_ends(worker: FakeHandle) -> None:
         for seconds in (0.5, 1.0, 1.5):

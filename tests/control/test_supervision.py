@@ -188,6 +188,7 @@ def test_there_are_scenarios() -> None:
         (TWO, Exited(1, 3), (Abort("worker 1 ended with status 3"),), Stage.ENDING),
         (TWO, Exited(1, -11), (Abort("worker 1 was ended by SIGSEGV"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", False), (Abort("worker 1 ended with status 1: E: x"),), Stage.ENDING),
+        (TWO, Failed(1, 1, "E: x", False, prints=False), (Abort("worker 1: E: x"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", True), (), Stage.RUNNING),
         (
             replace(TWO, running=frozenset({1})),

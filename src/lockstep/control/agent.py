@@ -269,10 +269,12 @@ class Agent:
                 self._decide(decisions.Waits(worker, what, workers, seconds))
             case Writes(path, line):
                 self._tell_of_file(worker, path, line)
-            case Failed(status, summary, traceback, blames):
+            case Failed(status, summary, traceback, blames, prints):
                 member.said = status
+                if not prints:
+                    member.log_only(traceback)
                 self.events.write("failed", worker=worker, summary=summary, traceback=traceback)
-                self._decide(decisions.Failed(worker, status, summary, blames))
+                self._decide(decisions.Failed(worker, status, summary, blames, prints))
             case Finished(status):
                 member.said = status
                 self.events.write("done", worker=worker, status=status)

@@ -50,12 +50,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         summary: the error in one line.
         traceback: as Python prints it.
         blames: whether the error only says that another worker is lost or stuck.
+        prints: whether the worker prints the traceback; else the agent puts it into the worker's log.
     """
 
     status: int
     summary: str
     traceback: str
     blames: bool
+    prints: bool = True
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):

@@ -169,8 +169,10 @@ def _with_failure(state: State, worker: int, verdict: Verdict, now: float) -> St
 
 
 def _failed(state: State, event: Failed, now: float) -> Decision:
-    message = f"worker {event.worker} ended with status {event.status}: {event.summary}"
-    verdict = Verdict(event.status, message, (event.worker,), Evidence.LOG)
+    how = f" ended with status {event.status}" if event.prints else ""
+    message = f"worker {event.worker}{how}: {event.summary}"
+    evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
+    verdict = Verdict(event.status, message, (event.worker,), evidence)
     if (recruit := state.recruit(event.worker)) is not None:
         return strength.recruit_failed(state, recruit, message)
     if state.stage is not Stage.RUNNING:
