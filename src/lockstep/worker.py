@@ -25,7 +25,6 @@ from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 from lockstep.sources import keep_sources
 
-_GRACE_FOR_CHECKPOINT = 60.0
 _STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
 """The exit status where a script raises what is not the script's own fault; else 1."""
 
@@ -125,7 +124,7 @@ def _run(script: Script, client: Client) -> None:
         # Python gives it the meaning it always has.
         if leaving.code in (None, 0):
             client.finished()
-            _end_keeping(client)
+            _end_keeping()
         else:
             # Whoever did not start this process does not see how it ends.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
@@ -133,15 +132,15 @@ def _run(script: Script, client: Client) -> None:
     except BaseException as error:
         sys.exit(_fail(error, client))
     client.finished()
-    _end_keeping(client)
+    _end_keeping()
 
 
-def _end_keeping(client: Client) -> None:
+def _end_keeping() -> None:
     from lockstep import job
 
     keeper = job.current().keeper
-    if keeper is not None and not keeper.close(_GRACE_FOR_CHECKPOINT):
-        client.report("checkpoint failed", reason=f"not written in {_GRACE_FOR_CHECKPOINT:.0f} s at the end")
+    if keeper is not None and job.is_chief():
+        keeper.finish()
 
 
 def _fail(error: BaseException, client: Client) -> int:

@@ -74,6 +74,11 @@ class Loops:
         return self._calls.current.steps < self._calls.current.skipped
 
     @property
+    def heard(self) -> bool:
+        """Whether callbacks have heard of the end of the last step in the process before this one."""
+        return self._calls.current.heard == self._calls.current.steps
+
+    @property
     def behind(self) -> bool:
         """Whether the script has not come yet to where the process before this one was."""
         return self._snapshots.behind
@@ -139,6 +144,13 @@ class Loops:
             call.marks.append(marks(call.callbacks))
             call.leaves = _callbacks_of
 
+    def steps_ended(self) -> None:
+        """Hold the state at the end of the last step of an epoch: no other step may follow it."""
+        call = self._calls.current
+        if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
+            held = self._backend.held(call.model)
+            self._snapshots.hold(lambda: self._snapshots.take(True, call.model, call.logs, held, heard=True))
+
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
         call = self._calls.current
@@ -161,6 +173,7 @@ class Loops:
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
                 return {}
+            self.steps_ended()
             with self._snapshots.call("validation") as call:
                 self._compare(call, model, dict)
                 return original(model, *args, **kwargs)
@@ -216,6 +229,7 @@ class Loops:
             result = self._finish(original(model, *args, **kwargs))
             if method == "train_on_batch" and not self._plain:
                 self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
+                self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
             return result
 
     def _begin_batches(self, call: Call, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:

@@ -34,7 +34,7 @@ class Driving:
 
         A process that goes on from a checkpoint, or joins the others, takes one step more, whose results are
         overwritten: its models and optimizers may have no variables before. It does so in a loop that has
-        finished, too, if they have none.
+        finished, or has no step left, only if they have none.
 
         Raises:
             InputError: there are no steps, or a part of the state is none that can be given to others.
@@ -55,9 +55,10 @@ class Driving:
             self._job.driven = True
             try:
                 if self._snapshots.behind:
-                    # Members that this worker has joined already are further on, and wait for it.
-                    with self._job.aside() if self._snapshots.catches_up else nullcontext():
-                        yield call.skipped
+                    if self._job.joins or call.skipped < count or held.incomplete:
+                        # Members that this worker has joined already are further on, and wait for it.
+                        with self._job.aside() if self._snapshots.catches_up else nullcontext():
+                            yield min(call.skipped, count - 1)
                     if self._job.joins and self._snapshots.join():
                         finished = self._snapshots.replayed()
                         held.go_to(finished.kept["positions"])
@@ -71,7 +72,7 @@ class Driving:
                     self._compare(f"the beginning of {call.name}", held, settings)
                 while call.steps < count:
                     yield call.steps
-                    self._end_step(call, held)
+                    self._end_step(call, held, count)
             except GeneratorExit:
                 self._snapshots.finish(None)
                 raise
@@ -96,7 +97,7 @@ class Driving:
             self._snapshots.replayed()
             held.go_to(past["positions"])
 
-    def _end_step(self, call: Call, held: NamedState) -> None:
+    def _end_step(self, call: Call, held: NamedState, count: int) -> None:
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
@@ -105,6 +106,8 @@ class Driving:
             # A worker that is alone need not make any call in a step; only in one it hears who wants to join.
             self._job.exchange(lambda _, communicator: communicator.barrier(what=self._calls.where()))
         self._snapshots.end_step(lambda whole: self._snapshots.take(whole, None, None, held))
+        if call.steps == count:
+            self._snapshots.hold(lambda: self._snapshots.take(True, None, None, held))
 
     def _compare(self, what: str, held: NamedState, settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:
