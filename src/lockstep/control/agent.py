@@ -221,6 +221,9 @@ class Agent:
         message = decode(packet)
         if isinstance(message, Stop):
             self._stopped = True
+            # A script that had ended before is known to have.
+            for member in self._members.values():
+                self._hear(member)
             self.events.write("stop", signal=message.signal)
             self._decide(decisions.StopAsked(message.signal))
 
@@ -268,6 +271,8 @@ class Agent:
             case Finished(status):
                 member.said = status
                 self.events.write("done", worker=worker, status=status)
+                if status == 0:
+                    self._decide(decisions.Done(worker))
 
     def _take_report(self, worker: int, event: str, fields: dict[str, Any]) -> None:
         match event:

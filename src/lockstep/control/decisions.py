@@ -24,6 +24,13 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class Done:
+    """A worker's script has come to its end; its process still runs."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """A worker's script raised; `blames` if only because of another worker."""
 
@@ -144,6 +151,7 @@ class TimePassed:
 
 Event = (
     Exited
+    | Done
     | Failed
     | Ready
     | Distributes
