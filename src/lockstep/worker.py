@@ -124,7 +124,7 @@ def _run(script: Script, client: Client) -> None:
         # Python gives it the meaning it always has.
         if leaving.code in (None, 0):
             client.finished()
-            _end_keeping()
+            _end_well(client)
         else:
             # Whoever did not start this process does not see how it ends.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
@@ -132,15 +132,20 @@ def _run(script: Script, client: Client) -> None:
     except BaseException as error:
         sys.exit(_fail(error, client))
     client.finished()
-    _end_keeping()
+    _end_well(client)
 
 
-def _end_keeping() -> None:
+def _end_well(client: Client) -> None:
+    """Keep and tell what the script has come to."""
     from lockstep import job
 
-    keeper = job.current().keeper
-    if keeper is not None and job.is_chief():
-        keeper.finish()
+    own = job.current()
+    if not own.is_chief:
+        return
+    if own.keeper is not None:
+        own.keeper.finish()
+    if own.trained is not None:
+        client.report("trained", **own.trained())
 
 
 def _fail(error: BaseException, client: Client) -> int:

@@ -89,7 +89,12 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     def steps() -> list[int]:
         return [entry.step for entry in Store(tmp_path / "kept").entries()]
 
-    run("-n 2 --replicas 2", "2", "0")
+    def digest(done: Any) -> str:
+        return str(done.marked(0, "end ")[-1].split()[1])
+
+    first = run("-n 2 --replicas 2", "2", "0")
+    digest_and_model = f"digest {digest(first)} of model 'sequential'"
+    assert first.last_line == f"10 steps on 2 workers; 1 checkpoint; {digest_and_model}"
     assert (steps(), Store(tmp_path / "kept").finished()) == ([10], 10)
     more = run("-n 1", "3", "0")
     assert "the job in " in more.stderr
@@ -100,4 +105,5 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     again = run("-n 2", "3", "3")
     assert "is finished, after 15 steps: none is trained again" in again.stderr
     assert printed(again) == printed(still_more)
-    assert not re.search("^lockstep: checkpoint ", again.stderr, re.M), "nothing new to keep"
+    digest_and_model = f"digest {digest(again)} of model 'sequential'"
+    assert again.last_line == f"15 steps, 15 of them before, on 2 workers; {digest_and_model}"

@@ -42,6 +42,7 @@ from lockstep.control.spec import JobSpec
 from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
 from lockstep.control.supervision import decide
+from lockstep.control.tally import Tally
 from lockstep.control.views import Views
 from lockstep.control.wording import UNSEEN, unkillable, whose_lines
 from lockstep.errors import LockstepError
@@ -96,6 +97,8 @@ class Agent:
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
     _used_strategy: bool = False
+    _tally: Tally = field(default_factory=Tally)
+    _begun: float = 0.0
     _memory_kills: int = 0
     _stopped: bool = False
     _killed: bool = False
@@ -116,6 +119,7 @@ class Agent:
         return status
 
     def _open(self) -> None:
+        self._begun = self.clock.now()
         self._memory_kills = memory_kills()
         self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
@@ -296,12 +300,16 @@ class Agent:
                 self._decide(decisions.StepEnded(int(fields["step"])))
             case "source":
                 self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
+            case "trained" if worker == self.console.chief:
+                self._tally.trained(fields)
             case "checkpoint":
+                self._tally.checkpoints += 1
                 self.console.say(f"checkpoint {fields.get('path')}")
                 self._decide(decisions.Kept(int(fields["step"])))
             case "checkpoint failed":
                 self._decide(decisions.NotKept(str(fields["reason"])))
             case "resumed" if worker == self.console.chief:
+                self._tally.before = int(fields["step"])
                 self.console.say(f"training goes on behind {fields.get('where')}")
 
     def _note_progress(self, worker: int, what: str) -> None:
@@ -408,10 +416,11 @@ class Agent:
     def _renew(self, view: View, reason: str) -> None:
         before = set(self.views.workers)
         for worker in sorted(before.difference(view.workers)):
-            self.events.write(
-                "left" if worker in self.state.leaving else "lost", worker=worker, reason=reason
-            )
+            leaves = worker in self.state.leaving
+            self._tally.lost += not leaves
+            self.events.write("left" if leaves else "lost", worker=worker, reason=reason)
         for worker in sorted(set(view.workers) - before):
+            self._tally.joined += 1
             self.events.write("joined", worker=worker, reason=reason)
         self.events.write("view", number=view.number, workers=view.workers, reason=reason)
         try:
@@ -444,7 +453,17 @@ class Agent:
             )
         if left:
             self.console.say(unkillable(left))
-        self.events.write("finished", status=verdict.status, message=verdict.message, workers=verdict.workers)
+        seconds = self.clock.now() - self._begun
+        line = self._tally.line(seconds, len(self.state.members))
+        if line and verdict.status == 0:
+            self.console.say(line)
+        self.events.write(
+            "finished",
+            status=verdict.status,
+            message=verdict.message,
+            workers=verdict.workers,
+            **self._tally.fields(seconds),
+        )
         self._flush()
         return verdict.status
 

@@ -4,12 +4,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import keras
+
 from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.keras.agreement import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.functions.named_state import NamedState
+from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.keeping import Checkpoint, Keeping
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
@@ -19,13 +22,20 @@ class Driving:
     """Drives the loops of one process."""
 
     def __init__(
-        self, job: Job, backend: Backend, calls: Calls, snapshots: Snapshots, keeping: Keeping
+        self,
+        job: Job,
+        backend: Backend,
+        calls: Calls,
+        snapshots: Snapshots,
+        keeping: Keeping,
+        last: LastModel,
     ) -> None:
         self._job = job
         self._backend = backend
         self._calls = calls
         self._snapshots = snapshots
         self._keeping = keeping
+        self._last = last
 
     def steps(
         self, count: int, state: Mapping[str, Any], checkpoint: Checkpoint | None = None
@@ -43,6 +53,9 @@ class Driving:
         if count < 0:
             raise InputError(f"a loop of {count} steps")
         held = NamedState(state)
+        for part in state.values():
+            if isinstance(part, keras.Model):
+                self._last.trains(part)
         with self._snapshots.call("steps") as call:
             if checkpoint is not None:
                 self._keeping.begin(checkpoint)
