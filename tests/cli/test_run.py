@@ -53,7 +53,6 @@ def test_output_and_logs(lockstep: Any) -> None:
     ]
     assert sorted(path.name for path in done.folder.iterdir()) == [
         "events.jsonl",
-        "lock",
         "sources",
         "worker-0.log",
         "worker-1.log",
@@ -151,7 +150,7 @@ def test_closed_outputs_are_not_mistaken_for_files_of_ours(lockstep: Any) -> Non
     files = [path for path in (lockstep.folder / "run").iterdir() if path.is_file()]
     contents = {path.name: path.read_text() for path in files}
     events = contents.pop("events.jsonl")
-    assert contents == {"lock": "", "worker-0.log": "out\n", "worker-1.log": "out\n"}
+    assert contents == {"worker-0.log": "out\n", "worker-1.log": "out\n"}
     assert {type(json.loads(line)) for line in events.splitlines()} == {dict}
 
 
