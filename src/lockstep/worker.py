@@ -22,6 +22,7 @@ from lockstep.control.script import Script, summarize, summarize_own, user_trace
 from lockstep.control.stack import write_when_asked
 from lockstep.downloads import share_downloads
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.importing import when_imported
 from lockstep.notes import flush_streams, note
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
@@ -116,7 +117,17 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
         began_with=config.workers,
     )
     job.enter(entered)
+    if config.adopts:
+        when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=_leave_job)
+
+
+def _adopt(_: object) -> None:
+    """Distribute what a script without a strategy compiles, now that it has imported Keras."""
+    from lockstep import job
+    from lockstep.keras import hook
+
+    hook.install_at_compile(job.current())
 
 
 def _leave_job() -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
-ALONE = "lockstep: the script used no strategy: each of the 2 workers ran all of it, alone"
+ALONE = (
+    "lockstep: the script used no strategy and compiled no model: each of the 2 workers ran all of it, alone"
+)
 
 
 @pytest.mark.parametrize(

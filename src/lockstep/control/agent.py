@@ -455,12 +455,14 @@ class Agent:
         if verdict.message:
             self.console.say(explain(verdict, self._members, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
-            count = self.spec.workers
-            self.console.say(f"the script used no strategy: each of the {count} workers ran all of it, alone")
+            what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
+            self.console.say(
+                f"the script {what}: each of the {self.spec.workers} workers ran all of it, alone"
+            )
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
             self.console.say(
-                f"the script created a strategy but distributed nothing: {lines}; train with model.fit, or "
+                f"the script distributed nothing: {lines}; train with model.fit, or "
                 "pass the computation of a replica to strategy.run"
             )
         if left:

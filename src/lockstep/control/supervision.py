@@ -324,8 +324,9 @@ def _idle(state: State) -> Decision:
     assert state.view is not None
     lines = whose_lines(len(state.members), state.view.replicas)
     text = (
-        f"the script created its strategy {state.limits.idle:g} s ago and has distributed nothing yet; until "
-        f"it calls model.fit, evaluate or predict, strategy.run or strategy.steps, {lines}"
+        f"the script has distributed nothing in the {state.limits.idle:g} s since it created a strategy or "
+        "compiled a model; until it calls model.fit, evaluate or predict, strategy.run or strategy.steps, "
+        f"{lines}"
     )
     told = (Notice(text),) if state.stage is Stage.RUNNING else ()
     return Decision(replace(state, idle_until=None), told, text)
