@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -73,6 +74,7 @@ def is_own(path: str) -> bool:
     return not installed and not file.name.startswith(_GENERATED)
 
 
+@cache
 def is_program(file: str) -> bool:
     """Whether code from a file is the program's own: of its script, a module, or a cell of a notebook."""
     return (file.startswith(_NOTEBOOK) or not file.startswith("<")) and is_own(file)
