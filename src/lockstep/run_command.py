@@ -149,7 +149,7 @@ class _Folder(click.Path):
     "--checkpoint",
     type=_Folder(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep checkpoints here, and go on from the newest one that is there.",
+    help="Keep checkpoints here, the last when SCRIPT ends; go on from the newest one that is there.",
 )
 @click.option(
     "--checkpoint-every",
@@ -157,7 +157,7 @@ class _Folder(click.Path):
     metavar="N|TIME",
     default="10m",
     show_default=True,
-    help="So many steps of training, or a time such as 30s, 10m or 1h.",
+    help="So many steps of training (each is kept), or a time such as 30s, 10m or 1h.",
 )
 @click.option(
     "--keep",
@@ -321,8 +321,9 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    found = newest(folder, note)
-    resume, past = found or (None, {})
+    resume, past, finished = newest(folder, note) or (None, {}, "")
+    if finished:
+        note(finished)
     if resume is not None:
         refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
     return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past

@@ -29,7 +29,6 @@ from lockstep.seeding import seed_everything
 from lockstep.sources import keep_sources
 from lockstep.writes import Places, watch_writes
 
-_GRACE_FOR_CHECKPOINT = 60.0
 _STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
 """The exit status where a script raises what is not the script's own fault; else 1."""
 
@@ -150,7 +149,7 @@ def _run(script: Script, client: Client, has_log: bool) -> None:
         # Python gives it the meaning it always has.
         if leaving.code in (None, 0):
             client.finished()
-            _end_keeping(client)
+            _end_well(client)
         else:
             # Whoever did not start this process does not see how it ends.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
@@ -158,15 +157,20 @@ def _run(script: Script, client: Client, has_log: bool) -> None:
     except BaseException as error:
         sys.exit(_fail(error, client, has_log))
     client.finished()
-    _end_keeping(client)
+    _end_well(client)
 
 
-def _end_keeping(client: Client) -> None:
+def _end_well(client: Client) -> None:
+    """Keep and tell what the script has come to."""
     from lockstep import job
 
-    keeper = job.current().keeper
-    if keeper is not None and not keeper.close(_GRACE_FOR_CHECKPOINT):
-        client.report("checkpoint failed", reason=f"not written in {_GRACE_FOR_CHECKPOINT:.0f} s at the end")
+    own = job.current()
+    if not own.is_chief:
+        return
+    if own.keeper is not None:
+        own.keeper.finish()
+    if own.trained is not None:
+        client.report("trained", **own.trained())
 
 
 def _fail(error: BaseException, client: Client, has_log: bool) -> int:

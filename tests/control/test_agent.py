@@ -166,9 +166,34 @@ def test_a_good_run(stage: Stage) -> None:
     ]
     assert outcome.events_of("exited") == [{"worker": 0, "status": 0}, {"worker": 1, "status": 0}]
     assert outcome.events_of("strategy") == [{"worker": 0}, {"worker": 1}]
-    assert outcome.events_of("finished") == [{"status": 0, "message": "", "workers": []}]
+    (finished,) = outcome.events_of("finished")
+    assert {name: finished[name] for name in ("status", "message", "workers", "steps")} == {
+        "status": 0,
+        "message": "",
+        "workers": [],
+        "steps": None,
+    }
     assert outcome.aborts == []
     assert outcome.graces == [0.5, 0]
+
+
+def test_the_last_line_says_what_the_job_has_done(stage: Stage) -> None:
+    def trains(worker: FakeHandle) -> None:
+        worker.say(Report("strategy", {}))
+        worker.say(Report("checkpoint", {"path": "kept/step-3", "step": 3}))
+        worker.say(Finished())
+        # Only the chief's word counts.
+        steps = 3 + worker.launch.worker
+        worker.say(Report("trained", {"steps": steps, "model": "small", "digest": "1f3c"}))
+        worker.end(0)
+
+    outcome = stage.run(trains, trains)
+    line = outcome.stderr.splitlines()[-1]
+    assert line.startswith("lockstep: finished in ")
+    assert line.endswith(" s: 3 steps on 2 workers; 2 checkpoints; digest 1f3c of model 'small'")
+    (finished,) = outcome.events_of("finished")
+    told = {"lost": 0, "joined": 0, "checkpoints": 2, "before": 0, "steps": 3, "model": "small"}
+    assert finished.items() >= {**told, "digest": "1f3c"}.items()
 
 
 def test_all_lines_with_their_worker(stage: Stage) -> None:

@@ -21,6 +21,7 @@ from lockstep.control.decisions import (
     Asks,
     Deliver,
     Distributes,
+    Done,
     DumpStack,
     Event,
     Evidence,
@@ -69,6 +70,7 @@ ENDING = replace(TWO, stage=Stage.ENDING, verdict=Verdict(3, "because"), deadlin
 TERMINATING = replace(ENDING, stage=Stage.TERMINATING)
 
 PATTERNS: list[tuple[str, type[Event]]] = [
+    (r"the script of worker (?P<worker>\d+) ends", Done),
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", Exited),
     (r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)", Failed),
     (r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)", Waits),
@@ -314,6 +316,7 @@ def test_a_worker_that_waits_again_for_a_live_one_is_not_deserted() -> None:
 workers = st.integers(0, 2)
 events = st.one_of(
     st.builds(Exited, workers, st.sampled_from([0, 0, 1, 3, -9])),
+    st.builds(Done, workers),
     st.builds(Failed, workers, st.just(1), st.just("E"), st.booleans()),
     st.builds(Waits, workers, st.just("step"), st.lists(workers, min_size=1).map(tuple), st.floats(0, 20)),
     st.builds(StopAsked, st.sampled_from([2, 15])),
@@ -348,7 +351,7 @@ states = st.builds(
 
 def happens(state: State, event: Event) -> bool:
     """Whether `event` can come: from a worker that runs, from a person who is not refused, after a view."""
-    if isinstance(event, Exited | Failed | Waits | Asks):
+    if isinstance(event, Exited | Done | Failed | Waits | Asks):
         return event.worker in state.running
     if isinstance(event, Unfit):
         return state.stage is Stage.RUNNING

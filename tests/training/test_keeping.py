@@ -35,7 +35,9 @@ def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Und
     @functools.cache
     def run(backend: str, replicas: int = 1, execution: int = 1) -> list[str]:
         arguments = (str(tmp_path_factory.mktemp("undisturbed")), "0", str(execution))
-        return results(launch(f"-n 1 --replicas {replicas}", "keeping.py", *arguments, backend=backend))
+        done = launch(f"-n 1 --replicas {replicas}", "keeping.py", *arguments, backend=backend)
+        assert f"digest {done.marked(0, 'end ')[0].split()[1]} of model 'sequential'" in done.last_line
+        return results(done)
 
     return run
 

@@ -44,6 +44,7 @@ from lockstep.control.spec import JobSpec
 from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
 from lockstep.control.supervision import decide
+from lockstep.control.tally import Tally
 from lockstep.control.views import Views
 from lockstep.control.wording import UNSEEN, unkillable, whose_lines
 from lockstep.control.writers import Writers
@@ -102,6 +103,8 @@ class Agent:
     _used_strategy: bool = False
     _writers: Writers = field(default_factory=lambda: Writers(Path.cwd()))
     _downloads: dict[str, float] = field(default_factory=dict)
+    _tally: Tally = field(default_factory=Tally)
+    _begun: float = 0.0
     _memory_kills: int = 0
     _stopped: bool = False
     _killed: bool = False
@@ -122,6 +125,7 @@ class Agent:
         return status
 
     def _open(self) -> None:
+        self._begun = self.clock.now()
         self._memory_kills = memory_kills()
         self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
@@ -227,6 +231,9 @@ class Agent:
         message = decode(packet)
         if isinstance(message, Stop):
             self._stopped = True
+            # A script that had ended before is known to have.
+            for member in self._members.values():
+                self._hear(member)
             self.events.write("stop", signal=message.signal)
             self._decide(decisions.StopAsked(message.signal))
 
@@ -278,6 +285,8 @@ class Agent:
             case Finished(status):
                 member.said = status
                 self.events.write("done", worker=worker, status=status)
+                if status == 0:
+                    self._decide(decisions.Done(worker))
 
     def _take_report(self, worker: int, event: str, fields: dict[str, Any]) -> None:
         match event:
@@ -303,12 +312,16 @@ class Agent:
                 self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
             case "waits for download":
                 self._tell_of_download(worker, str(fields["file"]), str(fields["of"]), fields["seconds"])
+            case "trained" if worker == self.console.chief:
+                self._tally.trained(fields)
             case "checkpoint":
+                self._tally.checkpoints += 1
                 self.console.say(f"checkpoint {fields.get('path')}")
                 self._decide(decisions.Kept(int(fields["step"])))
             case "checkpoint failed":
                 self._decide(decisions.NotKept(str(fields["reason"])))
             case "resumed" if worker == self.console.chief:
+                self._tally.before = int(fields["step"])
                 self.console.say(f"training goes on behind {fields.get('where')}")
 
     def _note_progress(self, worker: int, what: str) -> None:
@@ -429,10 +442,11 @@ class Agent:
     def _renew(self, view: View, reason: str) -> None:
         before = set(self.views.workers)
         for worker in sorted(before.difference(view.workers)):
-            self.events.write(
-                "left" if worker in self.state.leaving else "lost", worker=worker, reason=reason
-            )
+            leaves = worker in self.state.leaving
+            self._tally.lost += not leaves
+            self.events.write("left" if leaves else "lost", worker=worker, reason=reason)
         for worker in sorted(set(view.workers) - before):
+            self._tally.joined += 1
             self.events.write("joined", worker=worker, reason=reason)
         self.events.write("view", number=view.number, workers=view.workers, reason=reason)
         try:
@@ -467,7 +481,17 @@ class Agent:
             )
         if left:
             self.console.say(unkillable(left))
-        self.events.write("finished", status=verdict.status, message=verdict.message, workers=verdict.workers)
+        seconds = self.clock.now() - self._begun
+        line = self._tally.line(seconds, len(self.state.members))
+        if line and verdict.status == 0:
+            self.console.say(line)
+        self.events.write(
+            "finished",
+            status=verdict.status,
+            message=verdict.message,
+            workers=verdict.workers,
+            **self._tally.fields(seconds),
+        )
         self._flush()
         return verdict.status
 

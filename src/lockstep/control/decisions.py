@@ -25,6 +25,13 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class Done:
+    """A worker's script has come to its end; its process still runs."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Failed:
     """A worker's script raised; `blames` if only because of another worker.
 
@@ -149,6 +156,7 @@ class TimePassed:
 
 Event = (
     Exited
+    | Done
     | Failed
     | Ready
     | Distributes

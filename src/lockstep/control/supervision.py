@@ -14,6 +14,7 @@ from lockstep.control.decisions import (
     Arrived,
     Asks,
     Distributes,
+    Done,
     DumpStack,
     Event,
     Evidence,
@@ -52,6 +53,9 @@ def _decide(state: State, event: Event, now: float) -> Decision:
     match event:
         case Exited():
             return _exited(state, event, now)
+        case Done(worker):
+            done = replace(state, done=state.done | {worker})
+            return Decision(done, reason=f"the script of worker {worker} has come to its end")
         case Failed():
             return _failed(state, event, now)
         case Ready():
@@ -248,12 +252,32 @@ def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
         return _told_outcome(again, state, f"{name} came")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return ending.kill(state, now, f"{name} came again")
+    if (
+        state.stage is Stage.RUNNING
+        and state.suspect is None
+        and state.present
+        and state.present <= state.done
+    ):
+        return _stop_after_the_end(state, event.signal, now)
     verdict = state.verdict or Verdict(128 + event.signal, f"stopped by {name}")
     saves = event.signal == signal.SIGTERM and state.keeps and state.elastic and state.stage is Stage.RUNNING
     state = replace(state, verdict=verdict)
     if saves and state.staying:
         return _save(state, event.signal, now)
     return ending.signal_all(state, event.signal, now, f"{name}: every worker gets it")
+
+
+def _stop_after_the_end(state: State, number: int, now: float) -> Decision:
+    """End processes whose scripts had come to their end before the job was asked to stop."""
+    reason = f"{signal_name(number)} came after the end of the script: the job has ended well"
+    state = replace(state, verdict=Verdict(0))
+    if number == signal.SIGTERM and state.keeps:
+        # The chief may be writing the last checkpoint.
+        deadline = now + state.limits.save
+        state = replace(state, stage=Stage.ENDING, deadline=deadline, next_start=None, patience_ends=None)
+        return Decision(state, (Notice(reason),), reason)
+    decision = ending.signal_all(state, number, now, reason)
+    return replace(decision, actions=(Notice(reason), *decision.actions))
 
 
 def _save(state: State, number: int, now: float) -> Decision:

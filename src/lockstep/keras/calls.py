@@ -27,6 +27,9 @@ class Call:
         looks: how often a batch of its data was looked at before it began.
         inner: how many calls of each method have begun within.
         leaves: what is kept of it when it ends, if that is not what it returns.
+        logs: of its last step.
+        heard: the step whose end callbacks had heard of when the state was taken that this process goes on
+            from; None if they had not.
     """
 
     name: str
@@ -43,6 +46,8 @@ class Call:
     looks: int = 0
     inner: dict[str, int] = field(default_factory=dict)
     leaves: "Callable[[Call], Any] | None" = None
+    logs: Any = None
+    heard: int | None = None
 
 
 @dataclass
@@ -87,6 +92,15 @@ class Calls:
         self.stack.append(call)
         try:
             yield call
+        finally:
+            self.stack.pop()
+
+    @contextmanager
+    def again_in(self, call: Call) -> Iterator[None]:
+        """Make a call that has ended the current one for the block."""
+        self.stack.append(call)
+        try:
+            yield
         finally:
             self.stack.pop()
 

@@ -44,6 +44,7 @@ def install(job: Job) -> Loops:
             _replace(name, functools.partial(_save, loops, saves))
         for name in _STEPS:
             _silence(name, loops)
+        _first("on_epoch_end", loops.steps_ended)
         _then("on_train_begin", loops.train_begun)
         for name in _DECISIONS:
             _then(name, functools.partial(loops.decide, name))
@@ -99,10 +100,24 @@ def _owner(name: str) -> Any:
 def _silence(name: str, loops: Loops) -> None:
     """Let no callback hear of steps that were taken before this process began."""
     original = getattr(keras.callbacks.CallbackList, name)
+    ends = name == "on_train_batch_end"
 
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if loops.forwarding else original(self, *args, **kwargs)
+        silent = loops.forwarding or (ends and loops.heard)
+        return None if silent else original(self, *args, **kwargs)
+
+    setattr(keras.callbacks.CallbackList, name, replacement)
+
+
+def _first(name: str, act: Callable[[], None]) -> None:
+    """Let `act` precede what callbacks hear of `name`."""
+    original = getattr(keras.callbacks.CallbackList, name)
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        act()
+        original(self, *args, **kwargs)
 
     setattr(keras.callbacks.CallbackList, name, replacement)
 

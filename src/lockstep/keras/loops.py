@@ -35,6 +35,7 @@ from lockstep.keras.input.sharding import explain_sharding
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.single import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
+from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.journal import Finished
 from lockstep.keras.state.keeping import Keeping, apart
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
@@ -67,10 +68,13 @@ class Loops:
         self._snapshots = Snapshots(job, backend, self._calls)
         self._keeping = Keeping(job, self._calls, self._snapshots)
         self._evaluating = Evaluating()
-        self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping)
+        self._last = LastModel(job)
+        self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
         self.depth = 0
         self.adopts_all = False
         self._introduced: list[str] | None = None
+        self._plain_steps = 0
+        job.trained = self.trained
         if job.resumed is not None:
             self._snapshots.begin(job.resumed)
 
@@ -78,6 +82,11 @@ class Loops:
     def forwarding(self) -> bool:
         """Whether `fit` goes through steps that were taken before this process began."""
         return self._calls.current.steps < self._calls.current.skipped
+
+    @property
+    def heard(self) -> bool:
+        """Whether callbacks have heard of the end of the last step in the process before this one."""
+        return self._calls.current.heard == self._calls.current.steps
 
     @property
     def behind(self) -> bool:
@@ -90,6 +99,7 @@ class Loops:
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
+        self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
         if self.depth or self.adopts_all:
@@ -107,6 +117,7 @@ class Loops:
         given = bound.arguments
         if self._job.evaluates:
             return self._evaluating.fit(model, given)
+        self._last.trains(model)
         asked, callbacks = apart(given["callbacks"])
         with self._snapshots.call("fit") as call:
             if asked is not None:
@@ -145,9 +156,22 @@ class Loops:
             call.marks.append(marks(call.callbacks))
             call.leaves = _callbacks_of
 
+    def trained(self) -> dict[str, Any]:
+        """Return how many steps of training there were, and the name and digest of the last trained model."""
+        return {"steps": self._calls.taken + self._plain_steps, **self._last.facts()}
+
+    def steps_ended(self) -> None:
+        """Hold the state at the end of the last step of an epoch: no other step may follow it."""
+        call = self._calls.current
+        if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
+            held = self._backend.held(call.model)
+            self._snapshots.hold(lambda: self._snapshots.take(True, call.model, call.logs, held, heard=True))
+
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
         call = self._calls.current
+        if self._plain and call.model is not None and event == "on_train_batch_end":
+            self._plain_steps += call.model.steps_per_execution
         if (
             call.model is None
             or self._snapshots.catches_up
@@ -167,6 +191,7 @@ class Loops:
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
                 return {}
+            self.steps_ended()
             with self._snapshots.call("validation") as call:
                 self._compare(call, model, dict)
                 return original(model, *args, **kwargs)
@@ -212,6 +237,9 @@ class Loops:
             return original(model, *args, **kwargs)
         self._job.distributes()
         kind = _KINDS[method]
+        if kind == "train":
+            self._last.trains(model)
+            self._plain_steps += self._plain
         with self._snapshots.call(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
@@ -222,6 +250,7 @@ class Loops:
             result = self._finish(original(model, *args, **kwargs))
             if method == "train_on_batch" and not self._plain:
                 self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
+                self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
             return result
 
     def _begin_batches(self, call: Call, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
