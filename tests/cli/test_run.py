@@ -1,5 +1,6 @@
 """What a run gives back: status, output, logs, environment, events."""
 
+import hashlib
 import json
 import os
 import re
@@ -8,9 +9,12 @@ import socket
 import struct
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+
+from lockstep import __version__
 
 ALONE = (
     "lockstep: the script used no strategy and compiled no model: each of the 2 workers ran all of it, alone"
@@ -257,6 +261,14 @@ def test_events(lockstep: Any) -> None:
     }
     assert [event["status"] for event in events if event["event"] == "exited"] == [0, 0]
     assert events[-1]["status"] == 0
+    job, script = events[0], lockstep.folder / "script.py"
+    assert job["script"] == {
+        "path": str(script),
+        "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+    }
+    assert job["versions"].items() >= {"keras-lockstep": __version__, "keras": version("keras")}.items()
+    left = {path.name for path in done.folder.iterdir()}
+    assert left == {"events.jsonl", "sources", "worker-0.log", "worker-1.log"}
 
 
 def test_the_scripts_children_are_no_workers(lockstep: Any) -> None:

@@ -385,17 +385,13 @@ class Snapshots:
 
     def facts(self) -> dict[str, Any]:
         """Return what the bits of the training depend on, besides the script."""
-        job, backend = self._job, keras.backend.backend()
-        names = ("keras", backend, "jaxlib", "numpy", "lockstep")
-        modules = [sys.modules[name] for name in names if name in sys.modules]
-        # PyTorch's is a string of its own kind.
-        libraries = {module.__name__: str(module.__version__) for module in modules}
+        job = self._job
         return {
             "replicas": job.view.replicas,
             "seed": job.seed,
             "threads": job.threads,
-            "backend": backend,
-            "libraries": libraries,
+            "backend": keras.backend.backend(),
+            "libraries": libraries(),
         }
 
     def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
@@ -523,6 +519,14 @@ class Snapshots:
                 variables = [variable for variable in all_variables(other) if id(variable) not in own]
                 found.append((index, _values(named_arrays(variables, variables))))
         return found
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions of the libraries that training depends on, of those that are imported."""
+    names = ("keras", keras.backend.backend(), "jaxlib", "numpy", "lockstep")
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    # PyTorch's is a string of its own kind.
+    return {module.__name__: str(module.__version__) for module in modules}
 
 
 def _origin(since: int | None) -> str:
