@@ -30,6 +30,11 @@ class RunPaths:
         return self.root / "sources"
 
     @property
+    def downloaded(self) -> Path:
+        """What workers have downloaded, a line each; not there if nothing."""
+        return self.root / "downloaded"
+
+    @property
     def saved(self) -> Path:
         """Notes of workers that save models together; removed at the end."""
         return self.root / "saved"

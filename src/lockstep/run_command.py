@@ -190,6 +190,12 @@ class _Folder(click.Path):
     is_flag=True,
     help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
 )
+@click.option(
+    "--no-adopt",
+    is_flag=True,
+    help="A SCRIPT without a strategy trains by itself on every worker. By default each model that it "
+    "compiles is trained by all workers together.",
+)
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -305,6 +311,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         grace=parse_seconds(options["grace"], "--grace"),
         accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
+        adopts=not options["no_adopt"],
         run_dir=Path(),
         tee=options["tee"],
         backend=choice.backend,

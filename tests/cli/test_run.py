@@ -16,7 +16,9 @@ import pytest
 
 from lockstep import __version__
 
-ALONE = "lockstep: the script used no strategy: each of the 2 workers ran all of it, alone"
+ALONE = (
+    "lockstep: the script used no strategy and compiled no model: each of the 2 workers ran all of it, alone"
+)
 
 
 @pytest.mark.parametrize(
@@ -363,3 +365,42 @@ def test_a_run_loads_no_framework(lockstep: Any) -> None:
     assert done.status == 0
     # The command and its two workers.
     assert note.read_text() == "[]\n" * 3
+
+
+def test_files_that_several_workers_write(lockstep: Any) -> None:
+    """Not those that only the chief writes, or a library keeps for itself, or a child of a worker."""
+    writes = """
+import io, pathlib
+import lockstep
+with open("rows.csv", "a") as file:
+    file.write("row")
+barrier()
+pathlib.Path("plot.png").write_bytes(b"")
+os.close(os.open("raw", os.O_WRONLY | os.O_CREAT))
+open(os.devnull, "w").close()
+open(f"own-{me}", "w").close()
+open("rows.csv").close()
+home = pathlib.Path.home() / ".library"
+home.mkdir(exist_ok=True)
+(home / "cache").write_text("")
+if lockstep.is_chief():
+    open("once.csv", "w").close()
+barrier()
+open("rows.csv", "w").close()
+child = os.fork()
+if child == 0:
+    open("once.csv", "w").close()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    done = lockstep.run("-n", "2", lockstep.script(writes), HOME=str(lockstep.folder))
+    assert done.status == 0
+    lines = [line for line in done.notes if " write " in line]
+    first = (
+        (lockstep.folder / "script.py").read_text().split("\n").index('with open("rows.csv", "a") as file:')
+    )
+    assert lines == [
+        f"lockstep: workers 0 and 1 both write {name} (script.py:{first + line}); every worker runs the "
+        "whole script: guard the line with if lockstep.is_chief():"
+        for name, line in (("rows.csv", 1), ("plot.png", 4), ("raw", 5))
+    ]

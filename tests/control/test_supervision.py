@@ -190,6 +190,7 @@ def test_there_are_scenarios() -> None:
         (TWO, Exited(1, 3), (Abort("worker 1 ended with status 3"),), Stage.ENDING),
         (TWO, Exited(1, -11), (Abort("worker 1 was ended by SIGSEGV"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", False), (Abort("worker 1 ended with status 1: E: x"),), Stage.ENDING),
+        (TWO, Failed(1, 1, "E: x", False, prints=False), (Abort("worker 1: E: x"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", True), (), Stage.RUNNING),
         (
             replace(TWO, running=frozenset({1})),
@@ -282,7 +283,7 @@ def test_decision_about_who_takes_part(state: State, event: Event, actions: tupl
         (replace(ELASTIC, size=Size.of(2, 2, 0)), 1, "with fewer than 2 workers training would wait"),
         (replace(ELASTIC, size=Size(2, by_hand=True)), 2, ""),
         (replace(ELASTIC, size=Size(2, by_hand=True)), 3, "the workers of this job are started by hand"),
-        (replace(ELASTIC, elastic=False), 3, "the script has not made its strategy yet"),
+        (replace(ELASTIC, elastic=False), 3, "the script has created no strategy and compiled no model yet"),
         (replace(ELASTIC, stage=Stage.LOOKING), 3, "a worker seems to be stuck"),
         (replace(ELASTIC, stage=Stage.SAVING), 3, "the job is ending"),
         (replace(ELASTIC, finished=frozenset({1})), 3, "the job is ending"),

@@ -12,6 +12,7 @@ class Evidence(Enum):
 
     NONE = auto()
     LOG = auto()
+    LOG_NAME = auto()
     STACK = auto()
 
 
@@ -32,12 +33,16 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """A worker's script raised; `blames` if only because of another worker."""
+    """A worker's script raised; `blames` if only because of another worker.
+
+    Without `prints` only the log has the traceback, and the summary says it all.
+    """
 
     worker: int
     status: int
     summary: str
     blames: bool
+    prints: bool = True
 
 
 @dataclass(frozen=True)

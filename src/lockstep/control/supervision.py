@@ -173,8 +173,10 @@ def _with_failure(state: State, worker: int, verdict: Verdict, now: float) -> St
 
 
 def _failed(state: State, event: Failed, now: float) -> Decision:
-    message = f"worker {event.worker} ended with status {event.status}: {event.summary}"
-    verdict = Verdict(event.status, message, (event.worker,), Evidence.LOG)
+    how = f" ended with status {event.status}" if event.prints else ""
+    message = f"worker {event.worker}{how}: {event.summary}"
+    evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
+    verdict = Verdict(event.status, message, (event.worker,), evidence)
     if (recruit := state.recruit(event.worker)) is not None:
         return strength.recruit_failed(state, recruit, message)
     if state.stage is not Stage.RUNNING:
@@ -346,8 +348,9 @@ def _idle(state: State) -> Decision:
     assert state.view is not None
     lines = whose_lines(len(state.members), state.view.replicas)
     text = (
-        f"the script created its strategy {state.limits.idle:g} s ago and has distributed nothing yet; until "
-        f"it calls model.fit, evaluate or predict, strategy.run or strategy.steps, {lines}"
+        f"the script has distributed nothing in the {state.limits.idle:g} s since it created a strategy or "
+        "compiled a model; until it calls model.fit, evaluate or predict, strategy.run or strategy.steps, "
+        f"{lines}"
     )
     told = (Notice(text),) if state.stage is Stage.RUNNING else ()
     return Decision(replace(state, idle_until=None), told, text)

@@ -58,6 +58,24 @@ def install(job: Job) -> Loops:
     return _installed[0]
 
 
+def install_at_compile(job: Job) -> None:
+    """Let the first model that the script compiles install what distributes it and all that follow.
+
+    A strategy that the script has created before, or creates later, decides by its scope instead.
+    """
+    owner = _owner("compile")
+    original = owner.compile
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _installed:
+            return original(self, *args, **kwargs)
+        install(job).adopts_all = True
+        return owner.compile(self, *args, **kwargs)
+
+    owner.compile = replacement
+
+
 def _save(loops: Loops, saves: Saves, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     # What a script saved before this process began is saved; the model is not there yet.
     if not loops.behind:
@@ -65,8 +83,7 @@ def _save(loops: Loops, saves: Saves, original: Callable[..., Any], *args: Any, 
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
-    # In the class that defines it: Keras asks classes whether they have a method of their own.
-    owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+    owner = _owner(name)
     original = vars(owner)[name]
 
     @functools.wraps(original)
@@ -74,6 +91,11 @@ def _replace(name: str, method: Callable[..., Any]) -> None:
         return method(original, self, *args, **kwargs)
 
     setattr(owner, name, replacement)
+
+
+def _owner(name: str) -> Any:
+    """Return the class that defines a method: Keras asks classes whether they have one of their own."""
+    return next(cls for cls in keras.Model.__mro__ if name in vars(cls))
 
 
 def _silence(name: str, loops: Loops) -> None:

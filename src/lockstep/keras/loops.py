@@ -1,6 +1,7 @@
 """Keras's own loops (`fit`, `evaluate`, `predict`) on global batches.
 
-A model that is compiled in a strategy's scope is adopted: its steps are computed by the job's replicas.
+A model that is compiled in a strategy's scope, or in a script without a strategy, is adopted: its steps are
+computed by the job's replicas.
 Everything else of the loops (callbacks, logs, epochs) stays Keras's.
 """
 
@@ -24,6 +25,7 @@ from lockstep.keras.backends.steps import (
 from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.evaluating import Evaluating
+from lockstep.keras.exactness import introduction, per_replica, said_of
 from lockstep.keras.exchange import Exchange
 from lockstep.keras.functions.driving import Driving
 from lockstep.keras.input.distributed_input import distributed_input
@@ -39,6 +41,7 @@ from lockstep.keras.state.keeping import Keeping, apart
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.keras.state.variables import model_state
+from lockstep.notes import note
 
 Original = Callable[..., Any]
 _KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
@@ -50,6 +53,7 @@ class Loops:
 
     Attributes:
         depth: how many strategy scopes the program is in.
+        adopts_all: whether models are adopted outside of all scopes too: the script has no strategy.
         driving: drives loops of the program's own.
     """
 
@@ -67,6 +71,8 @@ class Loops:
         self._last = LastModel(job)
         self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
         self.depth = 0
+        self.adopts_all = False
+        self._introduced: list[str] | None = None
         self._plain_steps = 0
         job.trained = self.trained
         if job.resumed is not None:
@@ -92,11 +98,11 @@ class Loops:
         return self._calls.seed_here()
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adopt a model that is compiled in the strategy's scope."""
+        """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
-        if self.depth:
+        if self.depth or self.adopts_all:
             self._adopted.add(model)
             self._snapshots.adopt(model)
         return result
@@ -253,6 +259,7 @@ class Loops:
             self._snapshots.build(model, kind, batch)
             if not self._alone:
                 refuse_metrics_that_do_not_add(model, batch)
+                self._introduce(call, model, batch)
         self._snapshots.load_pending(model)
         if self._snapshots.is_built(model):
             self._compare(call, model, lambda: _setting_facts(model))
@@ -358,7 +365,23 @@ class Loops:
         if self._alone:
             return
         refuse_metrics_that_do_not_add(model, lambda: self._look(data, model))
+        self._introduce(call, model, lambda: self._look(data, model))
         self._compare(call, model, facts)
+
+    def _introduce(self, call: Call, model: Any, rows: Callable[[], Any]) -> None:
+        """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
+        if not self.adopts_all:
+            return
+        parts = per_replica(model, rows)
+        text = ""
+        if self._introduced is None:
+            self._introduced = []
+            text = introduction(call.name.partition(" ")[0], self._job.view, parts)
+        elif new := [part for part in parts if part not in self._introduced]:
+            text = f"model {model.name!r}: {said_of(new)}"
+        self._introduced += parts
+        if text and self._job.is_chief and not self._snapshots.catches_up:
+            note(text)
 
     def _look(self, data: GlobalInput, model: Any) -> Any:
         return data.first() if self._snapshots.looks(model) else data.peek()
