@@ -96,6 +96,7 @@ class Snapshots:
         self._calls = calls
         self._models: list[weakref.ref[Any]] = []
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._described: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
         self._pending: dict[int, Mapping[str, Any]] = {}
         self.journal = Journal()
         self.resumption: Resumption | None = None
@@ -104,7 +105,8 @@ class Snapshots:
         self._again: BaseException | None = None
 
     def adopt(self, model: Any) -> None:
-        """Count `model` among those whose state is taken."""
+        """Count `model`, which was just compiled, among those whose state is taken."""
+        self._described.pop(model, None)
         if all(known() is not model for known in self._models):
             self._models.append(weakref.ref(model))
 
@@ -438,6 +440,7 @@ class Snapshots:
         """Note how the `fit` that begins trains, if checkpoints are kept."""
         if self._job.keeper is not None:
             own_sources()
+            self._described.pop(model, None)
             call = self._calls.current
             heard = lasting(listed(call.callbacks))
             call.settings = settings_of_call(model, heard, first=self._calls.outermost == 1)
@@ -446,7 +449,9 @@ class Snapshots:
         if model is None:
             return settings_of_parts(getattr(program, "parts", {}))
         own = self._calls.current.settings or settings_of_call(model, (), first=False)
-        return {**own, **settings_of_model(model)}
+        if model not in self._described:
+            self._described[model] = settings_of_model(model)
+        return {**own, **self._described[model]}
 
     def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
         """Refuse to go on from a checkpoint with other settings; name files that have another text.
