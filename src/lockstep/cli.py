@@ -54,13 +54,17 @@ def checkpoints(folder: Path) -> None:
     The exit status is 1 if one is damaged.
     """
     from lockstep.checkpoint.store import Store
+    from lockstep.prose import count
 
-    entries = Store(folder).entries()
+    store = Store(folder)
+    entries = store.entries()
     for entry in entries:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
         click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {entry.fault or 'whole'}")
     if not entries:
         click.echo(f"there is no checkpoint in {folder}")
+    elif entries[-1].step == store.finished():
+        click.echo(f"the job is finished, after {count(entries[-1].step, 'step')}")
     sys.exit(any(entry.fault for entry in entries))
 
 

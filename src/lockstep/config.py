@@ -68,6 +68,7 @@ class WorkerConfig:
         checkpoints: what is kept, if anything is.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
+        adopts: whether models are distributed that a script without a strategy compiles.
         by_hand: whether a person has started this process.
     """
 
@@ -85,6 +86,7 @@ class WorkerConfig:
     checkpoints: Checkpoints | None = None
     accepts_changes: bool = False
     tf_distribute: bool = False
+    adopts: bool = False
     by_hand: bool = False
 
     @property
@@ -124,6 +126,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
         accepts_changes=f"{_PREFIX}ACCEPT_CHANGES" in environ,
         tf_distribute=f"{_PREFIX}TF_DISTRIBUTE" in environ,
+        adopts=f"{_PREFIX}ADOPTS" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
     )
     if config.worker >= config.workers and not config.joins:
@@ -297,15 +300,18 @@ def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return the folder in which Lockstep may keep, for this user, what can be made again."""
     if base := environ.get("XDG_CACHE_HOME"):
         return Path(base) / "lockstep"
-    return Path(environ.get("HOME") or _home_of_user()) / ".cache" / "lockstep"
+    return home_folder(environ) / ".cache" / "lockstep"
 
 
-def _home_of_user() -> str:
+def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's home, which need not exist."""
+    if home := environ.get("HOME"):
+        return Path(home)
     try:
-        return pwd.getpwuid(os.geteuid()).pw_dir
+        return Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:
         # Containers have users of whom nothing is known.
-        return "/nonexistent"
+        return Path("/nonexistent")
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -335,6 +341,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         values["ACCEPT_CHANGES"] = "yes"
     if config.tf_distribute:
         values["TF_DISTRIBUTE"] = "yes"
+    if config.adopts:
+        values["ADOPTS"] = "yes"
     if config.by_hand:
         values["BY_HAND"] = "yes"
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}

@@ -115,6 +115,8 @@ class Job:
         accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
         policy: how this worker waits for others.
         resumed: the checkpoint that the job goes on from, if any.
+        trained: says how many steps of training there were, and which model was trained last; None as long as
+            nothing is trained.
         driven: whether the program is in a loop of its own that workers may join and leave.
         failure: the last error that was raised where a library hands on only what it says.
         began_with: how many workers the job began with; None where nobody can join.
@@ -135,6 +137,7 @@ class Job:
     resumed: Contents | None = None
     accepts_changes: bool = False
     policy: WaitPolicy = field(default_factory=WaitPolicy)
+    trained: Callable[[], dict[str, Any]] | None = None
     driven: bool = False
     failure: LockstepError | None = None
     began_with: int | None = None

@@ -13,7 +13,7 @@ from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
 from lockstep.config import WorkerConfig
 from lockstep.control.client import Client
 from lockstep.control.messages import AgentMessage, Given, Leave, NewView, Over, Position
-from lockstep.control.script import summarize
+from lockstep.control.script import summarize_own
 from lockstep.errors import CheckpointError, DisagreementError, InternalError, PeerLostError
 from lockstep.job import GRACE_FOR_AGENT, Place
 from lockstep.topology import View, place
@@ -79,8 +79,9 @@ class AgentMembership:
         """Tell the agent why this worker ends, and end; the agent lets the others go on without it."""
         differs.add_note(_ADVICE)
         text = "".join(traceback.format_exception(differs))
-        self._client.failed(1, f"{summarize(differs)}; {_ADVICE}", text, blames=False)
-        _end(1, text)
+        said = f"{summarize_own(differs)}; {_ADVICE}"
+        told = self._client.failed(1, said, text, blames=False, prints=False)
+        _end(1, "" if told else text)
 
     def prepare(self, contents: Contents) -> None:
         """Make memory ready for contents like these, so that to hand them over takes less time."""

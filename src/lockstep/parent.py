@@ -19,6 +19,7 @@ from lockstep import worker
 from lockstep.config import parent_told, put_descriptors, take_environment
 from lockstep.control.birth import MAX_REQUEST, READY, Birth, Upbringing, decode_birth
 from lockstep.control.prctl import die_with
+from lockstep.downloads import serve_downloads
 
 _LONGEST_IMPORT = 300
 _OF_WORKERS = ("lockstep.membership", "lockstep.persistence", "lockstep.tf_distribute")
@@ -73,6 +74,7 @@ def _prepare(told: Upbringing) -> bool:
 
 
 def _import(told: Upbringing) -> None:
+    serve_downloads()
     for name in _OF_WORKERS:
         importlib.import_module(name)
     if told.folder is not None:

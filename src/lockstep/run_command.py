@@ -34,7 +34,13 @@ from lockstep.control.backend import (
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.foresight import setting_of
 from lockstep.control.limits import check_limits
-from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder, gone_if_refused
+from lockstep.control.run_folder import (
+    claim_folder,
+    empty_folder,
+    fresh_folder,
+    gone_if_refused,
+    leave_folder,
+)
 from lockstep.control.script import Script, refuse_undecodable
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.control.state import GRACE
@@ -149,7 +155,7 @@ class _Folder(click.Path):
     "--checkpoint",
     type=_Folder(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep checkpoints here, and go on from the newest one that is there.",
+    help="Keep checkpoints here, the last when SCRIPT ends; go on from the newest one that is there.",
 )
 @click.option(
     "--checkpoint-every",
@@ -157,7 +163,7 @@ class _Folder(click.Path):
     metavar="N|TIME",
     default="10m",
     show_default=True,
-    help="So many steps of training, or a time such as 30s, 10m or 1h.",
+    help="So many steps of training (each is kept), or a time such as 30s, 10m or 1h.",
 )
 @click.option(
     "--keep",
@@ -183,6 +189,12 @@ class _Folder(click.Path):
     "--tf-distribute",
     is_flag=True,
     help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
+)
+@click.option(
+    "--no-adopt",
+    is_flag=True,
+    help="A SCRIPT without a strategy trains by itself on every worker. By default each model that it "
+    "compiles is trained by all workers together.",
 )
 @click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
 @click.argument("script")
@@ -224,7 +236,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     note(spec.describe())
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} switches deterministic operations off: equal bits are no longer promised")
-    sys.exit(run_under_agent(lambda command: _be_agent(spec, command), spec.grace))
+    status = run_under_agent(lambda command: _be_agent(spec, command), spec.grace)
+    leave_folder(spec.run_dir)
+    sys.exit(status)
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:
@@ -297,6 +311,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         grace=parse_seconds(options["grace"], "--grace"),
         accepts_changes=options["accept_changes"],
         tf_distribute=options["tf_distribute"],
+        adopts=not options["no_adopt"],
         run_dir=Path(),
         tee=options["tee"],
         backend=choice.backend,
@@ -314,8 +329,9 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    found = newest(folder, note)
-    resume, past = found or (None, {})
+    resume, past, finished = newest(folder, note) or (None, {}, "")
+    if finished:
+        note(finished)
     if resume is not None:
         refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
     return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -26,6 +27,7 @@ _LIBRARIES = {
 }
 _GENERATED = "__autograph_generated_file"
 """What the names of files begin with that TensorFlow writes and imports, other ones in each process."""
+_NOTEBOOK = "<ipython-input"
 
 _read: dict[str, str] = {}
 """Hashes of the texts that this process has read, by path."""
@@ -70,6 +72,12 @@ def is_own(path: str) -> bool:
     file = Path(path)
     installed = not _LIBRARIES.isdisjoint(file.parents) or not _INSTALLED.isdisjoint(file.parts)
     return not installed and not file.name.startswith(_GENERATED)
+
+
+@cache
+def is_program(file: str) -> bool:
+    """Whether code from a file is the program's own: of its script, a module, or a cell of a notebook."""
+    return (file.startswith(_NOTEBOOK) or not file.startswith("<")) and is_own(file)
 
 
 def own_sources() -> dict[str, str]:

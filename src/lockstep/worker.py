@@ -12,20 +12,23 @@ import threading
 import traceback
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from lockstep.compiled import keep_compiled
-from lockstep.config import WorkerConfig, cache_folder, forget_worker, read_worker
+from lockstep.config import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.control.client import Client
 from lockstep.control.prctl import die_with
-from lockstep.control.script import Script, summarize, user_traceback
+from lockstep.control.script import Script, summarize, summarize_own, user_traceback
 from lockstep.control.stack import write_when_asked
+from lockstep.downloads import share_downloads
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
-from lockstep.notes import note
+from lockstep.importing import when_imported
+from lockstep.notes import flush_streams, note
 from lockstep.paths import RunPaths
 from lockstep.seeding import seed_everything
 from lockstep.sources import keep_sources
+from lockstep.writes import Places, watch_writes
 
-_GRACE_FOR_CHECKPOINT = 60.0
 _STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
 """The exit status where a script raises what is not the script's own fault; else 1."""
 
@@ -48,13 +51,22 @@ def main(arguments: Sequence[str]) -> None:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
     _enter_job(config, client)
     forget_worker()
+    share_downloads(config.run_dir, config.agent, config.worker, client.report)
     keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
+    _watch_writes(config, client)
     client.started()
-    _run(Script.parse(arguments), client)
+    _run(Script.parse(arguments), client, has_log=not config.by_hand)
 
 
 def _tell_of_source(client: Client, path: str, what: str) -> None:
     client.report("source", path=path, what=what)
+
+
+def _watch_writes(config: WorkerConfig, client: Client) -> None:
+    if config.replicas > 1:
+        checkpoints = (config.checkpoints.folder,) if config.checkpoints is not None else ()
+        folders = (config.run_dir, cache_folder(), *checkpoints)
+        watch_writes(Places(folders, home_folder(), Path.cwd()), client.writes)
 
 
 def _end_with_coordinator(config: WorkerConfig, client: Client) -> None:
@@ -77,6 +89,8 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
     keep_compiled(cache_folder(), config.threads)
     if config.tf_distribute:
         tf_distribute.serve()
+    elif config.replicas > 1:
+        tf_distribute.refuse_theirs(config.replicas)
     policy = wait_policy(config.timeout)
     membership = AgentMembership(config, client, policy)
     if config.arena is None:
@@ -102,7 +116,17 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
         began_with=config.workers,
     )
     job.enter(entered)
+    if config.adopts:
+        when_imported({"keras": _adopt})
     os.register_at_fork(after_in_child=_leave_job)
+
+
+def _adopt(_: object) -> None:
+    """Distribute what a script without a strategy compiles, now that it has imported Keras."""
+    from lockstep import job
+    from lockstep.keras import hook
+
+    hook.install_at_compile(job.current())
 
 
 def _leave_job() -> None:
@@ -118,40 +142,52 @@ def _nobody_listens(event: str, **fields: object) -> None:
     """Nobody watches the children of a script."""
 
 
-def _run(script: Script, client: Client) -> None:
+def _run(script: Script, client: Client, has_log: bool) -> None:
     try:
         script.run()
     except SystemExit as leaving:
         # Python gives it the meaning it always has.
         if leaving.code in (None, 0):
             client.finished()
-            _end_keeping(client)
+            _end_well(client)
         else:
             # Whoever did not start this process does not see how it ends.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
-        sys.exit(_fail(error, client))
+        sys.exit(_fail(error, client, has_log))
     client.finished()
-    _end_keeping(client)
+    _end_well(client)
 
 
-def _end_keeping(client: Client) -> None:
+def _end_well(client: Client) -> None:
+    """Keep and tell what the script has come to."""
     from lockstep import job
 
-    keeper = job.current().keeper
-    if keeper is not None and not keeper.close(_GRACE_FOR_CHECKPOINT):
-        client.report("checkpoint failed", reason=f"not written in {_GRACE_FOR_CHECKPOINT:.0f} s at the end")
+    own = job.current()
+    if not own.is_chief:
+        return
+    if own.keeper is not None:
+        own.keeper.finish()
+    if own.trained is not None:
+        client.report("trained", **own.trained())
 
 
-def _fail(error: BaseException, client: Client) -> int:
+def _fail(error: BaseException, client: Client, has_log: bool) -> int:
     error = _own(error).with_traceback(user_traceback(error.__traceback__))
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
+    if isinstance(error, LockstepError):
+        said = summarize_own(error)
+        # The frames of Keras would hide what it says. A hook that the script has set gets it all the same.
+        prints = not has_log or sys.excepthook is not sys.__excepthook__
+    else:
+        said, prints = f"{summarize(error)}{_hint(error)}", True
+    flush_streams()
     # The others hear of it first: whoever reads our output may take their time.
-    said = f"{summarize(error)}{_hint(error)}"
-    client.failed(status, said, text, isinstance(error, PeerLostError | PeerStuckError))
-    sys.excepthook(type(error), error, error.__traceback__)
+    blames = isinstance(error, PeerLostError | PeerStuckError)
+    if not client.failed(status, said, text, blames=blames, prints=prints) or prints:
+        sys.excepthook(type(error), error, error.__traceback__)
     return status
 
 

@@ -230,3 +230,15 @@ def test_the_newest_whole_one_is_found_and_damaged_ones_are_reported(tmp_path: P
     assert all(
         str(path) in text and what in text for text, (path, what) in zip(reports, expected, strict=True)
     )
+
+
+def test_a_finished_job_is_known_by_its_last_step(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    assert store.finished() is None
+    for step in (3, 5):
+        store.write(sample(step))
+        store.finish(step)
+        assert store.finished() == step
+    assert steps(tmp_path) == [3, 5]
+    (tmp_path / "finished.json").write_text("[]")
+    assert store.finished() is None

@@ -47,6 +47,21 @@ def test_the_workers_get_the_same_signal(lockstep: Any) -> None:
     assert [done.log(worker).splitlines()[-1] for worker in (0, 1)] == ["KeyboardInterrupt"] * 2
 
 
+@pytest.mark.parametrize("keeping", [(), ("--checkpoint", "kept", "--grace", "1s")])
+def test_a_signal_while_processes_end_whose_script_has_ended(
+    lockstep: Any, is_gone: Gone, keeping: tuple[str, ...]
+) -> None:
+    script = "import atexit; atexit.register(stay); atexit.register(announce, 'worker'); print('digest')"
+    running = lockstep.start("-n", "2", *keeping, lockstep.script(script))
+    processes = running.born(2)["worker"]
+    running.process.send_signal(signal.SIGTERM)
+    done = running.end()
+    assert is_gone(processes, 0)
+    assert (done.status, done.out) == (0, "digest\n")
+    assert done.notes[0] == "lockstep: SIGTERM came after the end of the script: the job has ended well"
+    assert done.events()[-1]["status"] == 0
+
+
 @pytest.mark.parametrize(("number", "status"), SIGNALS[:2])
 def test_the_deaf_are_killed_within_five_seconds(
     lockstep: Any, is_gone: Gone, number: int, status: int

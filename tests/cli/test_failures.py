@@ -36,8 +36,29 @@ def test_a_script_that_raises_on_one_worker(lockstep: Any) -> None:
     ]
     assert tail[0] == "  | Traceback (most recent call last):"
     assert tail[-1] == "  | ValueError: no good"
+    # The chief has only heard of it: where it was then explains nothing.
+    assert done.err.count("Traceback") == 1
     assert done.log(0).splitlines()[-1] == f"lockstep.errors.PeerLostError: {message}"
     assert [event["status"] for event in done.events() if event["event"] == "finished"] == [1]
+
+
+def test_an_error_of_lockstep_is_one_line_and_its_traceback_in_the_log(lockstep: Any) -> None:
+    text = "from lockstep.errors import ScopeError\ndef deep():\n    raise ScopeError('not in it')\ndeep()\n"
+    done = lockstep.run("-n", "1", lockstep.script(text))
+    raised = (
+        (lockstep.folder / "script.py").read_text().split("\n").index("    raise ScopeError('not in it')")
+    )
+    assert (done.status, done.err.splitlines()[1:]) == (
+        1,
+        [
+            f"lockstep: worker 0: ScopeError: not in it (script.py:{raised + 1})",
+            "  log: run/worker-0.log",
+        ],
+    )
+    assert "in deep\n" in done.log(0)
+    assert done.log(0).endswith("\nlockstep.errors.ScopeError: not in it\n")
+    hooked = lockstep.run("-n", "1", lockstep.script("sys.excepthook = lambda *_: print('hook')\n" + text))
+    assert hooked.out == "hook\n"
 
 
 def test_the_first_failure_decides_the_status(lockstep: Any) -> None:

@@ -1,5 +1,6 @@
 """What a run gives back: status, output, logs, environment, events."""
 
+import hashlib
 import json
 import os
 import re
@@ -8,11 +9,16 @@ import socket
 import struct
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 
-ALONE = "lockstep: the script used no strategy: each of the 2 workers ran all of it, alone"
+from lockstep import __version__
+
+ALONE = (
+    "lockstep: the script used no strategy and compiled no model: each of the 2 workers ran all of it, alone"
+)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,6 @@ def test_output_and_logs(lockstep: Any) -> None:
     ]
     assert sorted(path.name for path in done.folder.iterdir()) == [
         "events.jsonl",
-        "lock",
         "sources",
         "worker-0.log",
         "worker-1.log",
@@ -147,7 +152,7 @@ def test_closed_outputs_are_not_mistaken_for_files_of_ours(lockstep: Any) -> Non
     files = [path for path in (lockstep.folder / "run").iterdir() if path.is_file()]
     contents = {path.name: path.read_text() for path in files}
     events = contents.pop("events.jsonl")
-    assert contents == {"lock": "", "worker-0.log": "out\n", "worker-1.log": "out\n"}
+    assert contents == {"worker-0.log": "out\n", "worker-1.log": "out\n"}
     assert {type(json.loads(line)) for line in events.splitlines()} == {dict}
 
 
@@ -255,6 +260,14 @@ def test_events(lockstep: Any) -> None:
     }
     assert [event["status"] for event in events if event["event"] == "exited"] == [0, 0]
     assert events[-1]["status"] == 0
+    job, script = events[0], lockstep.folder / "script.py"
+    assert job["script"] == {
+        "path": str(script),
+        "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+    }
+    assert job["versions"].items() >= {"keras-lockstep": __version__, "keras": version("keras")}.items()
+    left = {path.name for path in done.folder.iterdir()}
+    assert left == {"events.jsonl", "sources", "worker-0.log", "worker-1.log"}
 
 
 def test_the_scripts_children_are_no_workers(lockstep: Any) -> None:
@@ -352,3 +365,42 @@ def test_a_run_loads_no_framework(lockstep: Any) -> None:
     assert done.status == 0
     # The command and its two workers.
     assert note.read_text() == "[]\n" * 3
+
+
+def test_files_that_several_workers_write(lockstep: Any) -> None:
+    """Not those that only the chief writes, or a library keeps for itself, or a child of a worker."""
+    writes = """
+import io, pathlib
+import lockstep
+with open("rows.csv", "a") as file:
+    file.write("row")
+barrier()
+pathlib.Path("plot.png").write_bytes(b"")
+os.close(os.open("raw", os.O_WRONLY | os.O_CREAT))
+open(os.devnull, "w").close()
+open(f"own-{me}", "w").close()
+open("rows.csv").close()
+home = pathlib.Path.home() / ".library"
+home.mkdir(exist_ok=True)
+(home / "cache").write_text("")
+if lockstep.is_chief():
+    open("once.csv", "w").close()
+barrier()
+open("rows.csv", "w").close()
+child = os.fork()
+if child == 0:
+    open("once.csv", "w").close()
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+    done = lockstep.run("-n", "2", lockstep.script(writes), HOME=str(lockstep.folder))
+    assert done.status == 0
+    lines = [line for line in done.notes if " write " in line]
+    first = (
+        (lockstep.folder / "script.py").read_text().split("\n").index('with open("rows.csv", "a") as file:')
+    )
+    assert lines == [
+        f"lockstep: workers 0 and 1 both write {name} (script.py:{first + line}); every worker runs the "
+        "whole script: guard the line with if lockstep.is_chief():"
+        for name, line in (("rows.csv", 1), ("plot.png", 4), ("raw", 5))
+    ]

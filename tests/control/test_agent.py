@@ -166,9 +166,34 @@ def test_a_good_run(stage: Stage) -> None:
     ]
     assert outcome.events_of("exited") == [{"worker": 0, "status": 0}, {"worker": 1, "status": 0}]
     assert outcome.events_of("strategy") == [{"worker": 0}, {"worker": 1}]
-    assert outcome.events_of("finished") == [{"status": 0, "message": "", "workers": []}]
+    (finished,) = outcome.events_of("finished")
+    assert {name: finished[name] for name in ("status", "message", "workers", "steps")} == {
+        "status": 0,
+        "message": "",
+        "workers": [],
+        "steps": None,
+    }
     assert outcome.aborts == []
     assert outcome.graces == [0.5, 0]
+
+
+def test_the_last_line_says_what_the_job_has_done(stage: Stage) -> None:
+    def trains(worker: FakeHandle) -> None:
+        worker.say(Report("strategy", {}))
+        worker.say(Report("checkpoint", {"path": "kept/step-3", "step": 3}))
+        worker.say(Finished())
+        # Only the chief's word counts.
+        steps = 3 + worker.launch.worker
+        worker.say(Report("trained", {"steps": steps, "model": "small", "digest": "1f3c"}))
+        worker.end(0)
+
+    outcome = stage.run(trains, trains)
+    line = outcome.stderr.splitlines()[-1]
+    assert line.startswith("lockstep: finished in ")
+    assert line.endswith(" s: 3 steps on 2 workers; 2 checkpoints; digest 1f3c of model 'small'")
+    (finished,) = outcome.events_of("finished")
+    told = {"lost": 0, "joined": 0, "checkpoints": 2, "before": 0, "steps": 3, "model": "small"}
+    assert finished.items() >= {**told, "digest": "1f3c"}.items()
 
 
 def test_all_lines_with_their_worker(stage: Stage) -> None:
@@ -193,6 +218,20 @@ def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
     assert outcome.events_of("failed") == [
         {"worker": 1, "summary": "ValueError: no good", "traceback": "Traceback"}
     ]
+
+
+def test_a_traceback_that_says_nothing_more_is_in_the_log_only(stage: Stage) -> None:
+    def refused(worker: FakeHandle) -> None:
+        worker.write(stdout=b"epoch 1\n")
+        worker.say(Failed(1, "ScopeError: no (a.py:3)", "Traceback\n", blames=False, prints=False))
+        worker.end(1)
+
+    outcome = stage.run(refused, waits)
+    assert outcome.stderr == (
+        f"lockstep: worker 0: ScopeError: no (a.py:3)\n  log: {stage.folder}/worker-0.log\n"
+    )
+    assert outcome.aborts == ["worker 0: ScopeError: no (a.py:3)"]
+    assert (stage.folder / "worker-0.log").read_text() == "epoch 1\nTraceback\n"
 
 
 def test_reports_that_were_sent_before_an_end_do_not_count_against_it(stage: Stage) -> None:
@@ -227,6 +266,16 @@ def test_a_notice_is_shown(stage: Stage) -> None:
 
     outcome = stage.run(well, waits_long)
     assert outcome.stderr.splitlines().count("lockstep: worker 1 has waited 12 s for worker 0 in step 3") == 1
+
+
+def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> None:
+    def waits_for_file(worker: FakeHandle) -> None:
+        worker.say(Report("waits for download", {"file": "a.npz", "of": "worker 0", "seconds": 5}))
+        well(worker)
+
+    outcome = stage.run(well, waits_for_file, waits_for_file)
+    (line,) = [line for line in outcome.stderr.splitlines() if "a.npz" in line]
+    assert line in [f"lockstep: worker {worker} waits for worker 0 to download a.npz" for worker in (1, 2)]
 
 
 def test_garbage_is_noted_and_ignored(stage: Stage) -> None:
@@ -321,7 +370,8 @@ def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
     def alone(worker: FakeHandle) -> None:
         worker.end(0)
 
-    line = "lockstep: the script used no strategy: each of the 2 workers ran all of it, alone\n"
+    what = "the script used no strategy and compiled no model"
+    line = f"lockstep: {what}: each of the 2 workers ran all of it, alone\n"
     assert stage.run(alone, alone).stderr == line
 
 
@@ -331,10 +381,7 @@ def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
         worker.end(0)
 
     said = stage.run(by_itself, by_itself).stderr
-    assert (
-        "created a strategy but distributed nothing: each of the 2 workers runs the whole script alone"
-        in said
-    )
+    assert "the script distributed nothing: each of the 2 workers runs the whole script alone" in said
 
 
 def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:

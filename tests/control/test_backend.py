@@ -37,9 +37,9 @@ def test_the_first_that_says_something_decides() -> None:
     says["configured"] = None
     assert choose(*ALL, **says) == Choice("tensorflow", "--tf-distribute asks for it")
     says["tf_distribute"] = False
-    first = "it is the first installed of JAX, TensorFlow and PyTorch"
-    assert choose(*ALL, **says) == Choice("jax", first)
-    assert choose("torch", "tensorflow") == Choice("tensorflow", first)
+    first = "it is the first installed of TensorFlow, JAX and PyTorch"
+    assert choose(*ALL, **says) == Choice("tensorflow", first)
+    assert choose("torch", "jax") == Choice("jax", first)
     assert str(choose("torch")) == f"on PyTorch, because {first}"
 
 

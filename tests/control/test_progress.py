@@ -22,8 +22,8 @@ def test_silence_is_explained_and_output_is_left_alone() -> None:
     assert (at(114.9), progress.due) == ([], 115.0)
     assert at(115.0) == [
         f"no step completed after 15 s; worker 0: {starting}; "
-        "worker 1: running the script, no strategy yet; "
-        "worker 2: running the script after it created its strategy"
+        "worker 1: running the script, which has compiled no model yet; "
+        "worker 2: preparing the first distributed call"
     ]
     shown = 9
     assert (at(125.0), progress.due) == ([], 130.0)

@@ -4,11 +4,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from lockstep.control.script import Script, summarize
-from lockstep.errors import ConfigError
+from lockstep.control.script import Script, summarize, summarize_own
+from lockstep.errors import ConfigError, LockstepError, ModelError, ScopeError
 
 SHOW = """
 import sys
@@ -118,6 +119,49 @@ the innermost cause
 )
 def test_an_error_in_one_line(error: BaseException, text: str) -> None:
     assert summarize(error) == text
+
+
+def raised(raises: str, *files: str) -> LockstepError:
+    """Return what is raised in line 2 of the last of these files, whose functions call each other."""
+    call: Any = lambda: None  # noqa: E731
+    for number, file in enumerate(reversed(files)):
+        found = {"call": call, "ModelError": ModelError, "ScopeError": ScopeError}
+        does = "return call()" if number else raises
+        exec(compile(f"def through():\n {does}", file, "exec"), found)
+        call = found["through"]
+    with pytest.raises(LockstepError) as caught:
+        call()
+    return caught.value
+
+
+LIBRARY = f"{Path(pytest.__file__).parent}/trainer.py"
+AGAIN = """
+ try: raise ModelError("no such step; write another")
+ except ModelError as error:
+  raise ModelError(f"{begins}\\n\\n    File \\"/work/loss.py\\", line 7, in fn  *\\n    ModelError: {error}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            raised("raise ScopeError('not in it;\\n  write this')", "/work/a.py", "/work/b.py", LIBRARY),
+            "ScopeError: not in it; write this (b.py:2)",
+        ),
+        (
+            raised(AGAIN.replace("{begins}", "in user code:"), "/work/a.py", LIBRARY),
+            "ModelError: no such step; write another (loss.py:7)",
+        ),
+        (
+            raised(AGAIN.replace("{begins}", "Exception encountered when calling L.call()."), "/work/a.py"),
+            "ModelError: no such step; write another (loss.py:7)",
+        ),
+        (ModelError("never raised"), "ModelError: never raised"),
+    ],
+)
+def test_an_error_of_lockstep_in_one_line(error: LockstepError, text: str) -> None:
+    assert summarize_own(error) == text
 
 
 @pytest.mark.parametrize("script", [Script("a.py", False, ("-m", "x")), Script("a.b", True, ("-m", "x"))])

@@ -21,6 +21,7 @@ from lockstep.control.decisions import (
     Asks,
     Deliver,
     Distributes,
+    Done,
     DumpStack,
     Event,
     Evidence,
@@ -69,6 +70,7 @@ ENDING = replace(TWO, stage=Stage.ENDING, verdict=Verdict(3, "because"), deadlin
 TERMINATING = replace(ENDING, stage=Stage.TERMINATING)
 
 PATTERNS: list[tuple[str, type[Event]]] = [
+    (r"the script of worker (?P<worker>\d+) ends", Done),
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", Exited),
     (r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)", Failed),
     (r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)", Waits),
@@ -188,6 +190,7 @@ def test_there_are_scenarios() -> None:
         (TWO, Exited(1, 3), (Abort("worker 1 ended with status 3"),), Stage.ENDING),
         (TWO, Exited(1, -11), (Abort("worker 1 was ended by SIGSEGV"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", False), (Abort("worker 1 ended with status 1: E: x"),), Stage.ENDING),
+        (TWO, Failed(1, 1, "E: x", False, prints=False), (Abort("worker 1: E: x"),), Stage.ENDING),
         (TWO, Failed(1, 1, "E: x", True), (), Stage.RUNNING),
         (
             replace(TWO, running=frozenset({1})),
@@ -280,7 +283,7 @@ def test_decision_about_who_takes_part(state: State, event: Event, actions: tupl
         (replace(ELASTIC, size=Size.of(2, 2, 0)), 1, "with fewer than 2 workers training would wait"),
         (replace(ELASTIC, size=Size(2, by_hand=True)), 2, ""),
         (replace(ELASTIC, size=Size(2, by_hand=True)), 3, "the workers of this job are started by hand"),
-        (replace(ELASTIC, elastic=False), 3, "the script has not made its strategy yet"),
+        (replace(ELASTIC, elastic=False), 3, "the script has created no strategy and compiled no model yet"),
         (replace(ELASTIC, stage=Stage.LOOKING), 3, "a worker seems to be stuck"),
         (replace(ELASTIC, stage=Stage.SAVING), 3, "the job is ending"),
         (replace(ELASTIC, finished=frozenset({1})), 3, "the job is ending"),
@@ -313,6 +316,7 @@ def test_a_worker_that_waits_again_for_a_live_one_is_not_deserted() -> None:
 workers = st.integers(0, 2)
 events = st.one_of(
     st.builds(Exited, workers, st.sampled_from([0, 0, 1, 3, -9])),
+    st.builds(Done, workers),
     st.builds(Failed, workers, st.just(1), st.just("E"), st.booleans()),
     st.builds(Waits, workers, st.just("step"), st.lists(workers, min_size=1).map(tuple), st.floats(0, 20)),
     st.builds(StopAsked, st.sampled_from([2, 15])),
@@ -347,7 +351,7 @@ states = st.builds(
 
 def happens(state: State, event: Event) -> bool:
     """Whether `event` can come: from a worker that runs, from a person who is not refused, after a view."""
-    if isinstance(event, Exited | Failed | Waits | Asks):
+    if isinstance(event, Exited | Done | Failed | Waits | Asks):
         return event.worker in state.running
     if isinstance(event, Unfit):
         return state.stage is Stage.RUNNING

@@ -90,7 +90,7 @@ def test_who_chooses_the_backend_is_said() -> None:
     )
     assert "keras.json says so" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
     text = examine(versions, Wish(None, "tensorflow"), both)[0]["chosen backend"].reason
-    assert text.startswith("jax, because it is the first installed of JAX, TensorFlow and PyTorch")
+    assert text.startswith("jax, because it is the first installed of TensorFlow, JAX and PyTorch")
 
 
 def test_packages_that_do_not_find_what_they_ask_for_are_named() -> None:

@@ -44,6 +44,10 @@ def main() -> None:
     for path in sorted(options.programs.glob("*.py")):
         if int(path.stem) >= options.first:
             line, out_of_step = run(path, options.save)
+            if not gc.get_freeze_count():
+                # What the first program has imported need not be looked through after each of the others.
+                gc.collect()
+                gc.freeze()
             print("program", path.stem, json.dumps(line), flush=True)
             # After an error, TensorFlow's own collectives fail in the programs that follow.
             broken = options.plain and BACKEND == "tensorflow" and "error" in line

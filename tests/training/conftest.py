@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,11 @@ class Run:
 
     def log(self, worker: int) -> list[str]:
         return (self.folder / f"worker-{worker}.log").read_text().splitlines()
+
+    @property
+    def last_line(self) -> str:
+        """The last line that Lockstep said, without the time that the run has taken."""
+        return re.sub("^lockstep: finished in .*?: ", "", self.stderr.splitlines()[-1])
 
     def marked(self, worker: int, mark: str) -> list[str]:
         """The lines of a worker's log that start with `mark`."""

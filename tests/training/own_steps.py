@@ -177,7 +177,77 @@ def texts() -> tuple[keras.Model, list[float]]:
     ]
 
 
-TRAININGS = [nested, unweighted, averaged]
+class Distiller(keras.Model):
+    """Has a `compile` of its own, and learns from another model that it holds and does not train."""
+
+    def __init__(self, student: keras.Model, teacher: keras.Model) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def compile(self, optimizer: Any, far: Any, share: float) -> None:
+        super().compile(optimizer, "mse")
+        self.far, self.share = far, share
+
+    def call(self, inputs: Any) -> Any:
+        return self.student(inputs)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        del sample_weight, training
+        taught = self.far(self.teacher(x, training=False), y_pred)
+        return self.share * taught + (1 - self.share) * keras.losses.MeanSquaredError()(y, y_pred)
+
+
+def distilled() -> tuple[keras.Model, list[float]]:
+    """See `Distiller`."""
+    teacher = small("adam")
+    found = figures(teacher.fit(X, Y, batch_size=8, shuffle=False, verbose=0))
+    teacher.trainable = False
+    student = keras.Sequential([layers.Input((6,)), layers.Dense(1)])
+    model = Distiller(student, teacher)
+    model.compile("adam", keras.losses.Huber(), 0.3)
+    found += figures(model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+    return model, [*found, model.evaluate(X, Y, verbose=0)]
+
+
+class Endpoint(layers.Layer):
+    """Adds the model's loss: its targets are inputs."""
+
+    def call(self, prediction: Any, target: Any) -> Any:
+        self.add_loss(ops.mean(ops.square(prediction - target)))
+        return prediction
+
+
+def endpoint() -> tuple[keras.Model, list[float]]:
+    """Compiled without a loss, and trained on one dictionary."""
+    inputs = {"x": layers.Input((6,), name="x"), "y": layers.Input((1,), name="y")}
+    model = keras.Model(inputs, Endpoint()(layers.Dense(1)(inputs["x"]), inputs["y"]))
+    model.compile("adam")
+    return model, figures(model.fit({"x": X, "y": Y}, batch_size=8, epochs=2, shuffle=False, verbose=0))
+
+
+def adapted() -> tuple[keras.Model, list[float]]:
+    """Trained, and then only its LoRA weights, which it is given after the first call."""
+    model = keras.Sequential(
+        [layers.Input((6,), dtype="int32"), layers.Embedding(8, 4), layers.Flatten(), layers.Dense(1)]
+    )
+    ids = np.abs(X * 4).astype("int32") % 8
+    found = []
+    for rank in (0, 2):
+        for layer in model.layers[::2] if rank else []:
+            layer.enable_lora(rank)
+        model.compile(keras.optimizers.AdamW(1e-2), "mse")
+        found += figures(model.fit(ids, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+    return model, found
+
+
+TRAININGS = [nested, unweighted, averaged, distilled, endpoint, adapted]
 IN_GRAPHS = [parts, eager_parts, triplet, texts]
 
 

@@ -14,7 +14,7 @@ def test_a_replacement_that_is_elsewhere_in_a_shared_generator_ends_alone(launch
     assert run.marked(0, "end ") == [expected]
     assert "worker 2 joined (2 workers, view 3)" in run.stderr
     (told,) = [line for line in run.stderr.splitlines() if "DisagreementError" in line]
-    assert told.startswith("lockstep: worker 2 ended with status 1: lockstep.errors.DisagreementError: ")
+    assert told.startswith("lockstep: worker 2: DisagreementError: ")
     assert "do not compute from the same data" in told
     assert "give each call an input of its own" in told
     assert told.endswith("; no worker is replaced any more (--max-restarts 1); worker 0 goes on (view 4)")

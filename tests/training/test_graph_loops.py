@@ -1,6 +1,7 @@
 """Loops of the program's own on TensorFlow: any number of workers gives the same bits, whoever is lost."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,12 @@ def test_workers_with_other_weights_are_told_so(launch: Launch) -> None:
     assert run.status == 1
     assert "the models differ" in run.stderr
     assert "after execution 1 of step: worker 0 has variable " in run.stderr
+    # No frame of TensorFlow's is shown above or below what Lockstep says.
+    assert re.match(
+        r"lockstep: worker \d: DisagreementError: .* \(graph_loops.py:\d+\)$", run.stderr.splitlines()[-2]
+    )
+    assert "Traceback" not in run.stderr
+    assert any(line.startswith("Traceback") for line in run.log(0))
 
 
 def test_a_driven_loop_goes_on_without_whoever_is_lost(launch: Launch, undisturbed: list[str]) -> None:
@@ -93,3 +100,6 @@ def test_a_driven_loop_goes_on_from_its_checkpoint(
     again = launch(f"-n 2 {options[4:]}", "driven_loops.py", backend="tensorflow")
     assert "training goes on behind step " in again.stderr
     assert results(again, 0) == results(again, 1) == undisturbed
+    finished = launch(options, "driven_loops.py", backend="tensorflow")
+    assert "is finished, after 36 steps: none is trained again" in finished.stderr
+    assert results(finished, 0) == undisturbed

@@ -35,7 +35,10 @@ def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Und
     @functools.cache
     def run(backend: str, replicas: int = 1, execution: int = 1) -> list[str]:
         arguments = (str(tmp_path_factory.mktemp("undisturbed")), "0", str(execution))
-        return results(launch(f"-n 1 --replicas {replicas}", "keeping.py", *arguments, backend=backend))
+        done = launch(f"-n 1 --replicas {replicas}", "keeping.py", *arguments, backend=backend)
+        figures = f"digest {done.marked(0, 'end ')[0].split()[1]} of model 'model'"
+        assert done.last_line == f"{51 if execution == 1 else 60} steps on 1 worker; {figures}"
+        return results(done)
 
     return run
 

@@ -8,11 +8,11 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def run(folder: Path, number: int, **variables: str) -> tuple[list[str], list[str]]:
+def run(folder: Path, number: int, training: str = "cnn", **variables: str) -> tuple[list[str], list[str]]:
     """Train on two workers; return their results, and what Lockstep says, whatever the machine's pace."""
     where = folder / f"run-{number}"
     options = ["--backend", "jax", "-n", "2", "--replicas", "3", "--run-dir", str(where)]
-    command = [sys.executable, "-m", "lockstep", "run", *options, str(HERE / "program.py"), "cnn", "custom"]
+    command = [sys.executable, "-m", "lockstep", "run", *options, str(HERE / "program.py"), training]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **variables}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -38,5 +38,5 @@ def test_what_was_compiled_before_computes_the_same_bits(tmp_path: Path) -> None
 
 
 def test_a_folder_of_the_persons_own_is_used_instead(tmp_path: Path) -> None:
-    run(tmp_path, 0, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
+    run(tmp_path, 0, "tiny", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
     assert not kept(tmp_path / "cache")

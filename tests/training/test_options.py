@@ -31,7 +31,7 @@ def train(
 ) -> list[str]:
     """Train; check that the workers agree; return their result lines."""
     arguments = ("--exact", "--save", str(folder), *options, *names)
-    run = launch(f"-n {workers} --replicas 4", "options.py", *arguments, backend=backend)
+    run = launch(f"-n {workers} --replicas 4 --no-adopt", "options.py", *arguments, backend=backend)
     assert run.status == 0, run.stderr
     lines: list[list[str]] = [run.marked(worker, "result ") for worker in range(workers)]
     assert lines == [lines[0]] * workers

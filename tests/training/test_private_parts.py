@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
-from keras.src.utils import rng_utils
+from keras.src.utils import file_utils, rng_utils
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.functions import assignments
@@ -32,6 +32,8 @@ def model() -> keras.Model:
 @pytest.mark.parametrize(
     ("file", "owner", "name"),
     [
+        ("downloads.py", file_utils, "get_file"),
+        ("downloads.py", file_utils, "urlretrieve"),
         ("keras/hook.py", keras.Model, "_symbolic_build"),
         ("keras/hook.py", keras.Model, "make_train_function"),
         ("keras/hook.py", keras.Model, "make_test_function"),

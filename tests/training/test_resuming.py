@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.store import Store
+
 Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
@@ -70,3 +72,42 @@ def test_a_job_that_was_stopped_goes_on_at_the_step_that_it_had_come_to(
     launch: Launch, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
     goes_on(launch, "jax", "stopped", "fit 2 step 4", tmp_path, undisturbed("jax"))
+
+
+def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
+    launch: Launch, thorough_backend: str, tmp_path: Path
+) -> None:
+    def run(options: str, *asked: str, kept: bool = True) -> Any:
+        keeping = f"--checkpoint {tmp_path / 'kept'}" if kept else ""
+        done = launch(f"{options} {keeping}", "finishing.py", *asked, backend=thorough_backend)
+        assert done.status == 0, done.stderr
+        return done
+
+    def printed(done: Any, worker: int = 0) -> list[str]:
+        return [line for mark in ("fit ", "end ", "evaluate ") for line in done.marked(worker, mark)]
+
+    def steps() -> list[int]:
+        return [entry.step for entry in Store(tmp_path / "kept").entries()]
+
+    def digest(done: Any) -> str:
+        return str(done.marked(0, "end ")[-1].split()[1])
+
+    first = run("-n 2 --replicas 2", "2", "0")
+    digest_and_model = f"digest {digest(first)} of model 'sequential'"
+    assert first.last_line == f"10 steps on 2 workers; 1 checkpoint; {digest_and_model}"
+    assert (steps(), Store(tmp_path / "kept").finished()) == ([10], 10)
+    lost = run("-n 2 --max-restarts 0", "3", "0", "dies")
+    assert "worker 0 was ended by SIGKILL" in lost.stderr
+    assert steps() == [10], "the chief has written half of another one"
+    more = run("-n 1", "3", "0")
+    assert "is finished, after 10 steps" in more.stderr
+    assert steps() == [10, 12], "the fit was stopped in its third epoch"
+    assert printed(more) == printed(lost, 1)
+    still_more = run("-n 1", "3", "3")
+    assert printed(still_more) == printed(run("-n 2 --replicas 2", "3", "3", kept=False))
+    assert steps()[-1] == 15
+    again = run("-n 2", "3", "3")
+    assert "is finished, after 15 steps: none is trained again" in again.stderr
+    assert printed(again) == printed(still_more)
+    digest_and_model = f"digest {digest(again)} of model 'sequential'"
+    assert again.last_line == f"15 steps, 15 of them before, on 2 workers; {digest_and_model}"

@@ -12,6 +12,7 @@ from lockstep.checkpoint.keeper import Every
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.clock import duration
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.prose import count
 
 _OPTIONS = {"threads": "threads-per-worker"}
 
@@ -36,18 +37,21 @@ def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
     raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
 
 
-def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts] | None:
+def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, str] | None:
     """Return the newest whole checkpoint in `folder`, and what it says of its job; None without one.
 
     Args:
         folder: may not exist yet.
         report: is told of each damaged one that is newer.
 
+    Returns:
+        Its path, the facts, and a note for the person if the job is finished.
+
     Raises:
         CheckpointError: it was not written by a job.
     """
     found = Store(folder).newest(report)
-    return (found[0], job_facts(*found)) if found else None
+    return (found[0], job_facts(*found), note_if_finished(folder, found[1].step)) if found else None
 
 
 def job_facts(path: Path, contents: Contents) -> Facts:
@@ -126,6 +130,17 @@ def _shown(name: str, value: Any) -> str:
         else f"{value} {name}"
         if name != "seed"
         else f"seed {value}"
+    )
+
+
+def note_if_finished(folder: Path, step: int) -> str:
+    """Say that the job whose newest checkpoint is of `step` has come to its end; nothing if it has not."""
+    if Store(folder).finished() != step:
+        return ""
+    return (
+        f"the job in {folder} is finished, after {count(step, 'step')}: none is trained again, and the rest "
+        "of the script runs. A script that asks for more steps goes on from there; to train anew, give "
+        "another folder"
     )
 
 

@@ -8,18 +8,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from safetensors import SafetensorError
 
 from lockstep.checkpoint.claim import Claim
-from lockstep.checkpoint.durable import is_full, locked, make_folder, reason, sync
+from lockstep.checkpoint.durable import is_full, locked, make_folder, reason, sync, write_file
 from lockstep.checkpoint.folder import Contents, check_names, load, read_outline, write_folder
 from lockstep.clock import SystemClock
 from lockstep.errors import CheckpointError
+from lockstep.files import read_regular
 
 __all__ = ["Contents", "Entry", "Store", "load"]
 
 _NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
 _LOCK = ".lock"
+_FINISHED = "finished.json"
+
+
+class _Finished(msgspec.Struct):
+    """What the file says that the job has come to its end."""
+
+    step: int
+    time: float
 
 
 @dataclass(frozen=True)
@@ -151,6 +161,32 @@ class Store:
             CheckpointError: the folder exists and cannot be read.
         """
         return {_step(path): path for path in self._paths()}
+
+    def finish(self, step: int) -> None:
+        """Note on the disk that the job has come to its end with its checkpoint of `step`.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path, temporary = self._folder / _FINISHED, self._folder / f".{_FINISHED}"
+        try:
+            with locked(self._folder / _LOCK):
+                temporary.unlink(missing_ok=True)
+                write_file(temporary, msgspec.json.encode(_Finished(step, SystemClock().wall())))
+                temporary.rename(path)
+                sync(self._folder)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {path}: {reason(error)}; make room there") from None
+
+    def finished(self) -> int | None:
+        """Return the step of the checkpoint with which the job has come to its end; None if it has not.
+
+        A checkpoint of a later step is one of a job that has gone on since.
+        """
+        try:
+            return msgspec.json.decode(read_regular(self._folder / _FINISHED), type=_Finished).step
+        except (OSError, ValueError):
+            return None
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:012}"

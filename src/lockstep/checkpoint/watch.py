@@ -66,7 +66,7 @@ class Watch:
         if self.is_over(look) and self.newest is None:
             raise PeerLostError(
                 f"the job that keeps checkpoints in {self.folder} has ended and left none that is whole, so "
-                "nothing was evaluated; if it came to its end, let it keep them more often: "
+                "nothing was evaluated; let it keep them more often: "
                 "lockstep.callbacks.Checkpoint(folder, every=...)"
             )
         if not self._begun and look.now - self.since >= PATIENCE:

@@ -16,6 +16,11 @@ class Writer:
     On that thread, `done(path, step, seconds)` is called for each checkpoint that is on the disk,
     `failed(message)` for each that could not be written, and `removed(path)` for each older one that had to
     make room; they must not raise. The thread does not keep the process from ending.
+
+    Attributes:
+        asked: the step of the checkpoint that was asked for last; None before the first.
+        written: the step of the one that was written last; None before the first.
+        seconds: that its writing took.
     """
 
     def __init__(
@@ -32,6 +37,9 @@ class Writer:
         self._changed = threading.Condition()
         self._waiting: Contents | None = None
         self._running = False
+        self.asked: int | None = None
+        self.written: int | None = None
+        self.seconds = 0.0
 
     def write(self, contents: Contents) -> None:
         """Ask for a checkpoint and return at once.
@@ -40,6 +48,7 @@ class Writer:
         dropped: nothing is called for that. The arrays must stay as they are until this one is done, has
         failed or is dropped.
         """
+        self.asked = contents.step
         with self._changed:
             self._waiting = contents
             if not self._running:
@@ -88,4 +97,5 @@ class Writer:
         except Exception as error:
             self._failed(f"cannot write the checkpoint of step {contents.step}: {error!r}")
         else:
-            self._done(path, contents.step, clock.now() - begun)
+            self.written, self.seconds = contents.step, clock.now() - begun
+            self._done(path, contents.step, self.seconds)

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -34,16 +35,21 @@ from lockstep.control.messages import (
     Started,
     Stop,
     Waiting,
+    Writes,
     decode,
 )
 from lockstep.control.progress import PREPARING, RUNNING, Progress, first_step
+from lockstep.control.provenance import provenance
 from lockstep.control.reception import Reception
+from lockstep.control.script import Script
 from lockstep.control.spec import JobSpec
 from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
 from lockstep.control.supervision import decide
+from lockstep.control.tally import Tally
 from lockstep.control.views import Views
 from lockstep.control.wording import UNSEEN, unkillable, whose_lines
+from lockstep.control.writers import Writers
 from lockstep.errors import LockstepError
 from lockstep.events import EventLog
 from lockstep.memory import memory_kills
@@ -52,6 +58,7 @@ from lockstep.topology import View
 
 _LEAVE_GRACE = 0.5
 _LAST_FLUSH = 0.5
+_DOWNLOAD_NOTICE = 20.0
 
 
 class CommandGone(Exception):
@@ -96,6 +103,10 @@ class Agent:
     _selector: selectors.BaseSelector = field(default_factory=selectors.PollSelector)
     _verdict: decisions.Verdict | None = None
     _used_strategy: bool = False
+    _writers: Writers = field(default_factory=lambda: Writers(Path.cwd()))
+    _downloads: dict[str, float] = field(default_factory=dict)
+    _tally: Tally = field(default_factory=Tally)
+    _begun: float = 0.0
     _memory_kills: int = 0
     _stopped: bool = False
     _killed: bool = False
@@ -116,8 +127,11 @@ class Agent:
         return status
 
     def _open(self) -> None:
+        self._begun = self.clock.now()
         self._memory_kills = memory_kills()
-        self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
+        asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
+        script = Script(self.spec.target, self.spec.module, self.spec.arguments)
+        self.events.write("job", **provenance(script), **asked)
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
         self._open_desk()
         if self.reception is not None:
@@ -221,6 +235,9 @@ class Agent:
         message = decode(packet)
         if isinstance(message, Stop):
             self._stopped = True
+            # A script that had ended before is known to have.
+            for member in self._members.values():
+                self._hear(member)
             self.events.write("stop", signal=message.signal)
             self._decide(decisions.StopAsked(message.signal))
 
@@ -261,13 +278,19 @@ class Agent:
                 self._decide(decisions.Asks(worker, whole))
             case Waiting(what, workers, seconds):
                 self._decide(decisions.Waits(worker, what, workers, seconds))
-            case Failed(status, summary, traceback, blames):
+            case Writes(path, line):
+                self._tell_of_file(worker, path, line)
+            case Failed(status, summary, traceback, blames, prints):
                 member.said = status
+                if not prints:
+                    member.log_only(traceback)
                 self.events.write("failed", worker=worker, summary=summary, traceback=traceback)
-                self._decide(decisions.Failed(worker, status, summary, blames))
+                self._decide(decisions.Failed(worker, status, summary, blames, prints))
             case Finished(status):
                 member.said = status
                 self.events.write("done", worker=worker, status=status)
+                if status == 0:
+                    self._decide(decisions.Done(worker))
 
     def _take_report(self, worker: int, event: str, fields: dict[str, Any]) -> None:
         match event:
@@ -291,12 +314,18 @@ class Agent:
                 self._decide(decisions.StepEnded(int(fields["step"])))
             case "source":
                 self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
+            case "waits for download":
+                self._tell_of_download(worker, str(fields["file"]), str(fields["of"]), fields["seconds"])
+            case "trained" if worker == self.console.chief:
+                self._tally.trained(fields)
             case "checkpoint":
+                self._tally.checkpoints += 1
                 self.console.say(f"checkpoint {fields.get('path')}")
                 self._decide(decisions.Kept(int(fields["step"])))
             case "checkpoint failed":
                 self._decide(decisions.NotKept(str(fields["reason"])))
             case "resumed" if worker == self.console.chief:
+                self._tally.before = int(fields["step"])
                 self.console.say(f"training goes on behind {fields.get('where')}")
 
     def _note_progress(self, worker: int, what: str) -> None:
@@ -305,6 +334,20 @@ class Agent:
         if self.spec.replicas == 1 and what is PREPARING:
             # Keras's own steps follow, which report nothing.
             self._progress = None
+
+    def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
+        """Say for whom a worker waits, though not for each of several workers."""
+        last, now = self._downloads.get(file), self.clock.now()
+        if last is None or now - last >= _DOWNLOAD_NOTICE:
+            self._downloads[file] = now
+            waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_NOTICE else "waits"
+            self.console.say(f"worker {worker} {waits} for {of} to download {file}")
+
+    def _tell_of_file(self, worker: int, path: str, line: str) -> None:
+        """Warn of a file that several workers write."""
+        if text := self._writers.opened(worker, path, line, self.state.running):
+            self.events.write("written by several", worker=worker, path=path, line=line)
+            self.console.say(text)
 
     def _tell_of_backend(self, worker: int, backend: Any) -> None:
         """Correct the job's first line where the script has chosen in a way that its source does not show."""
@@ -403,10 +446,11 @@ class Agent:
     def _renew(self, view: View, reason: str) -> None:
         before = set(self.views.workers)
         for worker in sorted(before.difference(view.workers)):
-            self.events.write(
-                "left" if worker in self.state.leaving else "lost", worker=worker, reason=reason
-            )
+            leaves = worker in self.state.leaving
+            self._tally.lost += not leaves
+            self.events.write("left" if leaves else "lost", worker=worker, reason=reason)
         for worker in sorted(set(view.workers) - before):
+            self._tally.joined += 1
             self.events.write("joined", worker=worker, reason=reason)
         self.events.write("view", number=view.number, workers=view.workers, reason=reason)
         try:
@@ -429,17 +473,29 @@ class Agent:
         if verdict.message:
             self.console.say(explain(verdict, self._members, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
-            count = self.spec.workers
-            self.console.say(f"the script used no strategy: each of the {count} workers ran all of it, alone")
+            what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
+            self.console.say(
+                f"the script {what}: each of the {self.spec.workers} workers ran all of it, alone"
+            )
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
             self.console.say(
-                f"the script created a strategy but distributed nothing: {lines}; train with model.fit, or "
+                f"the script distributed nothing: {lines}; train with model.fit, or "
                 "pass the computation of a replica to strategy.run"
             )
         if left:
             self.console.say(unkillable(left))
-        self.events.write("finished", status=verdict.status, message=verdict.message, workers=verdict.workers)
+        seconds = self.clock.now() - self._begun
+        line = self._tally.line(seconds, len(self.state.members))
+        if line and verdict.status == 0:
+            self.console.say(line)
+        self.events.write(
+            "finished",
+            status=verdict.status,
+            message=verdict.message,
+            workers=verdict.workers,
+            **self._tally.fields(seconds),
+        )
         self._flush()
         return verdict.status
 

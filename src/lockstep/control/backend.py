@@ -10,7 +10,10 @@ set decides.
     the checkpoint                     that the job resumes from
     keras.json                         where it names JAX or PyTorch; Keras writes TensorFlow there unasked
     --tf-distribute                    asks for TensorFlow
-    the first that is installed        of JAX, TensorFlow and PyTorch
+    the first that is installed        of TensorFlow, JAX and PyTorch
+
+So a script runs on the backend that Keras itself chooses for `python train.py`; where Keras finds none,
+because TensorFlow is not installed, on another one.
 """
 
 from collections.abc import Callable
@@ -22,11 +25,12 @@ NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 BACKENDS = tuple(NAMES)
 RULE = (
     "what SCRIPT sets, else KERAS_BACKEND, the checkpoint's backend, keras.json if it names jax or torch, "
-    "tensorflow with --tf-distribute, or the first installed of jax, tensorflow and torch"
+    "tensorflow with --tf-distribute, or the first installed of tensorflow, jax and torch"
 )
 """The default of `--backend`, as the help shows it."""
 
 _WRITTEN_BY_KERAS = "tensorflow"
+_BY_DEFAULT = (_WRITTEN_BY_KERAS, "jax", "torch")
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,8 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
         return Choice(wishes.configured, "keras.json says so")
     if wishes.tf_distribute:
         return Choice("tensorflow", "--tf-distribute asks for it")
-    for name in filter(installed, BACKENDS):
-        return Choice(name, "it is the first installed of JAX, TensorFlow and PyTorch")
+    for name in filter(installed, _BY_DEFAULT):
+        return Choice(name, "it is the first installed of TensorFlow, JAX and PyTorch")
     raise ConfigError(
         f"no Keras backend is installed for {python}: pip install 'keras-lockstep[jax]' brings JAX"
     )

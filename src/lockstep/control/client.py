@@ -18,6 +18,7 @@ from lockstep.control.messages import (
     Started,
     Waiting,
     WorkerMessage,
+    Writes,
     decode,
     encode,
 )
@@ -48,9 +49,13 @@ class Client:
         """Say for whom this worker waits; lost if the agent is behind, the next one will do."""
         self._send(Waiting(what, workers, seconds), 0.0)
 
-    def failed(self, status: int, summary: str, traceback: str, blames: bool) -> None:
-        """Say that the script raised."""
-        self._send(Failed(status, summary, traceback, blames), _PATIENCE)
+    def writes(self, path: str, line: str) -> None:
+        """Say that a line of the program opens a file to write to it."""
+        self._send(Writes(path, line), _PATIENCE)
+
+    def failed(self, status: int, summary: str, traceback: str, *, blames: bool, prints: bool) -> bool:
+        """Say that the script raised; return whether the agent hears of it."""
+        return self._send(Failed(status, summary, traceback, blames, prints), _PATIENCE)
 
     def finished(self, status: int = 0) -> None:
         """Say that the script came to its end, or left with a status of its own."""
@@ -104,7 +109,7 @@ class Client:
             return message, descriptors
         raise InternalError(f"the agent says {type(message).__name__}, which is not for workers")
 
-    def _send(self, message: WorkerMessage, patience: float, *descriptors: int) -> None:
+    def _send(self, message: WorkerMessage, patience: float, *descriptors: int) -> bool:
         try:
             packet = encode(message)
             if patience:
@@ -112,7 +117,8 @@ class Client:
             socket.send_fds(self._connection, [packet], descriptors, socket.MSG_DONTWAIT)
         except (OSError, ValueError, RecursionError):
             # The agent is gone (then this process is about to be), behind, or the fields cannot be told.
-            return
+            return False
+        return True
 
 
 def _close(descriptors: list[int]) -> None:

@@ -12,6 +12,7 @@ class Evidence(Enum):
 
     NONE = auto()
     LOG = auto()
+    LOG_NAME = auto()
     STACK = auto()
 
 
@@ -24,13 +25,24 @@ class Exited:
 
 
 @dataclass(frozen=True)
+class Done:
+    """A worker's script has come to its end; its process still runs."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
 class Failed:
-    """A worker's script raised; `blames` if only because of another worker."""
+    """A worker's script raised; `blames` if only because of another worker.
+
+    Without `prints` only the log has the traceback, and the summary says it all.
+    """
 
     worker: int
     status: int
     summary: str
     blames: bool
+    prints: bool = True
 
 
 @dataclass(frozen=True)
@@ -144,6 +156,7 @@ class TimePassed:
 
 Event = (
     Exited
+    | Done
     | Failed
     | Ready
     | Distributes

@@ -28,7 +28,7 @@ def explain(
     for member in (members[worker] for worker in workers if worker in members):
         if verdict.evidence is Evidence.STACK:
             lines += _stack(member)
-        elif member.log is not None and not shown(member.worker):
+        elif verdict.evidence is Evidence.LOG and member.log is not None and not shown(member.worker):
             lines += [f"  | {line}" for line in member.log.tail(_LOG_LINES)]
         if member.log is not None:
             lines.append(f"  log: {name_log(member.worker)}")

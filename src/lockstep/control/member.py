@@ -88,6 +88,13 @@ class Member:
         with contextlib.suppress(BlockingIOError, ConnectionError):
             socket.send_fds(self.handle.control, [encode(message)], descriptors)
 
+    def log_only(self, text: str) -> None:
+        """Put a text into the log, behind what the worker has written by now, and not on the terminal."""
+        for stream in self.streams:
+            stream.drain()
+        if self.log is not None:
+            self.log.write(text.encode(errors="backslashreplace"))
+
     def ask_for_stack(self) -> None:
         """Ask the worker for its stack; one that is not ready would not survive the question."""
         if self.ready:

@@ -30,6 +30,18 @@ class Waiting(msgspec.Struct, frozen=True, tag="waiting"):
     seconds: float
 
 
+class Writes(msgspec.Struct, frozen=True, tag="writes"):
+    """The script opens a file to write to it.
+
+    Attributes:
+        path: of the file, absolute.
+        line: of the program, as `train.py:41`.
+    """
+
+    path: str
+    line: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The script raised, and the worker will end with `status`.
 
@@ -38,12 +50,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
         summary: the error in one line.
         traceback: as Python prints it.
         blames: whether the error only says that another worker is lost or stuck.
+        prints: whether the worker prints the traceback; else the agent puts it into the worker's log.
     """
 
     status: int
     summary: str
     traceback: str
     blames: bool
+    prints: bool = True
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
@@ -106,7 +120,7 @@ class Over(msgspec.Struct, frozen=True, tag="over"):
     reason: str
 
 
-WorkerMessage = Started | Report | Waiting | Failed | Finished | Asks | Given
+WorkerMessage = Started | Report | Waiting | Writes | Failed | Finished | Asks | Given
 AgentMessage = NewView | Position | Leave | Over
 Message = WorkerMessage | Stop | AgentMessage
 Kind = TypeVar("Kind")

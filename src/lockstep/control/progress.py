@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from lockstep.prose import name_workers
 
 STARTING = "starting: importing what the script needs"
-RUNNING = "running the script, no strategy yet"
-PREPARING = "running the script after it created its strategy"
+RUNNING = "running the script, which has compiled no model yet"
+PREPARING = "preparing the first distributed call"
 
 _QUIET = 5.0
 _EVERY = 10.0

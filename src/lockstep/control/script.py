@@ -4,6 +4,7 @@ import builtins
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -13,9 +14,13 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.sources import is_program
 
 _IN_A_GRAPH = "Graph execution error:"
+_AROUND = ("in user code:", "Exception encountered when calling ")
+"""How errors begin that TensorFlow and Keras raise again, with text of theirs around what they said."""
+_CONVERTED = re.compile(r'File "([^"]+)", line (\d+), in .*  \*$', re.MULTILINE)
 _NO_CAUSES = ("[[", "File ", "Detected at node", "0 successful operations", "0 derived errors")
 """How lines of TensorFlow's errors begin that say where something has failed, not what."""
 
@@ -168,6 +173,33 @@ def summarize(error: BaseException) -> str:
         return first
     causes = [line for line in others if line.strip() and not line.lstrip().startswith(_NO_CAUSES)]
     return f"{first} {causes[-1].strip()}" if causes else first
+
+
+def summarize_own(error: LockstepError) -> str:
+    """Say in one line what Lockstep has raised, and which line of the program has led there."""
+    said = error
+    while str(said).startswith(_AROUND) and isinstance(said.__context__, LockstepError):
+        said = said.__context__
+    line = _converted_line(error) or _line(error.__traceback__)
+    return f"{type(said).__name__}: {' '.join(str(said).split())}{f' ({line})' if line else ''}"
+
+
+def _converted_line(error: BaseException) -> str | None:
+    """Return the line of a function that TensorFlow has written anew, and so shows in the text only."""
+    lines = [
+        f"{Path(file).name}:{number}" for file, number in _CONVERTED.findall(str(error)) if is_program(file)
+    ]
+    return lines[-1] if lines else None
+
+
+def _line(trace: TracebackType | None) -> str | None:
+    """Return the program's innermost line."""
+    lines = [
+        f"{Path(frame.f_code.co_filename).name}:{number}"
+        for frame, number in traceback.walk_tb(trace)
+        if is_program(frame.f_code.co_filename)
+    ]
+    return lines[-1] if lines else None
 
 
 def _runnable(name: str, spec: ModuleSpec | None) -> ModuleSpec:

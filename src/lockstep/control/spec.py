@@ -49,6 +49,7 @@ class JobSpec:
         max_restarts: how many lost workers are replaced.
         grace: seconds that a stopped job has for its step and a checkpoint.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
+        adopts: whether models are distributed that a script without a strategy compiles.
         inherited: descriptors of this process that the script finds at the same numbers.
     """
 
@@ -71,6 +72,7 @@ class JobSpec:
     max_restarts: int = 0
     grace: float = GRACE
     tf_distribute: bool = False
+    adopts: bool = True
     inherited: tuple[int, ...] = ()
 
     @property

@@ -113,6 +113,7 @@ class LocalStarter:
             checkpoints=spec.checkpoints,
             accepts_changes=spec.accepts_changes,
             tf_distribute=spec.tf_distribute,
+            adopts=spec.adopts,
         )
         devices = spec.devices_of(seat)
         return worker_environment(

@@ -141,6 +141,7 @@ class State:
         keeps: whether the job keeps checkpoints.
         saving: what has come of the checkpoint that a job keeps before it is stopped.
         failed: what each worker whose script raised ended with, the first one first.
+        done: workers whose script has come to its end.
         finished: workers that ended well.
         condemned: stuck workers that were killed, whose end has not been seen yet.
         noticed: when each set of late workers was last told of.
@@ -173,6 +174,7 @@ class State:
     keeps: bool = False
     saving: Saving = field(default_factory=Saving)
     failed: tuple[tuple[int, Verdict], ...] = ()
+    done: frozenset[int] = frozenset()
     finished: frozenset[int] = frozenset()
     condemned: frozenset[int] = frozenset()
     noticed: tuple[tuple[tuple[int, ...], float], ...] = ()

@@ -174,7 +174,10 @@ def refusal(state: State, workers: int) -> str:
     if state.size.by_hand and workers > len(state.present) + len(state.recruits):
         return "the workers of this job are started by hand: start another one to have more"
     if not state.elastic and state.stage is Stage.RUNNING:
-        return "the script has not made its strategy yet, so nobody can join or leave; try again in a moment"
+        return (
+            "the script has created no strategy and compiled no model yet, so no worker can join or leave; "
+            "try again in a moment"
+        )
     if state.elastic and state.stage is Stage.LOOKING:
         return "a worker seems to be stuck, and is about to be left behind; try again in a moment"
     return "the job is ending" if state.stage is not Stage.RUNNING or state.finished else ""

@@ -14,6 +14,7 @@ from lockstep.control.decisions import (
     Arrived,
     Asks,
     Distributes,
+    Done,
     DumpStack,
     Event,
     Evidence,
@@ -52,6 +53,9 @@ def _decide(state: State, event: Event, now: float) -> Decision:
     match event:
         case Exited():
             return _exited(state, event, now)
+        case Done(worker):
+            done = replace(state, done=state.done | {worker})
+            return Decision(done, reason=f"the script of worker {worker} has come to its end")
         case Failed():
             return _failed(state, event, now)
         case Ready():
@@ -169,8 +173,10 @@ def _with_failure(state: State, worker: int, verdict: Verdict, now: float) -> St
 
 
 def _failed(state: State, event: Failed, now: float) -> Decision:
-    message = f"worker {event.worker} ended with status {event.status}: {event.summary}"
-    verdict = Verdict(event.status, message, (event.worker,), Evidence.LOG)
+    how = f" ended with status {event.status}" if event.prints else ""
+    message = f"worker {event.worker}{how}: {event.summary}"
+    evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
+    verdict = Verdict(event.status, message, (event.worker,), evidence)
     if (recruit := state.recruit(event.worker)) is not None:
         return strength.recruit_failed(state, recruit, message)
     if state.stage is not Stage.RUNNING:
@@ -246,12 +252,32 @@ def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
         return _told_outcome(again, state, f"{name} came")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
         return ending.kill(state, now, f"{name} came again")
+    if (
+        state.stage is Stage.RUNNING
+        and state.suspect is None
+        and state.present
+        and state.present <= state.done
+    ):
+        return _stop_after_the_end(state, event.signal, now)
     verdict = state.verdict or Verdict(128 + event.signal, f"stopped by {name}")
     saves = event.signal == signal.SIGTERM and state.keeps and state.elastic and state.stage is Stage.RUNNING
     state = replace(state, verdict=verdict)
     if saves and state.staying:
         return _save(state, event.signal, now)
     return ending.signal_all(state, event.signal, now, f"{name}: every worker gets it")
+
+
+def _stop_after_the_end(state: State, number: int, now: float) -> Decision:
+    """End processes whose scripts had come to their end before the job was asked to stop."""
+    reason = f"{signal_name(number)} came after the end of the script: the job has ended well"
+    state = replace(state, verdict=Verdict(0))
+    if number == signal.SIGTERM and state.keeps:
+        # The chief may be writing the last checkpoint.
+        deadline = now + state.limits.save
+        state = replace(state, stage=Stage.ENDING, deadline=deadline, next_start=None, patience_ends=None)
+        return Decision(state, (Notice(reason),), reason)
+    decision = ending.signal_all(state, number, now, reason)
+    return replace(decision, actions=(Notice(reason), *decision.actions))
 
 
 def _save(state: State, number: int, now: float) -> Decision:
@@ -322,8 +348,9 @@ def _idle(state: State) -> Decision:
     assert state.view is not None
     lines = whose_lines(len(state.members), state.view.replicas)
     text = (
-        f"the script created its strategy {state.limits.idle:g} s ago and has distributed nothing yet; until "
-        f"it calls model.fit, evaluate or predict, strategy.run or strategy.steps, {lines}"
+        f"the script has distributed nothing in the {state.limits.idle:g} s since it created a strategy or "
+        "compiled a model; until it calls model.fit, evaluate or predict, strategy.run or strategy.steps, "
+        f"{lines}"
     )
     told = (Notice(text),) if state.stage is Stage.RUNNING else ()
     return Decision(replace(state, idle_until=None), told, text)

@@ -29,6 +29,9 @@ class Call:
         states: the random states with which the last of them began.
         inner: how many calls of each method have begun within.
         leaves: what is kept of it when it ends, if that is not what it returns.
+        logs: of its last step.
+        heard: the step whose end callbacks had heard of when the state was taken that this process goes on
+            from; None if they had not.
     """
 
     name: str
@@ -47,6 +50,8 @@ class Call:
     states: Mapping[str, Any] = field(default_factory=dict)
     inner: dict[str, int] = field(default_factory=dict)
     leaves: "Callable[[Call], Any] | None" = None
+    logs: Any = None
+    heard: int | None = None
 
 
 @dataclass
@@ -91,6 +96,15 @@ class Calls:
         self.stack.append(call)
         try:
             yield call
+        finally:
+            self.stack.pop()
+
+    @contextmanager
+    def again_in(self, call: Call) -> Iterator[None]:
+        """Make a call that has ended the current one for the block."""
+        self.stack.append(call)
+        try:
+            yield
         finally:
             self.stack.pop()
 

@@ -195,6 +195,7 @@ class Exchange:
         self._job.stepped()
         call = self._calls.current
         call.steps += 1
+        call.logs = logs
         if self._trains:
             self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:

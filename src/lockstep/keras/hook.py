@@ -11,6 +11,7 @@ from lockstep.job import Job
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.files import Saves
 from lockstep.keras.loops import Loops
+from lockstep.keras.state.snapshots import libraries
 
 _FUNCTIONS: dict[str, Kind] = {
     "make_train_function": "train",
@@ -44,6 +45,7 @@ def install(job: Job) -> Loops:
             _replace(name, functools.partial(_save, loops, saves))
         for name in _STEPS:
             _silence(name, loops)
+        _first("on_epoch_end", loops.steps_ended)
         _then("on_train_begin", loops.train_begun)
         for name in _DECISIONS:
             _then(name, functools.partial(loops.decide, name))
@@ -52,8 +54,26 @@ def install(job: Job) -> Loops:
 
             share_checkpoints(job, lambda: loops.behind)
         _installed.append(loops)
-        job.report("strategy", backend=keras.backend.backend())
+        job.report("strategy", backend=keras.backend.backend(), libraries=libraries())
     return _installed[0]
+
+
+def install_at_compile(job: Job) -> None:
+    """Let the first model that the script compiles install what distributes it and all that follow.
+
+    A strategy that the script has created before, or creates later, decides by its scope instead.
+    """
+    owner = _owner("compile")
+    original = owner.compile
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _installed:
+            return original(self, *args, **kwargs)
+        install(job).adopts_all = True
+        return owner.compile(self, *args, **kwargs)
+
+    owner.compile = replacement
 
 
 def _save(loops: Loops, saves: Saves, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -63,8 +83,7 @@ def _save(loops: Loops, saves: Saves, original: Callable[..., Any], *args: Any, 
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
-    # In the class that defines it: Keras asks classes whether they have a method of their own.
-    owner = next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+    owner = _owner(name)
     original = vars(owner)[name]
 
     @functools.wraps(original)
@@ -74,13 +93,32 @@ def _replace(name: str, method: Callable[..., Any]) -> None:
     setattr(owner, name, replacement)
 
 
+def _owner(name: str) -> Any:
+    """Return the class that defines a method: Keras asks classes whether they have one of their own."""
+    return next(cls for cls in keras.Model.__mro__ if name in vars(cls))
+
+
 def _silence(name: str, loops: Loops) -> None:
     """Let no callback hear of steps that were taken before this process began."""
     original = getattr(keras.callbacks.CallbackList, name)
+    ends = name == "on_train_batch_end"
 
     @functools.wraps(original)
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if loops.forwarding else original(self, *args, **kwargs)
+        silent = loops.forwarding or (ends and loops.heard)
+        return None if silent else original(self, *args, **kwargs)
+
+    setattr(keras.callbacks.CallbackList, name, replacement)
+
+
+def _first(name: str, act: Callable[[], None]) -> None:
+    """Let `act` precede what callbacks hear of `name`."""
+    original = getattr(keras.callbacks.CallbackList, name)
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        act()
+        original(self, *args, **kwargs)
 
     setattr(keras.callbacks.CallbackList, name, replacement)
 

@@ -1,6 +1,7 @@
 """Keras's own loops (`fit`, `evaluate`, `predict`) on global batches.
 
-A model that is compiled in a strategy's scope is adopted: its steps are computed by the job's replicas.
+A model that is compiled in a strategy's scope, or in a script without a strategy, is adopted: its steps are
+computed by the job's replicas.
 Everything else of the loops (callbacks, logs, epochs) stays Keras's.
 """
 
@@ -24,6 +25,7 @@ from lockstep.keras.backends.steps import (
 from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.evaluating import Evaluating
+from lockstep.keras.exactness import introduction, per_replica, said_of
 from lockstep.keras.exchange import Exchange
 from lockstep.keras.functions.driving import Driving
 from lockstep.keras.input.distributed_input import distributed_input
@@ -34,11 +36,13 @@ from lockstep.keras.input.visits import order_seed
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.single import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
+from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.journal import Finished
 from lockstep.keras.state.keeping import Keeping, apart
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.keras.state.variables import model_state
+from lockstep.notes import note
 
 Original = Callable[..., Any]
 _KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
@@ -50,6 +54,7 @@ class Loops:
 
     Attributes:
         depth: how many strategy scopes the program is in.
+        adopts_all: whether models are adopted outside of all scopes too: the script has no strategy.
         driving: drives loops of the program's own.
     """
 
@@ -64,8 +69,13 @@ class Loops:
         self._snapshots = Snapshots(job, backend, self._calls)
         self._keeping = Keeping(job, self._calls, self._snapshots)
         self._evaluating = Evaluating()
-        self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping)
+        self._last = LastModel(job)
+        self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
         self.depth = 0
+        self.adopts_all = False
+        self._introduced: list[str] | None = None
+        self._plain_steps = 0
+        job.trained = self.trained
         if job.resumed is not None:
             self._snapshots.begin(job.resumed)
 
@@ -73,6 +83,11 @@ class Loops:
     def forwarding(self) -> bool:
         """Whether `fit` goes through steps that were taken before this process began."""
         return self._calls.current.steps < self._calls.current.skipped
+
+    @property
+    def heard(self) -> bool:
+        """Whether callbacks have heard of the end of the last step in the process before this one."""
+        return self._calls.current.heard == self._calls.current.steps
 
     @property
     def behind(self) -> bool:
@@ -84,10 +99,11 @@ class Loops:
         return self._calls.seed_here()
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adopt a model that is compiled in the strategy's scope."""
+        """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
+        self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
-        if self.depth:
+        if self.depth or self.adopts_all:
             self._adopted.add(model)
             self._snapshots.adopt(model)
         return result
@@ -102,6 +118,7 @@ class Loops:
         given = bound.arguments
         if self._job.evaluates:
             return self._evaluating.fit(model, given)
+        self._last.trains(model)
         asked, callbacks = apart(given["callbacks"])
         with self._snapshots.call("fit") as call:
             if asked is not None:
@@ -140,9 +157,22 @@ class Loops:
             call.marks.append(marks(call.callbacks))
             call.leaves = _callbacks_of
 
+    def trained(self) -> dict[str, Any]:
+        """Return how many steps of training there were, and the name and digest of the last trained model."""
+        return {"steps": self._calls.taken + self._plain_steps, **self._last.facts()}
+
+    def steps_ended(self) -> None:
+        """Hold the state at the end of the last step of an epoch: no other step may follow it."""
+        call = self._calls.current
+        if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
+            held = self._backend.held(call.model)
+            self._snapshots.hold(lambda: self._snapshots.take(True, call.model, call.logs, held, heard=True))
+
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
         call = self._calls.current
+        if self._plain and call.model is not None and event == "on_train_batch_end":
+            self._plain_steps += call.model.steps_per_execution
         if (
             call.model is None
             or self._snapshots.catches_up
@@ -162,6 +192,7 @@ class Loops:
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
                 return {}
+            self.steps_ended()
             with self._snapshots.call("validation") as call:
                 self._compare(call, model, dict)
                 return original(model, *args, **kwargs)
@@ -208,6 +239,9 @@ class Loops:
             return original(model, *args, **kwargs)
         self._job.distributes()
         kind = _KINDS[method]
+        if kind == "train":
+            self._last.trains(model)
+            self._plain_steps += self._plain
         with self._snapshots.call(method) as call:
             call.at_end = True
             if finished := self._snapshots.finished():
@@ -218,6 +252,7 @@ class Loops:
             result = self._finish(original(model, *args, **kwargs))
             if method == "train_on_batch" and not self._plain:
                 self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
+                self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
             return result
 
     def _begin_batches(self, call: Call, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
@@ -226,6 +261,7 @@ class Loops:
             self._snapshots.build(model, kind, batch)
             if not self._alone:
                 refuse_metrics_that_do_not_add(model, batch)
+                self._introduce(call, model, batch)
         self._snapshots.load_pending(model)
         if self._snapshots.is_built(model):
             self._compare(call, model, lambda: _setting_facts(model))
@@ -332,7 +368,23 @@ class Loops:
         if self._alone:
             return
         refuse_metrics_that_do_not_add(model, data.peek)
+        self._introduce(call, model, data.peek)
         self._compare(call, model, facts)
+
+    def _introduce(self, call: Call, model: Any, rows: Callable[[], Any]) -> None:
+        """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
+        if not self.adopts_all:
+            return
+        parts = per_replica(model, rows)
+        text = ""
+        if self._introduced is None:
+            self._introduced = []
+            text = introduction(call.name.partition(" ")[0], self._job.view, parts)
+        elif new := [part for part in parts if part not in self._introduced]:
+            text = f"model {model.name!r}: {said_of(new)}"
+        self._introduced += parts
+        if text and self._job.is_chief and not self._snapshots.catches_up:
+            note(text)
 
     def _look(self, data: GlobalInput, model: Any) -> Any:
         """Return a batch to build a model with, in the way in which Keras takes one from the data."""

@@ -38,6 +38,7 @@ class Watched:
             return self._passed_over(execution.state)
         logs, state = execution.run()
         call.steps += steps
+        call.logs = logs
         self._calls.taken += steps
         if not call.at_end:
             self._snapshots.end_step(

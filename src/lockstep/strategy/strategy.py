@@ -30,6 +30,7 @@ class Strategy:
     def __init__(self) -> None:
         self._job = job.current()
         self._loops = hook.install(self._job)
+        self._loops.adopts_all = False
         self._runs = runs_of(self._job)
 
     @property

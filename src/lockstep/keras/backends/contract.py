@@ -40,7 +40,7 @@ class Held(Protocol):
         """Within the block the model's variables have the values in `state`, as between steps."""
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the arrays of `state` by names that a person recognises."""
+        """Return the arrays of `state`, None for that of the variables, by names that a person recognises."""
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
         """Return the state that has the values that `named_state` has returned, perhaps of another process.

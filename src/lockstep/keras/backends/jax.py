@@ -121,7 +121,10 @@ class JaxState:
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
         """Return the arrays that Keras threads through its steps by the paths of their variables."""
-        return named_arrays(self._variables(), [value for group in state for value in group])
+        variables = self._variables()
+        if state is None:
+            return named_arrays(variables, [variable.value for variable in variables])
+        return named_arrays(variables, [value for group in state for value in group])
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
         """Return a state with the values of `arrays`."""

@@ -5,7 +5,7 @@ The only file that touches how Keras's variables are assigned.
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ class _Listening(threading.local):
 
 class _Counted:
     assignments = 0
+    before: Callable[[], None] | None = None
 
 
 _listening = _Listening()
@@ -37,6 +38,11 @@ _listening = _Listening()
 def count() -> int:
     """Return how often this process has assigned variables since `install`."""
     return _Counted.assignments
+
+
+def before_next(act: Callable[[], None]) -> None:
+    """Have `act` done before this process makes or assigns the next variable, in the place of one before."""
+    _Counted.before = act
 
 
 def is_assigning() -> bool:
@@ -69,6 +75,9 @@ def _tell(method: str, event: str) -> None:
     @functools.wraps(original)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         _Counted.assignments += 1
+        if _Counted.before is not None:
+            act, _Counted.before = _Counted.before, None
+            act()
         if _listening.listener is not None:
             getattr(_listening.listener, event)(self)
         before, _listening.assigning = _listening.assigning, True

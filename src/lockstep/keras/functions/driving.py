@@ -4,12 +4,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
 
+import keras
+
 from lockstep.errors import InputError
 from lockstep.job import Job
 from lockstep.keras.agreement import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.keras.backends.contract import Backend
 from lockstep.keras.calls import Call, Calls
 from lockstep.keras.functions.named_state import NamedState
+from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.keeping import Checkpoint, Keeping
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
@@ -19,13 +22,20 @@ class Driving:
     """Drives the loops of one process."""
 
     def __init__(
-        self, job: Job, backend: Backend, calls: Calls, snapshots: Snapshots, keeping: Keeping
+        self,
+        job: Job,
+        backend: Backend,
+        calls: Calls,
+        snapshots: Snapshots,
+        keeping: Keeping,
+        last: LastModel,
     ) -> None:
         self._job = job
         self._backend = backend
         self._calls = calls
         self._snapshots = snapshots
         self._keeping = keeping
+        self._last = last
 
     def steps(
         self, count: int, state: Mapping[str, Any], checkpoint: Checkpoint | None = None
@@ -34,7 +44,7 @@ class Driving:
 
         A process that goes on from a checkpoint, or joins the others, takes one step more, whose results are
         overwritten: its models and optimizers may have no variables before. It does so in a loop that has
-        finished, too, if they have none.
+        finished, or has no step left, only if they have none.
 
         Raises:
             InputError: there are no steps, or a part of the state is none that can be given to others.
@@ -43,6 +53,9 @@ class Driving:
         if count < 0:
             raise InputError(f"a loop of {count} steps")
         held = NamedState(state)
+        for part in state.values():
+            if isinstance(part, keras.Model):
+                self._last.trains(part)
         with self._snapshots.call("steps") as call:
             if checkpoint is not None:
                 self._keeping.begin(checkpoint)
@@ -55,9 +68,10 @@ class Driving:
             self._job.driven = True
             try:
                 if self._snapshots.behind:
-                    # Members that this worker has joined already are further on, and wait for it.
-                    with self._job.aside() if self._snapshots.catches_up else nullcontext():
-                        yield call.skipped
+                    if self._job.joins or call.skipped < count or held.incomplete:
+                        # Members that this worker has joined already are further on, and wait for it.
+                        with self._job.aside() if self._snapshots.catches_up else nullcontext():
+                            yield min(call.skipped, count - 1)
                     if self._job.joins and self._snapshots.join():
                         finished = self._snapshots.replayed()
                         held.go_to(finished.kept["positions"])
@@ -71,7 +85,7 @@ class Driving:
                     self._compare(f"the beginning of {call.name}", held, settings)
                 while call.steps < count:
                     yield call.steps
-                    self._end_step(call, held)
+                    self._end_step(call, held, count)
             except GeneratorExit:
                 self._snapshots.finish(None)
                 raise
@@ -96,7 +110,7 @@ class Driving:
             self._snapshots.replayed()
             held.go_to(past["positions"])
 
-    def _end_step(self, call: Call, held: NamedState) -> None:
+    def _end_step(self, call: Call, held: NamedState, count: int) -> None:
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
@@ -105,6 +119,8 @@ class Driving:
             # A worker that is alone need not make any call in a step; only in one it hears who wants to join.
             self._job.exchange(lambda _, communicator: communicator.barrier(what=self._calls.where()))
         self._snapshots.end_step(lambda whole: self._snapshots.take(whole, None, None, held))
+        if call.steps == count:
+            self._snapshots.hold(lambda: self._snapshots.take(True, None, None, held))
 
     def _compare(self, what: str, held: NamedState, settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.job import Job
 from lockstep.keras.state.variables import all_variables
 
 
@@ -25,6 +26,38 @@ def digest(model: Any) -> str:
     for name, values in sorted(history.items()):
         state.update(f"{name} {[_exact(value) for value in values]}\n".encode())
     return state.hexdigest()
+
+
+class LastModel:
+    """The model that was trained last, held so that its digest can be told at the end of the script.
+
+    It is let go when another model is compiled, which may need its memory; its digest is that of then.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._model: Any = None
+        self._facts: dict[str, str] = {}
+
+    def trains(self, model: Any) -> None:
+        """Note that `model` is about to be trained."""
+        self._model = model
+
+    def compiles(self, model: Any) -> None:
+        """Note that `model` is about to be compiled."""
+        if self._model is not None and self._model is not model:
+            self._facts, self._model = self.facts(), None
+
+    def facts(self) -> dict[str, str]:
+        """Return its name and, on the chief, its digest; nothing if no model was trained."""
+        if self._model is None:
+            return self._facts
+        name = str(self._model.name)
+        try:
+            return {"model": name, "digest": digest(self._model)} if self._job.is_chief else {"model": name}
+        except Exception:
+            # A failed step may have taken its memory; the script itself has not asked.
+            return {"model": name}
 
 
 def _exact(value: Any) -> str:

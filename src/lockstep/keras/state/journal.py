@@ -87,6 +87,11 @@ class Journal:
         if not same_states(states, self._last_states):
             self._last_states = self._states[number] = states
 
+    @property
+    def states(self) -> Mapping[str, Any]:
+        """The random states at the end of the last call; those of now before the first."""
+        return self._last_states or random_states()
+
     def __len__(self) -> int:
         return len(self._codes)
 
@@ -111,6 +116,8 @@ class Journal:
         kinds = list(journal._kinds)
         for code in journal._codes:
             journal._end.advance(kinds[code])
+        if journal._states:
+            journal._last_states = journal._states[max(journal._states)]
         return journal
 
     def replay(self, number: int) -> Finished:

@@ -3,6 +3,7 @@
 import atexit
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,13 @@ from typing import Any
 import keras
 import msgspec
 
-from lockstep.checkpoint.choice import job_facts, note_on_versions, parse_every, refuse_unlike
+from lockstep.checkpoint.choice import (
+    job_facts,
+    note_if_finished,
+    note_on_versions,
+    parse_every,
+    refuse_unlike,
+)
 from lockstep.checkpoint.claim import Claim
 from lockstep.checkpoint.dtypes import plain
 from lockstep.checkpoint.keeper import Every, Keeper, open_keeper
@@ -168,7 +175,14 @@ class Keeping:
                 path, self._found = found
                 facts = job_facts(path, self._found)
                 refuse_unlike(path, facts, self._snapshots.facts())
-                notes += filter(None, [note_on_versions(path, facts), f"training goes on from {path}"])
+                notes += filter(
+                    None,
+                    [
+                        note_on_versions(path, facts),
+                        f"training goes on from {path}",
+                        note_if_finished(folder, self._found.step),
+                    ],
+                )
                 choice = _Choice(path=str(path))
         except LockstepError as error:
             choice = _Choice(refusal=str(error))
@@ -180,16 +194,24 @@ class Keeping:
         job = self._job
         alone = isinstance(job.membership, Alone)
         if alone:
-            atexit.register(keeper.close, _LAST_SECONDS)
+            atexit.register(_end, keeper)
         unhandled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         if unhandled and threading.current_thread() is threading.main_thread():
             end_at_a_step(keeper, lambda: job.is_chief, _PATIENCE if alone else None)
 
         def forget() -> None:
             job.keeper = None
-            atexit.unregister(keeper.close)
+            atexit.unregister(_end)
 
         os.register_at_fork(after_in_child=forget)
+
+
+def _end(keeper: Keeper) -> None:
+    """Keep the last state of a program that runs by itself, and has not ended with an error."""
+    if hasattr(sys, "last_value"):
+        keeper.close(_LAST_SECONDS)
+    else:
+        keeper.finish()
 
 
 def apart(callbacks: Any) -> tuple[Checkpoint | None, Any]:

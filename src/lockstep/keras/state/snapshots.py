@@ -19,6 +19,7 @@ from lockstep.keras.agreement import ADVICE_ON_CALLS
 from lockstep.keras.backends.contract import Backend, Held, Kind
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.calls import Call, Calls
+from lockstep.keras.functions import assignments
 from lockstep.keras.state.callback_states import (
     callback_states,
     lasting,
@@ -129,12 +130,42 @@ class Snapshots:
         """
         self._job.between_steps(take)
         keeper = self._job.keeper
-        if keeper is not None and self._job.is_chief:
+        if keeper is not None and not self._job.is_chief:
+            keeper.follow(self._calls.taken)
+        elif keeper is not None:
             keeper.after_step(self._calls.taken, lambda: take(True))
             if keeper.leaving:
                 self._job.report("leaving", step=self._calls.taken)
                 keeper.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
+
+    def hold(self, take: Callable[[], Contents]) -> None:
+        """Have the state that `take` returns kept if no step follows the one that has ended."""
+        if self._job.keeper is not None and self._job.is_chief:
+            self._job.keeper.hold(self._calls.taken, take)
+
+    def hold_late(self, take: Callable[[], Contents]) -> None:
+        """Do as `hold`, and call `take` only before something may change the state."""
+        keeper = self._job.keeper
+        if keeper is not None and self._job.is_chief and len(self._calls.stack) == 2:
+            call = self._calls.current
+
+            def take_late() -> Contents:
+                with self._calls.again_in(call):
+                    return take()
+
+            keeper.hold_late(self._calls.taken, take_late)
+            assignments.install()
+            assignments.before_next(keeper.settle)
+
+    def _leave_what_is_held(self, method: str) -> None:
+        """Copy the state that is held late before a call of `method` that may change it."""
+        keeper = self._job.keeper
+        if keeper is not None and self._calls.current.number == 0:
+            if method == "train_on_batch":
+                keeper.drop()
+            else:
+                keeper.settle()
 
     @contextmanager
     def call(self, method: str) -> Iterator[Call]:
@@ -145,6 +176,7 @@ class Snapshots:
         """
         if self._refusal is not None:
             raise self._refusal
+        self._leave_what_is_held(method)
         with self._calls.enter(method) as call:
             try:
                 yield call
@@ -164,6 +196,8 @@ class Snapshots:
             raise CheckpointError(self._not_there(call, f"it has ended after {call.steps}"))
         kept = result if call.leaves is None else call.leaves(call)
         self.journal.add(kept, self._calls.methods, self._calls.taken)
+        if self._job.keeper is not None:
+            self._job.keeper.end_call()
 
     def _fail(self, call: Call, error: BaseException) -> None:
         """Note the error that ends the call in progress: the script may catch it."""
@@ -309,11 +343,19 @@ class Snapshots:
         )
 
     def take(
-        self, whole: bool, model: Any, logs: Any, program: Held | None = None, state: Any = None
+        self,
+        whole: bool,
+        model: Any,
+        logs: Any,
+        program: Held | None = None,
+        state: Any = None,
+        *,
+        heard: bool = False,
     ) -> Contents:
         """Return everything, at the end of a step of `model`, or of a call without `program`.
 
-        The arrays may be those that the next step changes. If not `whole`, it is only the position.
+        The arrays may be those that the next step changes. If not `whole`, it is only the position. With
+        `heard`, callbacks have heard of the end of the step, and the state is in the variables of `model`.
         """
         call = self._calls.current
         position = {
@@ -330,7 +372,7 @@ class Snapshots:
         arrays = {f"current/{name}": value for name, value in own.items()}
         for index, other in self._others(model):
             arrays |= {f"model {index}/{name}": value for name, value in other.items()}
-        heard = listeners(call.callbacks, model) if program is not None else []
+        hear = listeners(call.callbacks, model) if program is not None else []
         facts = position | {
             "methods": dict(self._calls.methods),
             "inner": dict(call.inner),
@@ -338,10 +380,12 @@ class Snapshots:
             "since": self.since,
             "call": call.name,
             "logs": mapped(lambda value: np.asarray(self._backend.concrete(value)), logs or {}),
-            "callbacks": callback_states(heard, call.marks),
+            "callbacks": callback_states(hear, call.marks),
             "settings": self._settings(model, program),
             "sources": own_sources(),
-            "random": random_states(),
+            "random": random_states() if program is not None else self.journal.states,
+            "heard": heard,
+            "stops": heard and bool(model.stop_training),
         }
         packed, values = pack(facts, "training")
         concrete = {
@@ -353,17 +397,13 @@ class Snapshots:
 
     def facts(self) -> dict[str, Any]:
         """Return what the bits of the training depend on, besides the script."""
-        job, backend = self._job, keras.backend.backend()
-        names = ("keras", backend, "jaxlib", "numpy", "lockstep")
-        modules = [sys.modules[name] for name in names if name in sys.modules]
-        # PyTorch's is a string of its own kind.
-        libraries = {module.__name__: str(module.__version__) for module in modules}
+        job = self._job
         return {
             "replicas": job.view.replicas,
             "seed": job.seed,
             "threads": job.threads,
-            "backend": backend,
-            "libraries": libraries,
+            "backend": keras.backend.backend(),
+            "libraries": libraries(),
         }
 
     def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
@@ -398,6 +438,10 @@ class Snapshots:
                 f"understood: {error!r}"
             ) from error
         self.journal, self.resumption = resumption.journal, None
+        if facts.get("heard"):
+            call.heard, model.stop_training = call.steps, facts["stops"]
+        if self._job.keeper is not None and not resumption.joined:
+            self._job.keeper.resumed(self._calls.taken)
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._job.report("resumed", where=where, step=self._calls.taken)
         return facts["logs"], state
@@ -499,6 +543,14 @@ class Snapshots:
                 variables = [variable for variable in all_variables(other) if id(variable) not in own]
                 found.append((index, _values(named_arrays(variables, variables))))
         return found
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions of the libraries that training depends on, of those that are imported."""
+    names = ("keras", keras.backend.backend(), "jaxlib", "numpy", "lockstep")
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    # PyTorch's is a string of its own kind.
+    return {module.__name__: str(module.__version__) for module in modules}
 
 
 def _origin(since: int | None) -> str:

@@ -1,0 +1,23 @@
+import pytest
+
+from lockstep.control.tally import Tally
+
+
+@pytest.mark.parametrize(
+    ("tally", "seconds", "line"),
+    [
+        (Tally(), 5.0, ""),
+        (Tally(steps=0), 5.0, "finished in 5.0 s: 0 steps on 2 workers"),
+        (Tally(steps=1, model="m"), 42.4, "finished in 42 s: 1 step on 2 workers"),
+        (
+            Tally(1, 2, 3, 100, 120, "m", "1f3c"),
+            192.0,
+            "finished in 3 min 12 s: 120 steps, 100 of them before, on 2 workers (1 lost, 2 joined); "
+            "3 checkpoints; digest 1f3c of model 'm'",
+        ),
+        (Tally(joined=1, steps=7, checkpoints=1), 7500.0, "finished in 2 h 5 min: 7 steps on 2 workers "),
+    ],
+)
+def test_the_last_line(tally: Tally, seconds: float, line: str) -> None:
+    said = tally.line(seconds, 2)
+    assert said.startswith(line) if line.endswith(" ") else said == line

@@ -1,0 +1,22 @@
+"""Each worker fetches the files that the arguments name: plain ones and archives, some of them anew."""
+
+import sys
+from pathlib import Path
+
+import keras
+
+import lockstep
+
+# From here on the job goes on without a worker that is lost.
+lockstep.MultiWorkerMirroredStrategy()
+origin, cache, *names = sys.argv[1:]
+for name in names:
+    path = keras.utils.get_file(
+        name,
+        f"{origin}/{name}",
+        cache_dir=cache,
+        extract=name.endswith(".zip"),
+        force_download=name.startswith("new"),
+    )
+    whole = Path(path, "inside.txt") if name.endswith(".zip") else Path(path)
+    print(f"file {name} {whole.stat().st_size} {whole.stat().st_mtime_ns}")

@@ -1,0 +1,104 @@
+"""A script that makes no strategy is trained by the job as if all of it stood in a strategy's scope."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep.keras.exactness import introduction, per_replica
+from lockstep.topology import place
+
+X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+Y = X[:, :1]
+
+
+def test_a_plain_script_has_the_bits_of_one_in_a_scope(
+    launch: Callable[..., Any], thorough_backend: str, tmp_path: Path
+) -> None:
+    def run(workers: int, how: str) -> Any:
+        done = launch(
+            f"-n {workers} --replicas 2 --min-workers {workers}",
+            "plain_script.py",
+            str(tmp_path),
+            how,
+            backend=thorough_backend,
+        )
+        assert done.status == 0, done.stderr
+        return done
+
+    scope, lost = run(1, "scope"), run(2, "lost")
+    results = scope.marked(0, "result ")
+    assert len(results) == 3
+    assert lost.marked(0, "result ") == lost.marked(2, "result ") == results
+    assert "plain Keras script: model.fit is distributed over 2 workers\n" in lost.stderr
+    assert "plain Keras script" not in scope.stderr
+
+
+def test_no_adopt_lets_each_worker_train_by_itself(launch: Callable[..., Any], tmp_path: Path) -> None:
+    done = launch("-n 1 --replicas 2 --no-adopt", "plain_script.py", str(tmp_path), "whole")
+    assert done.status == 1
+    assert len(done.marked(0, "result ")) == 1
+    assert "was not compiled in the strategy's scope" in done.stderr
+    assert "plain Keras script" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("workers", "replicas", "parts", "text"),
+    [
+        (2, 2, (), "model.fit is distributed over 2 workers"),
+        (1, 3, (), "model.fit is distributed over 3 replicas on 1 worker"),
+        (2, 2, ("A", "B"), "model.fit is distributed over 2 workers; computed per replica: A, B"),
+    ],
+)
+def test_the_introduction(workers: int, replicas: int, parts: tuple[str, ...], text: str) -> None:
+    view = place(replicas, tuple(range(workers)))
+    assert introduction("fit", view, parts) == f"plain Keras script: {text}"
+
+
+def mean_of_squares(y: Any, p: Any) -> Any:
+    return keras.ops.mean(keras.ops.square(y - p))
+
+
+def contrast(y: Any, p: Any) -> Any:
+    return keras.ops.mean(keras.ops.logsumexp(p - keras.ops.transpose(p), axis=1))
+
+
+class Own(keras.Sequential):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def fails(y: Any, p: Any) -> Any:
+    raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("cls", "layers", "loss", "parts"),
+    [
+        (keras.Sequential, (), "mse", []),
+        (keras.Sequential, (keras.layers.Dropout(0.5),), keras.losses.Huber(), []),
+        (keras.Sequential, (), mean_of_squares, []),
+        (keras.Sequential, (), contrast, ["the loss contrast"]),
+        (keras.Sequential, (), "dice", ["the loss dice"]),
+        (keras.Sequential, (), fails, ["the loss fails (perhaps: it could not be tried)"]),
+        (
+            keras.Sequential,
+            (keras.layers.BatchNormalization(), keras.layers.BatchNormalization()),
+            "mse",
+            ["BatchNormalization (2 layers)"],
+        ),
+        (keras.Sequential, (keras.layers.BatchNormalization(trainable=False),), "mse", []),
+        (Own, (keras.layers.BatchNormalization(),), "mse", ["BatchNormalization", "compute_loss of Own"]),
+    ],
+)
+def test_what_is_computed_per_replica_is_named(
+    cls: Any, layers: tuple[Any, ...], loss: Any, parts: list[str]
+) -> None:
+    model = cls([keras.layers.Input((4,)), *layers, keras.layers.Dense(1, "sigmoid")])
+    model.compile("sgd", loss)
+    before = [np.array(weight) for weight in model.get_weights()]
+    assert per_replica(model, lambda: (X, Y)) == parts
+    assert all(map(np.array_equal, before, model.get_weights()))
