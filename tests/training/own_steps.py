@@ -1,8 +1,9 @@
 """Steps, logs and calls as programs of others have them: what plain Keras runs. Nothing in them is random.
 
-    own_steps.py [--both]
+    own_steps.py [--both | --adopted]
 
-Prints what came out of each training, exactly, and the numbers; with --both those of plain Keras first.
+Prints what came out of each training, exactly, and the numbers; with --both those of plain Keras first. With
+--adopted there is no strategy.
 """
 
 import contextlib
@@ -234,16 +235,13 @@ def endpoint() -> tuple[keras.Model, list[float]]:
 
 def adapted() -> tuple[keras.Model, list[float]]:
     """Trained, and then only its LoRA weights, which it is given after the first call."""
-    model = keras.Sequential(
-        [layers.Input((6,), dtype="int32"), layers.Embedding(8, 4), layers.Flatten(), layers.Dense(1)]
-    )
-    ids = np.abs(X * 4).astype("int32") % 8
+    model = small("adam")
     found = []
     for rank in (0, 2):
-        for layer in model.layers[::2] if rank else []:
+        for layer in model.layers if rank else []:
             layer.enable_lora(rank)
         model.compile(keras.optimizers.AdamW(1e-2), "mse")
-        found += figures(model.fit(ids, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
+        found += figures(model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0))
     return model, found
 
 
@@ -291,7 +289,8 @@ def main() -> None:
     trainings = [*TRAININGS, *(IN_GRAPHS if BACKEND == "tensorflow" else [])]
     if "--both" in sys.argv:
         train(trainings, contextlib.nullcontext, "plain")
-    scope = lockstep.MultiWorkerMirroredStrategy().scope
+    adopted = "--adopted" in sys.argv
+    scope = contextlib.nullcontext if adopted else lockstep.MultiWorkerMirroredStrategy().scope
     train(trainings, scope, "numbers")
     stopped(scope)
 

@@ -165,8 +165,6 @@ def test_every_worker_says_that_the_folder_is_another_jobs(launch: Launch, tmp_p
 def test_a_stream_is_read_again_as_before(
     launch: Launch, backend: str, replicas: int, tmp_path: Path
 ) -> None:
-    if backend == "torch":
-        pytest.skip("tf.data is a stream of the other backends")
     options = f"-n 1 --replicas {replicas}"
     expected = launch(options, "restreaming.py", backend=backend)
     keeping = f"{options} --checkpoint {tmp_path} --checkpoint-every 1"

@@ -1,4 +1,7 @@
-"""What plain Keras runs of other people's programs runs on replicas too, and gives the same."""
+"""What plain Keras runs of other people's programs runs on replicas too, and gives the same.
+
+With a strategy or, as it stands, without one.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +17,7 @@ def test_programs_of_others_run_with_the_same_bits_and_the_numbers_of_plain_kera
     launch: Launch, backend: str
 ) -> None:
     one = launch("-n 1 --replicas 2 --no-adopt", "own_steps.py", "--both", backend=backend)
-    two = launch("-n 2 --replicas 2", "own_steps.py", backend=backend)
+    two = launch("-n 2 --replicas 2", "own_steps.py", "--adopted", backend=backend)
     assert (one.status, two.status) == (0, 0), one.stderr + two.stderr
     results = one.marked(0, "result ")
     assert results == two.marked(0, "result ") == two.marked(1, "result ")

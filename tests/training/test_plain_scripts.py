@@ -75,6 +75,16 @@ def fails(y: Any, p: Any) -> Any:
     raise ValueError
 
 
+class Adds(keras.layers.Layer):
+    def __init__(self, combine: Any) -> None:
+        super().__init__()
+        self.combine = combine
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(self.combine(x))
+        return x
+
+
 @pytest.mark.parametrize(
     ("cls", "layers", "loss", "parts"),
     [
@@ -91,6 +101,9 @@ def fails(y: Any, p: Any) -> Any:
             ["BatchNormalization (2 layers)"],
         ),
         (keras.Sequential, (keras.layers.BatchNormalization(trainable=False),), "mse", []),
+        (keras.Sequential, (keras.layers.ActivityRegularization(0.1),), "mse", []),
+        (keras.Sequential, (Adds(keras.ops.mean),), "mse", []),
+        (keras.Sequential, (Adds(keras.ops.sum),), "mse", ["add_loss of Adds"]),
         (Own, (keras.layers.BatchNormalization(),), "mse", ["BatchNormalization", "compute_loss of Own"]),
     ],
 )

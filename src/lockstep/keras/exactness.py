@@ -34,12 +34,12 @@ def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
     """Name what of a model's training differs from that of one process by more than rounding.
 
     That is what looks at several examples at once: the statistics of BatchNormalization, a loss that compares
-    examples, and perhaps a step of the program's own. Random layers draw other numbers in each replica; they
-    are not named.
+    examples, a sum that a layer adds to the loss, and perhaps a step of the program's own. Random layers draw
+    other numbers in each replica; they are not named.
 
     Args:
         model: built.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a loss is tried.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if something is tried.
     """
     counted = Counter(
         type(layer).__name__
@@ -52,7 +52,7 @@ def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
         for name in ("train_step", "compute_loss")
         if not getattr(type(model), name).__module__.startswith("keras.")
     ]
-    return parts + _losses_across_examples(model, rows)
+    return parts + _losses_across_examples(model, rows) + _sums_of_layers(model, rows)
 
 
 def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
@@ -65,9 +65,29 @@ def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
         f"the loss {getattr(loss, 'name', None) or getattr(loss, '__name__', loss)}" for loss in doubtful
     ]
     try:
-        return [] if _is_mean_or_sum(model, rows()) else names
+        whole, first, second = _in_parts(rows(), lambda x, y: _compiled_loss(model, x, y))
     except Exception:  # A step of the program's own may give losses what it likes.
         return [f"{name} (perhaps: it could not be tried)" for name in names]
+    return [] if _near(whole, (first + second) / 2) or _near(whole, first + second) else names
+
+
+def _sums_of_layers(model: Any, rows: Callable[[], Any]) -> list[str]:
+    """Name the layers of the program's own if what they add to the loss is no mean over examples."""
+    layers = [layer for layer in model._flatten_layers() if _adds_losses(type(layer))]
+    if not layers:
+        return []
+    names = list(dict.fromkeys(f"add_loss of {type(layer).__name__}" for layer in layers))
+    try:
+        whole, first, second = _in_parts(rows(), lambda x, _: _added_losses(model, x))
+    except Exception:
+        return [f"{name} (perhaps: it could not be tried)" for name in names]
+    return [] if _near(whole, (first + second) / 2) else names
+
+
+def _adds_losses(cls: type) -> bool:
+    own = [one for one in cls.__mro__ if not one.__module__.startswith(("keras.", "builtins"))]
+    codes = [getattr(member, "__code__", None) for one in own for member in vars(one).values()]
+    return any(code is not None and "add_loss" in code.co_names for code in codes)
 
 
 def _may_compare_examples(loss: Any) -> bool:
@@ -79,24 +99,35 @@ def _may_compare_examples(loss: Any) -> bool:
     return name in _ACROSS_EXAMPLES or not all(one.startswith(("keras.", "builtins")) for one in modules)
 
 
-def _is_mean_or_sum(model: Any, data: Any) -> bool:
-    """Whether the model's loss of some rows is the mean, or the sum, of those of either half."""
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    half = min(
-        _TRIED_ROWS, min(leaf.shape[0] for leaf in keras.tree.flatten((x, y)) if leaf is not None) // 2
-    )
-    if not half:
-        return True
+def _compiled_loss(model: Any, x: Any, y: Any) -> Any:
+    with keras.StatelessScope():
+        # A sum is a tensor of its own, without a mask, which would change what the mean is over.
+        outputs = keras.tree.map_structure(lambda leaf: leaf + 0, model(x, training=False))
+        return model._compile_loss(y, outputs)
 
-    def loss_of(rows: slice) -> float:
+
+def _added_losses(model: Any, x: Any) -> Any:
+    with keras.StatelessScope(collect_losses=True) as scope:
+        model(x, training=False)
+        return sum(keras.ops.sum(loss) for loss in scope.losses)
+
+
+def _in_parts(data: Any, compute: Callable[[Any, Any], Any]) -> tuple[float, float, float]:
+    """Return `compute(x, y)` of some rows of `data`, and of each half of them; of fewer than two, zeros."""
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    count = min(leaf.shape[0] for leaf in keras.tree.flatten((x, y)) if leaf is not None)
+    half = min(_TRIED_ROWS, count // 2)
+    if not half:
+        return 0.0, 0.0, 0.0
+
+    def of(rows: slice) -> float:
         inputs, targets = keras.tree.map_structure(
             lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf[rows]), (x, y)
         )
-        with keras.StatelessScope():
-            # A sum is a tensor of its own, without a mask, which would change what the mean is over.
-            outputs = keras.tree.map_structure(lambda leaf: leaf + 0, model(inputs, training=False))
-            return float(keras.ops.convert_to_numpy(model._compile_loss(targets, outputs)))
+        return float(keras.ops.convert_to_numpy(compute(inputs, targets)))
 
-    first, second = loss_of(slice(0, half)), loss_of(slice(half, 2 * half))
-    both = loss_of(slice(0, 2 * half))
-    return bool(np.isclose(both, (first + second) / 2, 1e-4) or np.isclose(both, first + second, 1e-4))
+    return of(slice(0, 2 * half)), of(slice(0, half)), of(slice(half, 2 * half))
+
+
+def _near(one: float, other: float) -> bool:
+    return bool(np.isclose(one, other, 1e-4))

@@ -26,6 +26,8 @@ from lockstep.keras.backends.graphs import (
     Places,
     assigned,
     borrowed,
+    exempt_from_autograph,
+    know_lookups,
     own,
     refuse_assignments,
     same_bits,
@@ -49,6 +51,10 @@ from lockstep.keras.state.variables import VariableState, optimizers_of
 
 class TensorFlowBackend:
     """Keras's TensorFlow backend behind the contract `lockstep.keras.backends.contract.Backend`."""
+
+    def __init__(self) -> None:
+        exempt_from_autograph("lockstep")
+        know_lookups()
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
         """Make a model's variables by calling it, or by trying a step where it cannot be called."""

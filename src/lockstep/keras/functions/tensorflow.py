@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from lockstep.job import Job
-from lockstep.keras.backends.graphs import as_in_autograph, exempt_from_autograph, know_lookups
+from lockstep.keras.backends.graphs import as_in_autograph
 from lockstep.keras.functions import merged_variables
 from lockstep.keras.functions.eagerly import EagerRuns
 from lockstep.keras.functions.exchange import RunExchange
@@ -36,8 +36,6 @@ class TensorFlowRuns:
         self._results = Results(self.exchange, concrete, self._replicas)
         self._functions: OrderedDict[Any, Any] = OrderedDict()
         self._eager: EagerRuns | None = None
-        exempt_from_autograph("lockstep")
-        know_lookups()
         merged_variables.install()
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -69,6 +69,8 @@ class Resumption:
         journal: the calls that were finished.
         steps: how many steps of the call in progress had been taken; 0 where none was in progress.
         looks: how often a batch of its data had been looked at before it began.
+        passes: over its examples that had begun.
+        states: the random states with which the last of them had begun.
         call: the call that was in progress, or had just finished; empty where that is not known.
         joined: whether the other workers are there already.
     """
@@ -77,6 +79,8 @@ class Resumption:
     journal: Journal
     steps: int
     looks: int
+    passes: int
+    states: Mapping[str, Any]
     call: str = ""
     joined: bool = False
 
@@ -331,7 +335,13 @@ class Snapshots:
     def _go_on(self, contents: Contents, facts: Mapping[str, Any]) -> None:
         journal = Journal.unpacked(facts["journal"])
         self.resumption = Resumption(
-            contents, journal, facts["steps"], facts.get("looks", 0), facts.get("call", "")
+            contents,
+            journal,
+            facts["steps"],
+            facts.get("looks", 0),
+            facts.get("passes", 0),
+            facts.get("states", {}),
+            facts.get("call", ""),
         )
 
     def take(
@@ -354,6 +364,8 @@ class Snapshots:
             "journal": self.journal.packed(),
             "steps": call.steps if program is not None else 0,
             "looks": call.looks,
+            "passes": call.passes,
+            "states": dict(call.states),
         }
         if not whole:
             packed, values = pack(position, "training")
@@ -488,6 +500,18 @@ class Snapshots:
             return False
         call.looks += 1
         return True
+
+    def begin_pass(self) -> None:
+        """Note the random states with which a pass over the examples of the call in progress begins.
+
+        They decide in which order it visits them. If the training goes on within this pass, they are first
+        set to those that it began with: what a process draws until then is not what others have drawn.
+        """
+        call, resumption = self._calls.current, self.resumption
+        call.passes += 1
+        if resumption is not None and call.steps < call.skipped and call.passes == resumption.passes:
+            set_random_states(resumption.states)
+        call.states = random_states()
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
         """Make the variables that a step of `model` needs; give them the values that they should have.
