@@ -28,21 +28,26 @@ def places(tmp_path: Path) -> Places:
         ("home/.keras/datasets/mnist.npz", False),
         ("home/.other/a.csv", False),
         ("run/note", False),
-        ("run", False),
         ("work/__pycache__/a.cpython-311.pyc", False),
         ("work/data.lock", False),
     ],
 )
 def test_places(places: Places, tmp_path: Path, path: str, own: bool) -> None:
-    assert places.are_not_the_program_s(tmp_path / path) is not own
+    assert places.are_not_the_program_s(str(tmp_path / path)) is not own
+
+
+def test_the_home_of_a_container_may_be_the_root() -> None:
+    places = Places([], Path("/"), Path("/work"))
+    assert places.are_not_the_program_s("/.cache/fonts.json")
+    assert not places.are_not_the_program_s("/work/results.csv")
 
 
 def test_what_is_no_file_is_nobodys_result(places: Places, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/proc/self/comm")):
+    for path in (f"{tmp_path}/pipe", str(tmp_path), "/dev/null", "/proc/self/comm"):
         assert places.are_not_the_program_s(path)
     (tmp_path / "file").touch()
-    assert not places.are_not_the_program_s(tmp_path / "file")
+    assert not places.are_not_the_program_s(f"{tmp_path}/file")
 
 
 def called_through(*files: str) -> FrameType:

@@ -23,7 +23,7 @@ from lockstep.control.arrivals import decode_arrival
 from lockstep.control.command import fill_standard_descriptors
 from lockstep.control.messages import Stop, encode
 from lockstep.control.reception import AdoptingStarter, Reception
-from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder
+from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.control.spec import JobSpec
 from lockstep.control.state import Limits, Size, State
 from lockstep.control.views import Views
@@ -110,6 +110,7 @@ def _coordinate(reception: Reception, terminals: Terminals) -> None:
             reception=reception,
         )
         agent.run()
+    leave_folder(spec.run_dir)
     os.close(lock)
     if not reception.seated:
         reception.turn_away("the job could not begin, for the reason above")

@@ -24,11 +24,15 @@ def try_lock(path: Path) -> int | None:
     Raises:
         OSError: the file cannot be opened; see `open_own`.
     """
-    descriptor = _open(path)
-    if _locked(descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
+    while True:
+        descriptor = _open(path)
+        locked = _locked(descriptor)
+        # Who had it may have removed the file in between: then others lock another one.
+        if locked and os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+        if not locked:
+            return None
 
 
 def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] | None = None) -> int | None:

@@ -16,7 +16,7 @@ class RunPaths:
 
     @property
     def lock(self) -> Path:
-        """Held locked as long as the run lives."""
+        """Held locked as long as the run lives; removed at the end."""
         return self.root / "lock"
 
     @property
@@ -33,6 +33,11 @@ class RunPaths:
     def downloaded(self) -> Path:
         """What workers have downloaded, a line each; not there if nothing."""
         return self.root / "downloaded"
+
+    @property
+    def saved(self) -> Path:
+        """Notes of workers that save models together; removed at the end."""
+        return self.root / "saved"
 
     def log(self, worker: int) -> Path:
         """Everything that `worker` wrote to stdout and stderr."""

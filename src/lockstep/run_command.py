@@ -34,7 +34,13 @@ from lockstep.control.backend import (
 from lockstep.control.devices import assign, parse_devices, spread
 from lockstep.control.foresight import setting_of
 from lockstep.control.limits import check_limits
-from lockstep.control.run_folder import claim_folder, empty_folder, fresh_folder, gone_if_refused
+from lockstep.control.run_folder import (
+    claim_folder,
+    empty_folder,
+    fresh_folder,
+    gone_if_refused,
+    leave_folder,
+)
 from lockstep.control.script import Script, refuse_undecodable
 from lockstep.control.spec import Devices, JobSpec, Tee
 from lockstep.control.state import GRACE
@@ -230,7 +236,9 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     note(spec.describe())
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} switches deterministic operations off: equal bits are no longer promised")
-    sys.exit(run_under_agent(lambda command: _be_agent(spec, command), spec.grace))
+    status = run_under_agent(lambda command: _be_agent(spec, command), spec.grace)
+    leave_folder(spec.run_dir)
+    sys.exit(status)
 
 
 def _fresh_folder(options: Mapping[str, Any]) -> Path:

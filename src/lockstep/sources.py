@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
@@ -73,6 +74,7 @@ def is_own(path: str) -> bool:
     return not installed and not file.name.startswith(_GENERATED)
 
 
+@cache
 def is_program(file: str) -> bool:
     """Whether code from a file is the program's own: of its script, a module, or a cell of a notebook."""
     return (file.startswith(_NOTEBOOK) or not file.startswith("<")) and is_own(file)
@@ -86,8 +88,9 @@ def own_sources() -> dict[str, str]:
     script = _file(sys.modules["__main__"])
     found = {}
     for module in list(sys.modules.values()):
-        path = _file(module)
-        if path is None or not is_own(str(path)):
+        name = getattr(module, "__file__", None)
+        path = _own_file(name) if isinstance(name, str) else None
+        if path is None:
             continue
         # What it was when this was first asked for: the file may be another one later.
         text = _read.get(str(path)) or _read.setdefault(str(path), file_hash(path) or "")
@@ -187,6 +190,13 @@ def _show(path: str, text: bytes) -> None:
 def _file(module: ModuleType) -> Path | None:
     path = getattr(module, "__file__", None)
     return Path(path).absolute() if isinstance(path, str) and path.endswith(".py") else None
+
+
+@cache
+def _own_file(name: str) -> Path | None:
+    """Return the path of a file of the program's own, None for any other; a process imports thousands."""
+    path = Path(name).absolute() if name.endswith(".py") else None
+    return path if path is not None and is_own(str(path)) else None
 
 
 def _hash(text: bytes) -> str:

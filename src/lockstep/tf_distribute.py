@@ -1,7 +1,9 @@
-"""What scripts find under `tf.distribute` with `lockstep run --tf-distribute`."""
+"""What scripts find under `tf.distribute`, with `lockstep run --tf-distribute` and without."""
 
 import sys
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from operator import attrgetter
 from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any, NoReturn
@@ -63,6 +65,9 @@ NOT_SERVED = {
 All other names under `tf.distribute` stay TensorFlow's.
 """
 
+_STRATEGIES = tuple(name for name in SERVED | NOT_SERVED if name.endswith("Strategy") and name != "Strategy")
+"""What makes a strategy of TensorFlow's."""
+
 _THEIR_OWN = ("keras", "lockstep", "tensorflow")
 
 
@@ -73,6 +78,37 @@ def serve() -> None:
     its loss by the number of replicas it finds, and Lockstep does that itself. `tf.compat` is left alone.
     """
     when_imported({"tensorflow": _serve_in})
+
+
+def refuse_theirs(replicas: int) -> None:
+    """Refuse TensorFlow's own strategies where a script makes one: now, or once it has imported TensorFlow.
+
+    Each worker would train a model of its own with it, or wait for others at addresses where nobody listens.
+    Its default strategy, and whoever only asks for names, are left alone.
+
+    Args:
+        replicas: of the job, for the message.
+    """
+    when_imported({"tensorflow": partial(_refuse_in, replicas)})
+
+
+def _refuse_in(replicas: int, tensorflow: ModuleType) -> None:
+    # Of the names of one class the first counts.
+    for name in reversed(_STRATEGIES):
+        attrgetter(name)(tensorflow.distribute).__init__ = _refusal(replicas, name)
+
+
+def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
+    own = SERVED.get(name, "").replace(":", ".")
+    remedy = f"run it with `lockstep run --tf-distribute`, or write {own} for it" if own else NOT_SERVED[name]
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(
+            f"tf.distribute.{name} is TensorFlow's own and knows nothing of this job: each worker would "
+            f"train by itself, not a part of the {replicas} replicas; {remedy}"
+        )
+
+    return refuse
 
 
 def _serve_in(tensorflow: ModuleType) -> None:

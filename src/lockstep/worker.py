@@ -89,6 +89,8 @@ def _enter_job(config: WorkerConfig, client: Client) -> None:
     keep_compiled(cache_folder(), config.threads)
     if config.tf_distribute:
         tf_distribute.serve()
+    elif config.replicas > 1:
+        tf_distribute.refuse_theirs(config.replicas)
     policy = wait_policy(config.timeout)
     membership = AgentMembership(config, client, policy)
     if config.arena is None:

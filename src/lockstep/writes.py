@@ -16,7 +16,7 @@ from lockstep.sources import is_program
 _NEW = os.O_CREAT | os.O_TRUNC | os.O_APPEND
 """What `open` has in its flags where it makes a file, empties it or appends: `w`, `x` and `a`, not `r+`."""
 _MOST = 1000
-_SYSTEM = tuple(map(Path, ("/dev", "/proc", "/sys")))
+_SYSTEM = ("/dev", "/proc", "/sys")
 _OF_MACHINES = (".lock", ".pyc")
 _IMPORT = "<frozen importlib."
 _LOCKSTEP = f"{Path(__file__).parent}{os.sep}"
@@ -36,7 +36,7 @@ def watch_writes(places: "Places", tell: Tell) -> None:
         if isinstance(path, int) or len(seen) >= _MOST or os.getpid() != process:
             return
         absolute = os.path.abspath(os.fsdecode(path))  # noqa: PTH100 - several times faster
-        if absolute in seen or places.are_not_the_program_s(Path(absolute)):
+        if absolute in seen or places.are_not_the_program_s(absolute):
             return
         line = line_of_program(caller)
         if line is not None:
@@ -66,20 +66,20 @@ class Places:
     """
 
     def __init__(self, folders: Iterable[Path], home: Path, work: Path) -> None:
-        self._folders = (*folders, *_SYSTEM)
-        self._home = home
-        self._work = work
+        self._folders = tuple(f"{folder}{os.sep}" for folder in (*folders, *_SYSTEM))
+        self._home = f"{home}".rstrip(os.sep) + os.sep
+        self._work = f"{work}{os.sep}"
 
-    def are_not_the_program_s(self, path: Path) -> bool:
+    def are_not_the_program_s(self, path: str) -> bool:
         """Whether a program does not mean a file at an absolute path as one of its results."""
-        if path.suffix in _OF_MACHINES or any(path.is_relative_to(folder) for folder in self._folders):
+        if path.endswith(_OF_MACHINES) or path.startswith(self._folders):
             return True
-        if path.is_relative_to(self._home):
-            top, *below = path.relative_to(self._home).parts or ("",)
-            if below and top.startswith(".") and not self._work.is_relative_to(self._home / top):
+        if path.startswith(f"{self._home}."):
+            top, below, _ = path.removeprefix(self._home).partition(os.sep)
+            if below and not self._work.startswith(f"{self._home}{top}{os.sep}"):
                 return True
         try:
-            return not stat.S_ISREG(path.stat().st_mode)
+            return not stat.S_ISREG(os.stat(path).st_mode)  # noqa: PTH116 - as above
         except OSError:
             return False
 

@@ -4,6 +4,7 @@
     python checkpoint_kills.py FOLDER room      the same on a disk that has room for two
     python checkpoint_kills.py FOLDER bytes     SIGKILL after some bytes of the arrays' file
     python checkpoint_kills.py FOLDER anywhere  SIGKILL from outside while a large one is written
+    python checkpoint_kills.py FOLDER end       SIGKILL before each call that marks a job as finished
 
 Prints how many processes were killed. Nothing here has threads, so that it can fork.
 """
@@ -144,6 +145,27 @@ def anywhere(folder: Path) -> int:
     return count
 
 
+def at_the_end(folder: Path) -> int:
+    """Kill before each call that marks a job as finished which was finished before, with fewer steps."""
+    for number, where in enumerate(copies(folder)):
+        store = Store(where)
+        store.finish(2)
+
+        def act(number: int = number, store: Store = store) -> None:
+            Countdown(number, kill_me).install(setattr)
+            store.finish(3)
+
+        done = not killed(fork(act))
+        assert store.finished() in ((3,) if done else (2, 3))
+        store.finish(3)
+        assert store.finished() == 3
+        assert [file.name for file in where.glob(".finished*")] == []
+        look(where, 3)
+        if done:
+            return number
+    raise AssertionError
+
+
 def write_on(folder: Path, contents: Contents) -> None:
     """Write until someone ends it."""
     while True:
@@ -161,5 +183,11 @@ def on_disk(file: Path) -> int:
 if __name__ == "__main__":
     # The kernel keeps what killed processes have written; only a power cut would make a difference.
     os.fsync = lambda descriptor: None
-    kinds = {"calls": at_calls, "room": with_little_room, "bytes": at_bytes, "anywhere": anywhere}
+    kinds = {
+        "calls": at_calls,
+        "room": with_little_room,
+        "bytes": at_bytes,
+        "anywhere": anywhere,
+        "end": at_the_end,
+    }
     print(kinds[sys.argv[2]](Path(sys.argv[1])))

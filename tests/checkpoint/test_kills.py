@@ -9,7 +9,9 @@ import pytest
 SCRIPT = Path(__file__).with_name("checkpoint_kills.py")
 
 
-@pytest.mark.parametrize(("where", "least"), [("calls", 30), ("room", 25), ("bytes", 9), ("anywhere", 3)])
+@pytest.mark.parametrize(
+    ("where", "least"), [("calls", 30), ("room", 25), ("bytes", 9), ("anywhere", 3), ("end", 5)]
+)
 def test_killed_writers(where: str, least: int, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path), where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -1,5 +1,6 @@
 """What a run gives back: status, output, logs, environment, events."""
 
+import hashlib
 import json
 import os
 import re
@@ -8,9 +9,12 @@ import socket
 import struct
 import subprocess
 import sys
+from importlib.metadata import version
 from typing import Any
 
 import pytest
+
+from lockstep import __version__
 
 ALONE = (
     "lockstep: the script used no strategy and compiled no model: each of the 2 workers ran all of it, alone"
@@ -51,7 +55,6 @@ def test_output_and_logs(lockstep: Any) -> None:
     ]
     assert sorted(path.name for path in done.folder.iterdir()) == [
         "events.jsonl",
-        "lock",
         "sources",
         "worker-0.log",
         "worker-1.log",
@@ -149,7 +152,7 @@ def test_closed_outputs_are_not_mistaken_for_files_of_ours(lockstep: Any) -> Non
     files = [path for path in (lockstep.folder / "run").iterdir() if path.is_file()]
     contents = {path.name: path.read_text() for path in files}
     events = contents.pop("events.jsonl")
-    assert contents == {"lock": "", "worker-0.log": "out\n", "worker-1.log": "out\n"}
+    assert contents == {"worker-0.log": "out\n", "worker-1.log": "out\n"}
     assert {type(json.loads(line)) for line in events.splitlines()} == {dict}
 
 
@@ -257,6 +260,14 @@ def test_events(lockstep: Any) -> None:
     }
     assert [event["status"] for event in events if event["event"] == "exited"] == [0, 0]
     assert events[-1]["status"] == 0
+    job, script = events[0], lockstep.folder / "script.py"
+    assert job["script"] == {
+        "path": str(script),
+        "sha256": hashlib.sha256(script.read_bytes()).hexdigest(),
+    }
+    assert job["versions"].items() >= {"keras-lockstep": __version__, "keras": version("keras")}.items()
+    left = {path.name for path in done.folder.iterdir()}
+    assert left == {"events.jsonl", "sources", "worker-0.log", "worker-1.log"}
 
 
 def test_the_scripts_children_are_no_workers(lockstep: Any) -> None:

@@ -1,6 +1,7 @@
 """The run's folder: names, locks, events, stacks."""
 
 import errno
+import fcntl
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from lockstep.clock import VirtualClock
-from lockstep.control.run_folder import claim_folder, fresh_folder
+from lockstep.control.run_folder import claim_folder, fresh_folder, leave_folder
 from lockstep.control.stack import STACK_SIGNAL, innermost, write_when_asked
 from lockstep.errors import ConfigError
 from lockstep.events import EventLog
@@ -64,6 +65,40 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
         claim_folder(tmp_path / "a" / "b")
     os.close(lock)
     os.close(claim_folder(tmp_path / "a" / "b"))
+
+
+def test_the_end_of_a_run_removes_its_lock_and_notes_and_nothing_else(tmp_path: Path) -> None:
+    note, own = tmp_path / "saved" / ("0" * 32), tmp_path / "saved" / "step-000000000003"
+    for path in (tmp_path / "events.jsonl", note, own):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+    os.close(claim_folder(tmp_path))
+    leave_folder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "saved"]
+    assert not note.exists()
+    own.unlink()
+    (tmp_path / "lock").write_text("a person's own")
+    leave_folder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "lock"]
+
+
+def test_a_lock_that_is_removed_while_another_run_takes_it_is_taken_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lock"
+    original = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        original(descriptor, operation)
+        monkeypatch.setattr(fcntl, "flock", original)
+        path.unlink()
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = try_lock(path)
+    assert lock is not None
+    assert os.fstat(lock).st_ino == path.stat().st_ino
+    assert try_lock(path) is None
+    os.close(lock)
 
 
 def test_files_of_a_run_are_not_reached_through_links_and_never_waited_for(tmp_path: Path) -> None:

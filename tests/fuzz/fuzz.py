@@ -161,7 +161,7 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
         begun, before = time.monotonic(), _processors()
         verdicts = bench.run({seed: specs[seed] for seed in seeds[start : start + CHUNK]})
         faults = {seed: specs[seed] for seed, verdict in verdicts.items() if verdict.is_fault}
-        # A shuffle depends on how many calls a process has made before.
+        # Without a seed, a shuffle depends on how many calls a process has made before.
         for seed, again in (bench.run(faults) if faults else {}).items():
             if not again.is_fault:
                 verdicts[seed] = Verdict("follows", verdicts[seed].says)

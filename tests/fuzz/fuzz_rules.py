@@ -111,8 +111,6 @@ def _inexact_training(spec: Training, backend: str) -> str | None:
     layers = (*spec.front, spec.pool, *spec.back)
     if layer := _random(layers):
         return f"{layer} is per replica"
-    if any(call.shuffle for call in spec.calls):
-        return "Keras shuffles otherwise"
     changed = any("Shrinks()" in call.callbacks for call in spec.calls)
     if backend == "tensorflow" and changed and spec.style in ("subclass", "lazy"):
         return "there Keras makes weights after callbacks have begun, and so does not let them change any"

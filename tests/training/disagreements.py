@@ -79,6 +79,13 @@ def drift(model: keras.Model) -> None:
     model.fit(x, y, epochs=150, batch_size=16, callbacks=[Nudge()], verbose=0)
 
 
+def draws(model: keras.Model) -> None:
+    keras.utils.set_random_seed(3)
+    if worker == 0:
+        np.random.random()
+    model.fit(x, y, verbose=0)
+
+
 def main() -> None:
     cases: list[Callable[[keras.Model], None]] = [
         models,
@@ -88,6 +95,7 @@ def main() -> None:
         epochs,
         drift,
         hyperparameters,
+        draws,
         calls,
     ]
     strategy = lockstep.MultiWorkerMirroredStrategy()

@@ -1,11 +1,14 @@
 """A program whose job ends well, and is asked for more later.
 
-    finishing.py EPOCHS BATCHES
+    finishing.py EPOCHS BATCHES [dies]
 
-A callback changes weights after each step, and stops the `fit` at step 12; another changes them at the end of
-each epoch. Between the last step and the end, the program changes weights itself.
+A chief that "dies" does so when it has written half of a checkpoint. A callback changes weights after each
+step, and stops the `fit` at step 12; another changes them at the end of each epoch. Between the last step and
+the end, the program changes weights itself.
 """
 
+import os
+import signal
 import sys
 from typing import Any
 
@@ -13,8 +16,12 @@ import keras
 import numpy as np
 
 import lockstep
+import lockstep.checkpoint.folder
 
-EPOCHS, BATCHES = map(int, sys.argv[1:])
+EPOCHS, BATCHES = map(int, sys.argv[1:3])
+if sys.argv[3:]:
+    # The manifest is written last.
+    lockstep.checkpoint.folder.write_file = lambda path, data: os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Changing(keras.callbacks.Callback):  # type: ignore[misc]

@@ -3,7 +3,7 @@
     program.py [--plain | --both] [--exact] [--save FOLDER] NAME...
 
 --plain trains without Lockstep, --both first without and then with it. --exact leaves out what is random or
-computed per replica (shuffling, Dropout, BatchNormalization), so that replicas and plain Keras must agree.
+computed per replica (Dropout, BatchNormalization), so that replicas and plain Keras must agree.
 --save writes weights, figures and predictions to FOLDER/NAME-<process id>.npz, and with --both those of plain
 Keras to FOLDER/plain-NAME-<process id>.npz.
 """
@@ -43,10 +43,6 @@ class Context:
     exact: bool
     folder: Path | None = None
 
-    @property
-    def shuffle(self) -> bool:
-        return not self.exact
-
     def random(self, *some: keras.Layer) -> list[keras.Layer]:
         """The layers, unless replicas and plain Keras have to agree."""
         return [] if self.exact else list(some)
@@ -83,7 +79,7 @@ def cnn(context: Context) -> Trained:
             metrics=["accuracy"],
         )
     x, y = images()
-    model.fit(x, y, batch_size=50, epochs=8, shuffle=context.shuffle, validation_data=images(90), verbose=2)
+    model.fit(x, y, batch_size=50, epochs=8, validation_data=images(90), verbose=2)
     return Trained(model, x, y)
 
 
@@ -106,7 +102,7 @@ def weighted(context: Context) -> Trained:
         batch_size=32,
         epochs=6,
         sample_weight=weight,
-        shuffle="batch" if context.shuffle else False,
+        shuffle="batch",
         verbose=2,
     )
     return Trained(model, x, y, 32, weight)
@@ -138,7 +134,6 @@ def callbacks(context: Context) -> Trained:
         epochs=12,
         validation_split=0.2,
         class_weight={0: 0.4, 1: 1.7},
-        shuffle=context.shuffle,
         verbose=2,
         callbacks=[
             Notes(),
@@ -174,7 +169,7 @@ def mixed(context: Context) -> Trained:
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy"],
         )
-    model.fit(x, y, batch_size=25, epochs=5, shuffle=context.shuffle, verbose=2)
+    model.fit(x, y, batch_size=25, epochs=5, verbose=2)
     return Trained(model, x, y, 25)
 
 
@@ -191,7 +186,7 @@ def uncompiled(context: Context, **options: Any) -> Trained:
             ]
         )
         model.compile(optimizer="adam", loss="mse", metrics=["mae"], **(options or {"jit_compile": False}))
-    model.fit(x, y, batch_size=24, epochs=2, shuffle=context.shuffle, verbose=2)
+    model.fit(x, y, batch_size=24, epochs=2, verbose=2)
     return Trained(model, x, y, 24)
 
 
@@ -226,8 +221,8 @@ def dataset(context: Context) -> Trained:
         model.compile(optimizer="adam", loss="mse")
     # With readers in threads, Keras visits the first epoch's batches of an unbuilt model in another order.
     data = Batches(x, y, workers=1 if context.exact else 2, max_queue_size=3)
-    model.fit(data, epochs=3, shuffle=context.shuffle, validation_data=Batches(x[:70], y[:70]), verbose=2)
-    model.fit(Batches(x, y), epochs=2, steps_per_epoch=4, shuffle=context.shuffle, verbose=2)
+    model.fit(data, epochs=3, validation_data=Batches(x[:70], y[:70]), verbose=2)
+    model.fit(Batches(x, y), epochs=2, steps_per_epoch=4, verbose=2)
     return Trained(model, x, y, 30)
 
 
@@ -250,7 +245,7 @@ def nested(context: Context) -> Trained:
         )
     inputs = {"left": x[:, :6], "right": x[:, 6:]}
     targets = {"first": y, "second": np.stack([y, -y, 2 * y], axis=1)}
-    model.fit(inputs, targets, batch_size=20, epochs=3, shuffle=context.shuffle, verbose=2)
+    model.fit(inputs, targets, batch_size=20, epochs=3, verbose=2)
     return Trained(model, inputs, targets, 20)
 
 
@@ -267,7 +262,7 @@ def tiny(context: Context) -> Trained:
             ]
         )
         model.compile(optimizer="adam", loss="mse", metrics=["mae"])
-    model.fit(x, y, batch_size=3, epochs=3, shuffle=context.shuffle, verbose=2)
+    model.fit(x, y, batch_size=3, epochs=3, verbose=2)
     for _ in range(2):
         model.train_on_batch(x[:2], y[:2])
     return Trained(model, x, y, 2)
@@ -294,7 +289,7 @@ def custom(context: Context) -> Trained:
     with context.scope():
         model = Custom()
         model.compile(optimizer="sgd", loss="mse", metrics=["mae"])
-    model.fit(x, y, batch_size=20, epochs=2, shuffle=context.shuffle, verbose=2)
+    model.fit(x, y, batch_size=20, epochs=2, verbose=2)
     return Trained(model, x, y, 20)
 
 
@@ -308,7 +303,7 @@ def summed(context: Context) -> Trained:
         model.compile(
             optimizer=keras.optimizers.SGD(1e-3), loss=keras.losses.MeanSquaredError(reduction="sum")
         )
-    model.fit(x, y, batch_size=20, epochs=3, shuffle=context.shuffle, verbose=2)
+    model.fit(x, y, batch_size=20, epochs=3, verbose=2)
     return Trained(model, x, y, 20)
 
 

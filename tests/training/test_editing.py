@@ -1,5 +1,6 @@
 """A script and its modules are edited while it runs, or before it goes on from a checkpoint."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def test_edits_reach_neither_a_replacement_nor_the_next_run_unseen(
     assert [line.replace("0.5", "0.2") for line in lost.marked(0, "digest")] == expected
     assert lost.marked(2, "digest") == lost.marked(0, "digest")
 
+    # As if all workers had been killed before the last step was kept.
+    shutil.rmtree(edited / "kept" / "step-000000000016")
     refused = launch(f"-n 1 {keeping}", script, "elsewhere")
     assert refused.status == 2
     assert "the script has other settings than the checkpoint of step 10 (train.py" in refused.stderr

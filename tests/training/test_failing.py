@@ -87,7 +87,7 @@ class TestWhereTheTrainingGoesOn:
         """Make what goes on from step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
 
         def snapshots() -> Snapshots:
-            job: Any = SimpleNamespace(joins=False)
+            job: Any = SimpleNamespace(joins=False, keeper=None)
             return Snapshots(job, SimpleNamespace(), Calls())  # type: ignore[arg-type]
 
         def begin(**changed: Any) -> Snapshots:

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import pytest
-
-from lockstep.keras.input.inputs import order_seed
 
 Launch = Callable[..., Any]
 
@@ -63,11 +60,3 @@ def test_pipelines_shuffle_alike_on_every_backend(launch: Launch, backend: str, 
         for workers in (1, 2)
     )
     assert results(one, 0) == results(two, 0, 1)
-
-
-def test_the_seed_of_the_script_counts() -> None:
-    orders = []
-    for seed in (1, 2, 1):
-        keras.utils.set_random_seed(seed)
-        orders.append(order_seed(0, call=1))
-    assert orders[0] == orders[2] != orders[1]

@@ -83,8 +83,8 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
         assert done.status == 0, done.stderr
         return done
 
-    def printed(done: Any) -> list[str]:
-        return [line for mark in ("fit ", "end ", "evaluate ") for line in done.marked(0, mark)]
+    def printed(done: Any, worker: int = 0) -> list[str]:
+        return [line for mark in ("fit ", "end ", "evaluate ") for line in done.marked(worker, mark)]
 
     def steps() -> list[int]:
         return [entry.step for entry in Store(tmp_path / "kept").entries()]
@@ -96,9 +96,13 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     digest_and_model = f"digest {digest(first)} of model 'sequential'"
     assert first.last_line == f"10 steps on 2 workers; 1 checkpoint; {digest_and_model}"
     assert (steps(), Store(tmp_path / "kept").finished()) == ([10], 10)
+    lost = run("-n 2 --max-restarts 0", "3", "0", "dies")
+    assert "worker 0 was ended by SIGKILL" in lost.stderr
+    assert steps() == [10], "the chief has written half of another one"
     more = run("-n 1", "3", "0")
-    assert "the job in " in more.stderr
+    assert "is finished, after 10 steps" in more.stderr
     assert steps() == [10, 12], "the fit was stopped in its third epoch"
+    assert printed(more) == printed(lost, 1)
     still_more = run("-n 1", "3", "3")
     assert printed(still_more) == printed(run("-n 2 --replicas 2", "3", "3", kept=False))
     assert steps()[-1] == 15

@@ -37,6 +37,7 @@ def test_callbacks_write_once_and_leave_nothing_behind(saved: tuple[Any, Path]) 
     assert sorted(path.name for path in folder.iterdir()) == [
         "best.keras", "chief.keras", "log.csv", "made", "own-0.keras", "own-1.keras", "whole.keras",
     ]  # fmt: skip
+    assert not (saved[0].folder / "saved").exists(), "the notes of those who saved together"
 
 
 def test_a_failure_to_write_is_an_error_on_every_worker(saved: tuple[Any, Path]) -> None:

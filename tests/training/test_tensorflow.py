@@ -386,6 +386,19 @@ def test_a_step_that_replicas_cannot_compute_is_refused(
 
 
 @here
+def test_an_error_in_a_layer_is_not_hidden_by_what_follows_from_it() -> None:
+    class Broken(keras.layers.Layer):
+        def call(self, x: Any) -> Any:
+            raise ValueError("no good")
+
+    model = keras.Sequential([Broken()])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Sequential") as caught:
+        TensorFlowBackend().build(model, "train", lambda: (X, Y))
+    assert "no good" in str(caught.value.__cause__)
+
+
+@here
 def test_an_update_that_xla_does_not_know_is_applied_without_it() -> None:
     class Printing(keras.optimizers.SGD):  # type: ignore[misc]
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:

@@ -1,5 +1,6 @@
 """`lockstep run --tf-distribute`: programs that know of `tf.distribute` only."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lockstep.tf_distribute import _STRATEGIES
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 STAND_IN = Path(__file__).parent / "stand_in"
@@ -102,6 +105,24 @@ def test_one_file_is_read_to_its_end_by_two_workers(names: Any) -> None:
     (trained,) = names.marked(0, "trained:")
     assert trained.startswith("trained: 10 70 70 ")
     assert names.marked(1, "trained:") == [trained]
+
+
+def test_strategies_of_tensorflow_s_own_are_refused_by_name(launch: Callable[..., Any]) -> None:
+    """Without the option they would train beside the job; who only asks for the default one may."""
+    run = launch("-n 2", "tf_strategies.py", backend="tensorflow")
+    assert run.status == 1
+    assert run.marked(0, "default:") == ["default: 1 False"]
+    refused = [line.split()[1].removeprefix("tf.distribute.") for line in run.marked(0, "refused:")]
+    same = {"experimental.ParameterServerStrategy": "ParameterServerStrategy"}
+    assert refused == [same.get(name, name) for name in _STRATEGIES]
+    assert len(refused) == 9
+    *_, message, _ = run.stderr.splitlines()
+    assert re.fullmatch(
+        r"lockstep: worker \d: ConfigError: tf.distribute.MirroredStrategy is TensorFlow's own and knows "
+        r"nothing of this job: each worker would train by itself, not a part of the 2 replicas; run it with "
+        r"`lockstep run --tf-distribute`, or write lockstep.MirroredStrategy for it \(tf_strategies.py:\d+\)",
+        message,
+    )
 
 
 def test_the_option_alone_loads_nothing(launch: Callable[..., Any], tmp_path: Path) -> None:

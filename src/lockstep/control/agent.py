@@ -39,7 +39,9 @@ from lockstep.control.messages import (
     decode,
 )
 from lockstep.control.progress import PREPARING, RUNNING, Progress, first_step
+from lockstep.control.provenance import provenance
 from lockstep.control.reception import Reception
+from lockstep.control.script import Script
 from lockstep.control.spec import JobSpec
 from lockstep.control.starter import Starter
 from lockstep.control.state import Stage, State
@@ -127,7 +129,9 @@ class Agent:
     def _open(self) -> None:
         self._begun = self.clock.now()
         self._memory_kills = memory_kills()
-        self.events.write("job", **msgspec.to_builtins(asdict(self.spec), enc_hook=str))
+        asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
+        script = Script(self.spec.target, self.spec.module, self.spec.arguments)
+        self.events.write("job", **provenance(script), **asked)
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
         self._open_desk()
         if self.reception is not None:

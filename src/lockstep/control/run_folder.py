@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ from lockstep.errors import ConfigError
 from lockstep.files import FOLDER_MODE
 from lockstep.locks import try_lock
 from lockstep.paths import RunPaths
+
+_NOTE = re.compile("[0-9a-f]{32}")
+"""Names of notes on what workers have saved; see `lockstep.keras.files`."""
 
 
 def fresh_folder(base: Path, name: str, wall: float) -> Path:
@@ -89,6 +93,20 @@ def empty_folder(folder: Path) -> None:
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise _unusable("the run's folder", folder.parent, "--run-dir", error) from None
+
+
+def leave_folder(folder: Path) -> None:
+    """Remove what is of use only while a run lives; for its last process, which still has the lock."""
+    paths = RunPaths(folder)
+    with contextlib.suppress(OSError):
+        for file in paths.saved.iterdir():
+            if _NOTE.fullmatch(file.name):
+                file.unlink()
+        paths.saved.rmdir()
+    with contextlib.suppress(OSError):
+        # One with contents is a person's own file.
+        if paths.lock.lstat().st_size == 0:
+            paths.lock.unlink()
 
 
 def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:

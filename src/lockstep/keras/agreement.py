@@ -44,7 +44,11 @@ _OPTUNA = (
     "; Optuna's samplers draw different trials in each worker unless they have a seed, as in "
     "optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))"
 )
-_ADVICE = {"data": _DATA, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}
+_ORDER = (
+    "the workers have drawn different random numbers, and the order of the examples follows from them: give "
+    "code that runs on some workers only a generator of its own, as in numpy.random.default_rng(0)"
+)
+_ADVICE = {"data": _DATA, "order": _ORDER, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}
 
 
 def agree(job: Job, what: str, facts: Facts) -> None:

@@ -25,6 +25,8 @@ class Call:
         by_batch: whether what callbacks decide counts at the end of each batch, and not only of each epoch.
         at_end: whether its state can be taken at its end only.
         looks: how often a batch of its data was looked at before it began.
+        passes: over its examples that have begun.
+        states: the random states with which the last of them began.
         inner: how many calls of each method have begun within.
         leaves: what is kept of it when it ends, if that is not what it returns.
         logs: of its last step.
@@ -44,6 +46,8 @@ class Call:
     by_batch: bool = False
     at_end: bool = False
     looks: int = 0
+    passes: int = 0
+    states: Mapping[str, Any] = field(default_factory=dict)
     inner: dict[str, int] = field(default_factory=dict)
     leaves: "Callable[[Call], Any] | None" = None
     logs: Any = None

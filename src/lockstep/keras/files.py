@@ -18,6 +18,7 @@ from lockstep.keras.backends.contract import Backend
 from lockstep.keras.state.variables import model_state
 from lockstep.locks import wait_for_lock
 from lockstep.notes import note
+from lockstep.paths import RunPaths
 
 Write = Callable[[str], object]
 
@@ -79,7 +80,7 @@ class Saves:
         purpose = f"{original.__name__} {args} {sorted(kwargs.items())}".encode()
         sharded = "max_shard_size" in kwargs or len(args) > 1
         write_once(
-            self._job.folder / "saved",
+            RunPaths(self._job.folder).saved,
             filepath,
             digest_arrays(arrays, purpose),
             lambda path: original(model, path, *args, **kwargs),

@@ -11,6 +11,7 @@ from lockstep.job import Job
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.files import Saves
 from lockstep.keras.loops import Loops
+from lockstep.keras.state.snapshots import libraries
 
 _FUNCTIONS: dict[str, Kind] = {
     "make_train_function": "train",
@@ -53,7 +54,7 @@ def install(job: Job) -> Loops:
 
             share_checkpoints(job, lambda: loops.behind)
         _installed.append(loops)
-        job.report("strategy", backend=keras.backend.backend())
+        job.report("strategy", backend=keras.backend.backend(), libraries=libraries())
     return _installed[0]
 
 

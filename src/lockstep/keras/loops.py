@@ -30,8 +30,9 @@ from lockstep.keras.exchange import Exchange
 from lockstep.keras.functions.driving import Driving
 from lockstep.keras.input.distributed_input import distributed_input
 from lockstep.keras.input.distribution import DistributedDataset
-from lockstep.keras.input.inputs import GlobalInput, global_input, order_seed, split_validation, whole_batch
+from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.input.sharding import explain_sharding
+from lockstep.keras.input.visits import order_seed
 from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.single import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
@@ -221,7 +222,8 @@ class Loops:
             if self._alone and not self._snapshots.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
-            self._snapshots.build(model, "predict", lambda: self._look(data, model))
+            looks = keras.backend.backend() == "jax"
+            self._snapshots.build(model, "predict", lambda: self._look(data, model) if looks else data.peek())
             if keras.backend.backend() != "tensorflow":
                 # Keras calls the model once more on a batch of its own while some layer is not built.
                 data.plain_first = not all(layer.built for layer in model._flatten_layers())
@@ -340,6 +342,7 @@ class Loops:
             shuffle=given["shuffle"],
             class_weight=given["class_weight"],
         )
+        training.before_pass = self._snapshots.begin_pass
         if validation is None or self._alone:
             return training, validation
         x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
@@ -364,8 +367,8 @@ class Loops:
         self._snapshots.build(model, kind, lambda: self._look(data, model))
         if self._alone:
             return
-        refuse_metrics_that_do_not_add(model, lambda: self._look(data, model))
-        self._introduce(call, model, lambda: self._look(data, model))
+        refuse_metrics_that_do_not_add(model, data.peek)
+        self._introduce(call, model, data.peek)
         self._compare(call, model, facts)
 
     def _introduce(self, call: Call, model: Any, rows: Callable[[], Any]) -> None:
@@ -384,7 +387,12 @@ class Loops:
             note(text)
 
     def _look(self, data: GlobalInput, model: Any) -> Any:
-        return data.first() if self._snapshots.looks(model) else data.peek()
+        """Return a batch to build a model with, in the way in which Keras takes one from the data."""
+        looks = keras.backend.backend() != "tensorflow" and self._snapshots.looks(model)
+        if not looks:
+            return data.peek()
+        data.on_epoch_begin()
+        return data.first()
 
     def _first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
         """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""

@@ -60,14 +60,18 @@ class TensorFlowBackend:
         """Make a model's variables by calling it, or by trying a step where it cannot be called."""
         if getattr(model, f"{kind}_function") is not None:
             return
-        called = False
-        if not has_own_step(model, kind):
-            # What keeps Keras from calling the model, the step itself shows, or does not mind.
-            with suppress(Exception):
-                build_by_call(model, kind, batch)
-                called = True
-        if not called:
+        if has_own_step(model, kind):
             try_step(model, kind, batch())
+            return
+        try:
+            build_by_call(model, kind, batch)
+        except Exception as hindrance:
+            # What keeps Keras from calling the model, the step itself does not mind, or it shows. It may also
+            # fail at what the call has left half done, and then hide the cause.
+            try:
+                try_step(model, kind, batch())
+            except Exception as error:
+                raise error from hindrance
 
     def program(self, model: Any, kind: Kind) -> "TensorFlowProgram":
         """Prepare a step of a built model."""

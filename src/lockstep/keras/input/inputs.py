@@ -1,7 +1,7 @@
 """The user's inputs as global batches, behind Keras's own interface for data adapters.
 
-The only file that touches the private parts of Keras's input handling: it borrows how Keras checks and
-converts inputs, and replaces the order in which they are visited.
+It touches the private parts of Keras's input handling, of which it borrows the checks and conversions. Only
+`lockstep.keras.input.visits`, which gives the order of the rows, does so too.
 """
 
 import struct
@@ -21,19 +21,20 @@ from keras.src.trainers.data_adapters import (
 )
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter, can_convert_arrays
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.data_adapter_utils import get_tensor_spec
+from keras.src.trainers.data_adapters.data_adapter_utils import NUM_BATCHES_FOR_TENSOR_SPEC, get_tensor_spec
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays, sample_rows
-from lockstep.data.order import Indices, Order, Shuffle
+from lockstep.data.order import Indices, Shuffle
 from lockstep.data.rows import reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.nests import on_host, parts_of
 from lockstep.keras.input.reordered import Reordered
 from lockstep.keras.input.streams import easily_freed, host_nest
-from lockstep.keras.state.randomness import script_seed
+from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, visits
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -45,15 +46,17 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     Attributes:
         plain_first: the next pass is a single batch as Keras would have it, to call a model on.
+        before_pass: is called before anything is drawn or read for a pass.
     """
 
     def __init__(self, inner: DataAdapter, *, joint: bool) -> None:
         self._inner = inner
         self._joint = joint
         self.plain_first = False
+        self.before_pass: Callable[[], None] = _nothing
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches of the next pass over the input."""
+        """Begin the next pass over the input; yield its global batches."""
         raise NotImplementedError
 
     def facts(self) -> dict[str, str]:
@@ -61,25 +64,30 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         raise NotImplementedError
 
     def first(self) -> Any:
-        """Return a batch, to build a model with; does not count as a pass."""
+        """Return a batch, as Keras takes one to build a model on JAX and PyTorch; does not count as a pass.
+
+        What Keras draws from random states then is drawn.
+        """
         raise NotImplementedError
 
     def peek(self) -> Any:
-        """Return what `first` returns; nothing is read that the next pass does not give again."""
+        """Return a batch of the same kind; the next pass gives again all that is read and drawn for it."""
         return self.first()
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """Yield what the train function of the JAX backend takes."""
-        if self.plain_first:
-            self.plain_first = False
-            yield self.first()
-            return
-        for batch in self.batches():
-            yield batch.read(slice(0, batch.examples)) if self._joint else batch
+        """Yield what the train function of the JAX backend takes; the pass begins with its first batch."""
+        yield from self._next_pass()
 
     def get_torch_dataloader(self) -> Iterator[Any]:
-        """Yield what the train function of the PyTorch backend takes."""
-        return iter(self)
+        """Begin a pass; yield what the train function of the PyTorch backend takes."""
+        return map(_tensors, self._next_pass())
+
+    def _next_pass(self) -> Iterator[Any]:
+        if self.plain_first:
+            self.plain_first = False
+            return iter([self.first()])
+        batches = self.batches()
+        return (batch.read(slice(0, batch.examples)) for batch in batches) if self._joint else batches
 
     def get_tf_dataset(self) -> Any:
         """Return what yields what the train function of the TensorFlow backend takes, in each pass anew.
@@ -91,13 +99,17 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
             return self
         import tensorflow as tf
 
-        signature = get_tensor_spec([self.first()])
+        signature = get_tensor_spec(self._samples())
         options = tf.data.Options()
         options.autotune.enabled = False
         options.threading.private_threadpool_size = 1
         return tf.data.Dataset.from_generator(self._optional, output_signature=signature).with_options(
             options
         )
+
+    def _samples(self) -> list[Any]:
+        """Return the batches that Keras reads on TensorFlow to learn what batches look like."""
+        return [self.peek()]
 
     def _optional(self) -> Iterator[Any]:
         import tensorflow as tf
@@ -108,8 +120,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
             )
 
     def __iter__(self) -> Iterator[Any]:
-        for data in self.get_jax_iterator():
-            yield data if isinstance(data, GlobalBatch) else keras.tree.map_structure(_tensor, data)
+        yield from map(_tensors, self.get_jax_iterator())
 
     @property
     def num_batches(self) -> int | None:
@@ -135,38 +146,39 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 class ArrayInput(GlobalInput):
     """Arrays that can be indexed: a worker reads its own replicas' rows only."""
 
-    def __init__(
-        self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: tuple[int, ...], *, joint: bool
-    ) -> None:
+    def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, joint: bool) -> None:
         super().__init__(inner, joint=joint)
         leaves, self._pack = parts_of(inner._inputs)
         rows = array_slicing.convert_to_sliceable(leaves, target_backend="numpy")
         self._readers = [_reader(leaf) for leaf in rows]
         self._known = [reader for reader in self._readers if reader is not _read_nothing]
-        self._order = Order(inner._num_samples, inner._batch_size, shuffle, seed)
-        self._passes = 0
+        self._count: int = inner._num_samples
+        self._visits = visits(self._count, inner._batch_size, shuffle, seed)
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches of the next pass."""
-        number = self._passes
-        self._passes += 1
-        for step, indices in enumerate(self._order.visit(number)):
-            yield self._batch(indices, step)
+        """Begin the next pass; yield its global batches."""
+        self.before_pass()
+        draw_as_a_loader()
+        return (self._batch(indices, step) for step, indices in enumerate(self._visits.begin()))
 
     def facts(self) -> dict[str, str]:
         """Describe shapes and types, and a sample of the rows."""
-        order = self._order
-        sample = self._look(sample_rows(order.count))
-        shapes = [f"{leaf.dtype}{[order.count, *leaf.shape[1:]]}" for leaf in sample]
+        sample = self._read(sample_rows(self._count))
+        shapes = [f"{leaf.dtype}{[self._count, *leaf.shape[1:]]}" for leaf in sample]
         return {
             "data": " ".join(shapes),
-            "data order": f"batches of {order.batch_size}, shuffle {order.shuffle}, seed {order.seed}",
             "data sample": digest_arrays(sample).hex()[:16],
+            "order": self._visits.fact(),
         }
 
     def first(self) -> Any:
-        """Return the first rows in the arrays' order."""
-        return self._take(slice(0, min(self._order.count, self._order.batch_size)))
+        """Return the first rows of a pass."""
+        draw_as_a_loader()
+        return self._take(self._visits.look())
+
+    def peek(self) -> Any:
+        """Return the first rows in the arrays' order, and draw nothing."""
+        return self._take(slice(0, min(self._count, self._inner.batch_size)))
 
     def _batch(self, indices: Indices, step: int) -> GlobalBatch:
         if isinstance(indices, slice):
@@ -184,9 +196,9 @@ class ArrayInput(GlobalInput):
 
     def _check(self, first: int, place: bytes) -> bytes:
         """Hash which rows a step reads, and the first of them: no worker reads the others' rows."""
-        return digest_arrays(self._look(slice(first, first + 1)), place)
+        return digest_arrays(self._read(slice(first, first + 1)), place)
 
-    def _look(self, indices: Indices) -> list[Any]:
+    def _read(self, indices: Indices) -> list[Any]:
         return [read(indices) for read in self._known]
 
     def _take(self, indices: Indices) -> Any:
@@ -202,10 +214,15 @@ class DatasetInput(GlobalInput):
         self._class_weight = class_weight
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches of the next pass.
+        """Begin the next pass; yield its global batches.
 
         Keras's readers live as long as the pass: across epochs they would drop what they have read ahead.
         """
+        self.before_pass()
+        draw_as_a_loader()
+        return self._read()
+
+    def _read(self) -> Iterator[GlobalBatch]:
         self._dataset.begin_pass()
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
@@ -217,11 +234,23 @@ class DatasetInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches; each batch is compared when it is read."""
-        return {"data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"}
+        facts = {"data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"}
+        return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
 
     def first(self) -> Any:
+        """Return the first batch of a pass."""
+        draw_as_a_loader()
+        return self._inner._standardize_batch(self._dataset.first())
+
+    def peek(self) -> Any:
         """Return the first batch in the dataset's own order."""
         return self._inner._standardize_batch(self._dataset.inner[0])
+
+    def _samples(self) -> list[Any]:
+        batches = NUM_BATCHES_FOR_TENSOR_SPEC
+        if self.num_batches is not None:
+            batches = min(batches, self.num_batches)
+        return [self._inner._standardize_batch(self._dataset.inner[number]) for number in range(batches)]
 
     def on_epoch_begin(self) -> None:
         """Tell the user's dataset that an epoch begins."""
@@ -244,10 +273,13 @@ class StreamInput(GlobalInput):
         self._begun: Iterator[Any] | None = None
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches of the next pass."""
+        """Begin the next pass; yield its global batches."""
         begun, self._begun = self._begun, None
-        for step, data in enumerate(begun or _begin(self._inner)):
-            yield whole_batch(data, step)
+        return (whole_batch(data, step) for step, data in enumerate(begun or self._begin()))
+
+    def _begin(self) -> Iterator[Any]:
+        self.before_pass()
+        return _begin(self._inner)
 
     def get_tf_dataset(self) -> Any:
         """Return the stream as Keras has it where nothing is split."""
@@ -270,7 +302,7 @@ class StreamInput(GlobalInput):
         """Return the first batch of the next pass, which begins with this."""
         if self._joint and keras.backend.backend() == "tensorflow":
             return self.first()
-        rest = self._begun or _begin(self._inner)
+        rest = self._begun or self._begin()
         first = next(rest)
         self._begun = chain([first], rest)
         return first
@@ -285,7 +317,7 @@ def global_input(
     steps: int | None,
     shuffle: Shuffle,
     class_weight: Any = None,
-    seed: tuple[int, ...],
+    seed: OrderSeed,
     joint: bool,
 ) -> GlobalInput:
     """Turn what `fit` or `evaluate` was given into global batches.
@@ -310,11 +342,6 @@ def global_input(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
     )
-
-
-def order_seed(job_seed: int, call: int) -> tuple[int, ...]:
-    """Return the numbers from which the order of the examples follows in a call of the script."""
-    return job_seed, script_seed() or 0, call
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
@@ -378,13 +405,22 @@ def _read_nothing(indices: Indices) -> None:
 
 
 def _begin(stream: DataAdapter) -> Iterator[Any]:
-    """Begin a pass. Keras would copy the tensors of `tf.data`; here they stay where they are, if dense."""
+    """Begin a pass, and draw what Keras draws then: only a `DataLoader` on PyTorch is not read lazily."""
+    if isinstance(stream, TorchDataLoaderAdapter) and keras.backend.backend() == "torch":
+        return map(_on_host, iter(stream.get_torch_dataloader()))
+    draw_as_a_loader()
+    return _batches(stream)
+
+
+def _batches(stream: DataAdapter) -> Iterator[Any]:
+    """Yield a stream's batches. Keras would copy the tensors of `tf.data`; if dense, they stay in place."""
     if isinstance(stream, TFDatasetAdapter):
         dataset = stream.get_tf_dataset()
         kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}
         if kinds <= {"TensorSpec", "NoneTensorSpec"}:
-            return map(host_nest, _read_ahead(dataset))
-    return iter(stream.get_numpy_iterator())
+            yield from map(host_nest, _read_ahead(dataset))
+            return
+    yield from stream.get_numpy_iterator()
 
 
 def _read_ahead(dataset: Any) -> Any:
@@ -394,6 +430,19 @@ def _read_ahead(dataset: Any) -> Any:
     """
     freed = easily_freed(dataset)
     return freed if freed is dataset or "Prefetch" in type(dataset).__name__ else freed.prefetch(1)
+
+
+def _on_host(batch: Any) -> Any:
+    """Return a batch of a `DataLoader` as Keras takes it."""
+    return tuple(keras.tree.map_structure(on_host, batch))
+
+
+def _nothing() -> None:
+    """Stand for what need not happen before a pass."""
+
+
+def _tensors(data: Any) -> Any:
+    return data if isinstance(data, GlobalBatch) else keras.tree.map_structure(_tensor, data)
 
 
 def _tensor(leaf: Any) -> Any:

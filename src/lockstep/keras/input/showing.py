@@ -1,19 +1,21 @@
 """Which replica reads which examples in `fit`, shown before it is called."""
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import keras
 
 from lockstep import job
-from lockstep.data.order import Order, Shuffle
+from lockstep.data.order import Indices, Shuffle
 from lockstep.data.reading import InputTable, Rows, input_table
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Joint, count_examples
 from lockstep.keras.input.distribution import DistributedDataset
-from lockstep.keras.input.inputs import order_seed
 from lockstep.keras.input.streams import Stream, leaves_of
+from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
+from lockstep.keras.state.randomness import random_states, set_random_states
 from lockstep.topology import place
 
 
@@ -28,6 +30,7 @@ def show_input(
     workers: int | None = None,
     epoch: int = 1,
     call: int = 1,
+    new: bool = True,
 ) -> InputTable:
     """Return which replica reads which examples in `fit`, as a table to print or to go through.
 
@@ -41,6 +44,10 @@ def show_input(
         workers: how many workers compute them; by default as many as the job has.
         epoch: of the call, from 1.
         call: which of the script's calls of `fit`, `evaluate`, `predict` or for single batches it is, from 1.
+            Does not count after `keras.utils.set_random_seed`, where the order follows from the random
+            states: what is shown is a `fit` that is called next, while nothing else is drawn.
+        new: whether the model has been compiled since its last `fit` or `evaluate`: Keras then looks at a
+            batch first, which on JAX and PyTorch takes numbers from the random states.
 
     Raises:
         DataError: a dataset has a pipeline for each replica: then each reads its own.
@@ -56,29 +63,50 @@ def show_input(
             raise DataError("each replica reads all of the dataset that the function makes for it")
         x = x.source.stream.dataset
     seed = order_seed(job.current().seed, call)
-    if _is_dataset(x):
-        found = _batches(x, shuffle, seed, epoch)
+    if not _is_dataset(x):
+        order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
+        return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view)
+    if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
+        batches = x.num_batches
+        order = visits_of_batches(batches, seed) if shuffle else visits(batches, 1, False, seed)
+        found = _chosen(x, [number for (number,) in _visited(order, epoch, steps, new=new)])
     else:
-        order = Order(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
-        found = (
-            Rows(range(order.count)[rows] if isinstance(rows, slice) else rows.tolist())
-            for rows in order.visit(epoch - 1)
-        )
-    return input_table(islice(found, steps), view)
+        found = islice(_read(x), steps)
+    return input_table(found, view)
 
 
 def _is_dataset(x: Any) -> bool:
     return not all(hasattr(leaf, "shape") for leaf in keras.tree.flatten(x))
 
 
-def _batches(dataset: Any, shuffle: Shuffle, seed: tuple[int, ...], epoch: int) -> Iterator[Rows]:
-    """Yield the rows of each batch of an epoch."""
-    if isinstance(dataset, keras.utils.PyDataset):
-        order = range(dataset.num_batches or 0)
-        visits = Order(len(order), 1, bool(shuffle), seed).visit(epoch - 1)
-        for (number,) in (order[one] if isinstance(one, slice) else one.tolist() for one in visits):
-            yield Rows(range(count_examples(leaves_of(dataset[number]), f"batch {number}")), number)
-        return
-    reader = Stream(dataset).begin()
-    for number, nest in enumerate(reader):
+def _visited(order: Visits, epoch: int, steps: int, *, new: bool) -> list[Sequence[int]]:
+    """Return the items of the first batches of an epoch; leave the random states as they are."""
+    states = random_states()
+    try:
+        if new and keras.backend.backend() != "tensorflow":
+            draw_as_a_loader()
+            order.look()
+        for _ in range(epoch - 1):
+            draw_as_a_loader()
+            deque(order.begin(), maxlen=0)
+            draw_as_a_loader()
+        draw_as_a_loader()
+        return [_numbers(indices) for indices in islice(order.begin(), steps)]
+    finally:
+        set_random_states(states)
+
+
+def _numbers(indices: Indices) -> Sequence[int]:
+    return range(indices.start, indices.stop) if isinstance(indices, slice) else indices.tolist()
+
+
+def _chosen(dataset: keras.utils.PyDataset, numbers: Sequence[int]) -> Iterator[Rows]:
+    """Yield the rows of some batches."""
+    for number in numbers:
+        yield Rows(range(count_examples(leaves_of(dataset[number]), f"batch {number}")), number)
+
+
+def _read(dataset: Any) -> Iterator[Rows]:
+    """Yield the rows of each batch of a pass."""
+    for number, nest in enumerate(Stream(dataset).begin()):
         yield Rows(range(count_examples(leaves_of(nest), f"batch {number}")), number)

@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
 
 from lockstep import job
+from lockstep.data.digest import digest_arrays
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras keeps the generator of random operations without a seed."""
@@ -192,6 +193,13 @@ def random_states() -> dict[str, Any]:
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
     return states
+
+
+def digest_of_states(names: Sequence[str]) -> str:
+    """Return a hash of some of the states that `random_states` returns."""
+    states = random_states()
+    leaves = keras.tree.flatten([states[name] for name in names])
+    return digest_arrays(map(np.asarray, leaves)).hex()[:16]
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:

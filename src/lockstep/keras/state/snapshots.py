@@ -69,6 +69,8 @@ class Resumption:
         journal: the calls that were finished.
         steps: how many steps of the call in progress had been taken; 0 where none was in progress.
         looks: how often a batch of its data had been looked at before it began.
+        passes: over its examples that had begun.
+        states: the random states with which the last of them had begun.
         call: the call that was in progress, or had just finished; empty where that is not known.
         joined: whether the other workers are there already.
     """
@@ -77,6 +79,8 @@ class Resumption:
     journal: Journal
     steps: int
     looks: int
+    passes: int
+    states: Mapping[str, Any]
     call: str = ""
     joined: bool = False
 
@@ -96,6 +100,7 @@ class Snapshots:
         self._calls = calls
         self._models: list[weakref.ref[Any]] = []
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._described: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
         self._pending: dict[int, Mapping[str, Any]] = {}
         self.journal = Journal()
         self.resumption: Resumption | None = None
@@ -104,7 +109,8 @@ class Snapshots:
         self._again: BaseException | None = None
 
     def adopt(self, model: Any) -> None:
-        """Count `model` among those whose state is taken."""
+        """Count `model`, which was just compiled, among those whose state is taken."""
+        self._described.pop(model, None)
         if all(known() is not model for known in self._models):
             self._models.append(weakref.ref(model))
 
@@ -329,7 +335,13 @@ class Snapshots:
     def _go_on(self, contents: Contents, facts: Mapping[str, Any]) -> None:
         journal = Journal.unpacked(facts["journal"])
         self.resumption = Resumption(
-            contents, journal, facts["steps"], facts.get("looks", 0), facts.get("call", "")
+            contents,
+            journal,
+            facts["steps"],
+            facts.get("looks", 0),
+            facts.get("passes", 0),
+            facts.get("states", {}),
+            facts.get("call", ""),
         )
 
     def take(
@@ -352,6 +364,8 @@ class Snapshots:
             "journal": self.journal.packed(),
             "steps": call.steps if program is not None else 0,
             "looks": call.looks,
+            "passes": call.passes,
+            "states": dict(call.states),
         }
         if not whole:
             packed, values = pack(position, "training")
@@ -385,17 +399,13 @@ class Snapshots:
 
     def facts(self) -> dict[str, Any]:
         """Return what the bits of the training depend on, besides the script."""
-        job, backend = self._job, keras.backend.backend()
-        names = ("keras", backend, "jaxlib", "numpy", "lockstep")
-        modules = [sys.modules[name] for name in names if name in sys.modules]
-        # PyTorch's is a string of its own kind.
-        libraries = {module.__name__: str(module.__version__) for module in modules}
+        job = self._job
         return {
             "replicas": job.view.replicas,
             "seed": job.seed,
             "threads": job.threads,
-            "backend": backend,
-            "libraries": libraries,
+            "backend": keras.backend.backend(),
+            "libraries": libraries(),
         }
 
     def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
@@ -442,6 +452,7 @@ class Snapshots:
         """Note how the `fit` that begins trains, if checkpoints are kept."""
         if self._job.keeper is not None:
             own_sources()
+            self._described.pop(model, None)
             call = self._calls.current
             heard = lasting(listed(call.callbacks))
             call.settings = settings_of_call(model, heard, first=self._calls.outermost == 1)
@@ -450,7 +461,9 @@ class Snapshots:
         if model is None:
             return settings_of_parts(getattr(program, "parts", {}))
         own = self._calls.current.settings or settings_of_call(model, (), first=False)
-        return {**own, **settings_of_model(model)}
+        if model not in self._described:
+            self._described[model] = settings_of_model(model)
+        return {**own, **self._described[model]}
 
     def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
         """Refuse to go on from a checkpoint with other settings; name files that have another text.
@@ -488,6 +501,18 @@ class Snapshots:
         call.looks += 1
         return True
 
+    def begin_pass(self) -> None:
+        """Note the random states with which a pass over the examples of the call in progress begins.
+
+        They decide in which order it visits them. If the training goes on within this pass, they are first
+        set to those that it began with: what a process draws until then is not what others have drawn.
+        """
+        call, resumption = self._calls.current, self.resumption
+        call.passes += 1
+        if resumption is not None and call.steps < call.skipped and call.passes == resumption.passes:
+            set_random_states(resumption.states)
+        call.states = random_states()
+
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
         """Make the variables that a step of `model` needs; give them the values that they should have.
 
@@ -523,6 +548,14 @@ class Snapshots:
                 variables = [variable for variable in all_variables(other) if id(variable) not in own]
                 found.append((index, _values(named_arrays(variables, variables))))
         return found
+
+
+def libraries() -> dict[str, str]:
+    """Return the versions of the libraries that training depends on, of those that are imported."""
+    names = ("keras", keras.backend.backend(), "jaxlib", "numpy", "lockstep")
+    modules = [sys.modules[name] for name in names if name in sys.modules]
+    # PyTorch's is a string of its own kind.
+    return {module.__name__: str(module.__version__) for module in modules}
 
 
 def _origin(since: int | None) -> str:

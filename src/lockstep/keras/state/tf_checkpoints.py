@@ -16,6 +16,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.job import Job
 from lockstep.keras.files import write_once
 from lockstep.keras.functions.tf_values import concrete
+from lockstep.paths import RunPaths
 
 
 def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
@@ -34,7 +35,7 @@ def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
         if job.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
             return original(self, file_prefix, *args, **kwargs)
         write_once(
-            job.folder / "saved",
+            RunPaths(job.folder).saved,
             # A checkpoint is several files, of which this is the last to come.
             f"{file_prefix}.index",
             digest_arrays(_state(self)),

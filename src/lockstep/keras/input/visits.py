@@ -1,0 +1,165 @@
+"""The order in which passes visit items: Keras's own if the script has set a seed, else the job's.
+
+`keras.utils.set_random_seed` makes Keras's own order a function of the script. Then every worker draws it as
+Keras does, from the same random states and at the same moments, so that these are those of plain Keras, too.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import keras
+import numpy as np
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+
+from lockstep.data.order import Indices, Order, Shuffle
+from lockstep.keras.input.nests import on_host
+from lockstep.keras.input.streams import easily_freed
+from lockstep.keras.state.randomness import digest_of_states, script_seed
+
+OrderSeed = tuple[int, ...] | None
+"""The numbers from which the job's own order follows; None for the order that Keras draws."""
+
+
+class Visits(Protocol):
+    """The order in which passes visit items."""
+
+    def begin(self) -> Iterator[Indices]:
+        """Begin the next pass; yield the items of each batch."""
+
+    def look(self) -> Indices:
+        """Return the items of a batch that Keras looks at before the first pass, and draw what it draws."""
+
+    def fact(self) -> str:
+        """Say from what the order follows, equally on all workers that visit items alike."""
+
+
+def order_seed(job_seed: int, call: int) -> OrderSeed:
+    """Return the numbers from which the order of the examples follows in a call of the script.
+
+    None if the script has called `keras.utils.set_random_seed`.
+    """
+    return (job_seed, call) if script_seed() is None else None
+
+
+def visits(count: int, batch_size: int, shuffle: Shuffle, seed: OrderSeed) -> Visits:
+    """Return the order of `count` examples; see `lockstep.data.order.Order`."""
+    if seed is not None or not shuffle:
+        return _JobsVisits(Order(count, batch_size, shuffle, seed or ()))
+    return _VISITS[keras.backend.backend()](count, batch_size, shuffle)
+
+
+def visits_of_batches(count: int, seed: OrderSeed) -> Visits:
+    """Return the shuffled order of the `count` batches of a `PyDataset`."""
+    return _PythonVisits(count) if seed is None else _JobsVisits(Order(count, 1, True, seed))
+
+
+def draw_as_a_loader() -> None:
+    """Draw what PyTorch draws when an iteration over a `DataLoader` begins, as each of Keras's does there."""
+    if keras.backend.backend() == "torch":
+        from torch.utils.data import DataLoader
+
+        iter(DataLoader([None]))
+
+
+class _JobsVisits:
+    """The job's own order: another one in each pass, whatever is drawn meanwhile."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._passes = 0
+
+    def begin(self) -> Iterator[Indices]:
+        number = self._passes
+        self._passes += 1
+        return self._order.visit(number)
+
+    def look(self) -> Indices:
+        """Draw nothing."""
+        return slice(0, min(self._order.count, self._order.batch_size))
+
+    def fact(self) -> str:
+        order = self._order
+        return f"batches of {order.batch_size}, shuffle {order.shuffle}, seed {order.seed}"
+
+
+class _KerasVisits:
+    """An order that Keras draws."""
+
+    states: tuple[str, ...] = ()
+    """The random states from which it follows, by their names in `random_states`."""
+
+    def __init__(self, about: str) -> None:
+        self._about = about
+
+    def begin(self) -> Iterator[Indices]:
+        raise NotImplementedError
+
+    def look(self) -> Indices:
+        return next(self.begin())
+
+    def fact(self) -> str:
+        return f"{self._about}, random states {digest_of_states(self.states)}"
+
+
+class _PythonVisits(_KerasVisits):
+    """Drawn by Python when the first batch of a pass is read."""
+
+    states = ("python",)
+
+    def __init__(self, count: int) -> None:
+        super().__init__(f"{count} batches")
+        self._count = count
+
+    def begin(self) -> Iterator[Indices]:
+        order = list(range(self._count))
+        random.shuffle(order)
+        for index in order:
+            yield np.array([index])
+
+
+class _ArrayVisits(_KerasVisits):
+    """Drawn by Keras's own adapter, which is given the numbers of the examples."""
+
+    def __init__(self, count: int, batch_size: int, shuffle: Shuffle) -> None:
+        super().__init__(f"batches of {batch_size}, shuffle {shuffle}")
+        self._adapter = ArrayDataAdapter(np.arange(count), batch_size=batch_size, shuffle=shuffle)
+
+
+class _JaxVisits(_ArrayVisits):
+    """Drawn by NumPy: a pass when its first batch is read, or each batch."""
+
+    states = ("numpy",)
+
+    def begin(self) -> Iterator[Indices]:
+        yield from self._adapter.get_numpy_iterator()
+
+
+class _TorchVisits(_ArrayVisits):
+    """Drawn by PyTorch: a pass when its first batch is read, or each batch."""
+
+    states = ("torch",)
+
+    def begin(self) -> Iterator[Indices]:
+        for indices in self._adapter.get_torch_dataloader().batch_sampler:
+            yield np.array(indices)
+
+
+class _TensorFlowVisits(_ArrayVisits):
+    """Drawn by TensorFlow, whose graphs draw the same order in each pass where the script has set a seed."""
+
+    def __init__(self, count: int, batch_size: int, shuffle: Shuffle) -> None:
+        # The size of the batches does not matter where all examples are shuffled, and one is read faster.
+        super().__init__(count, batch_size if shuffle == "batch" else count, shuffle)
+        drawn = [on_host(indices) for indices in easily_freed(self._adapter.get_tf_dataset())]
+        self._batches: list[Any] = [
+            indices[start : start + batch_size]
+            for indices in drawn
+            for start in range(0, len(indices), batch_size)
+        ]
+
+    def begin(self) -> Iterator[Indices]:
+        return iter(self._batches)
+
+
+_VISITS = {"jax": _JaxVisits, "torch": _TorchVisits, "tensorflow": _TensorFlowVisits}

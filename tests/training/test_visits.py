@@ -1,0 +1,89 @@
+"""Examples come in Keras's own order where the script has set a seed, else in the job's."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep import show_input
+from lockstep.keras.input.inputs import global_input
+from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed
+
+ROWS = np.arange(20, dtype="float32")
+Source = Callable[[], Any]
+
+
+class Rows(keras.utils.PyDataset):  # type: ignore[misc]
+    """A batch for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> Any:
+        return ROWS[index : index + 1]
+
+
+def passes(x: Any, shuffle: Any, seed: OrderSeed) -> list[list[float]]:
+    """The rows that Keras looks at before the first pass, and those of two passes."""
+    source = global_input(x, batch_size=6, steps=None, shuffle=shuffle, seed=seed, joint=False)
+    looked = [] if keras.backend.backend() == "tensorflow" else np.asarray(source.first()).tolist()
+    visited = [looked]
+    for _ in range(2):
+        visited.append([row for batch in source.batches() for row in batch.read(slice(0, batch.examples))])
+        # Keras begins one more pass when one ends.
+        draw_as_a_loader()
+    return visited
+
+
+def test_one_replica_is_plain_keras_whatever_is_random(plain: Callable[..., str], backend: str) -> None:
+    printed = [line.split(maxsplit=1) for line in plain("ordering.py", backend=backend).splitlines()]
+    alone, with_lockstep = (
+        [line[1] for line in printed if line[0] == kind] for kind in ("plain", "lockstep")
+    )
+    assert len(alone) == 12
+    assert with_lockstep == alone
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch"])
+@pytest.mark.parametrize("make", [lambda: ROWS, Rows], ids=["arrays", "dataset"])
+def test_the_seed_of_the_script_decides_alone(make: Source, shuffle: Any) -> None:
+    found = []
+    for seed in (1, 2, 1):
+        keras.utils.set_random_seed(seed)
+        # Neither the job's seed nor the number of the call counts.
+        assert order_seed(job_seed=len(found), call=len(found)) is None
+        found.append(passes(make(), shuffle, None))
+    assert found[0] == found[2] != found[1]
+    for rows in found[0][1:]:
+        assert sorted(rows) == ROWS.tolist()
+
+
+@pytest.mark.parametrize("make", [lambda: ROWS, Rows], ids=["arrays", "dataset"])
+def test_without_one_each_call_and_each_pass_has_an_order_of_its_own_whatever_is_drawn(make: Source) -> None:
+    keras.utils.clear_session()
+    seeds = [order_seed(job_seed=1, call=call) for call in (1, 2, 1)]
+    assert None not in seeds
+    found = []
+    for seed in seeds:
+        found.append(passes(make(), True, seed)[1:])
+        random.random(), np.random.random()
+    assert found[0] == found[2] != found[1]
+    assert found[0][0] != found[0][1]
+
+
+@pytest.mark.parametrize("shuffle", [True, "batch", False])
+@pytest.mark.parametrize("make", [lambda: ROWS, Rows], ids=["arrays", "dataset"])
+def test_the_order_is_shown_before_it_is_drawn(make: Source, shuffle: Any) -> None:
+    keras.utils.set_random_seed(5)
+    x: Any = make()
+    table = show_input(x, batch_size=6, shuffle=shuffle, steps=20, replicas=1, epoch=2)
+    *_, second = passes(x, shuffle, None)
+    readings = [reading.rows for reading in table]
+    shown = [n for rows in readings for n in (rows.numbers if rows.batch is None else [rows.batch])]
+    assert shown == second
