@@ -144,3 +144,24 @@ def test_what_is_computed_per_replica_is_named(
     before = [np.array(weight) for weight in model.get_weights()]
     assert per_replica(model, lambda: (X, Y)) == parts
     assert all(map(np.array_equal, before, model.get_weights()))
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_a_metric_that_compares_examples_is_named(compares: bool) -> None:
+    class Near(keras.metrics.Metric):
+        def __init__(self) -> None:
+            super().__init__(name="near")
+            self.count = self.add_weight(name="count", initializer="zeros")
+
+        def update_state(self, y: Any, p: Any, sample_weight: Any = None) -> None:
+            del sample_weight
+            near = keras.ops.abs(y[:, 0] - p) if compares else keras.ops.abs(y - p)
+            self.count.assign_add(keras.ops.sum(near))
+
+        def result(self) -> Any:
+            return self.count + 0.0
+
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=[Near()])
+    model.fit(X, Y, verbose=0)
+    assert per_replica(model, lambda: (X, Y)) == (["the metric near"] if compares else [])

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.keras.metrics import metrics_across_examples
 from lockstep.prose import count
 from lockstep.topology import View
 
@@ -33,9 +34,9 @@ def said_of(parts: Sequence[str]) -> str:
 def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
     """Name what of a model's training differs from that of one process by more than rounding.
 
-    That is what looks at several examples at once: the statistics of BatchNormalization, a loss that compares
-    examples, a sum that a layer adds to the loss, and perhaps a step of the program's own. Random layers draw
-    other numbers in each replica; they are not named.
+    That is what looks at several examples at once: the statistics of BatchNormalization, a loss or a metric
+    that compares examples, a sum that a layer adds to the loss, and perhaps a step of the program's own.
+    Random layers draw other numbers in each replica; they are not named.
 
     Args:
         model: built.
@@ -52,7 +53,8 @@ def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
         for name in ("train_step", "compute_loss")
         if not getattr(type(model), name).__module__.startswith("keras.")
     ]
-    return parts + _losses_across_examples(model, rows) + _sums_of_layers(model, rows)
+    parts += _losses_across_examples(model, rows) + _sums_of_layers(model, rows)
+    return parts + [f"the metric {name}" for name in metrics_across_examples(model, rows)]
 
 
 def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:

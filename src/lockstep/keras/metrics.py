@@ -30,7 +30,7 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
         for variable in metric.variables:
             value = scope.get_current_value(variable)
             _refuse_unless_zero(variable, variable.value if value is None else value)
-    own = [one for one in flat_metrics(model.metrics) if not type(one).__module__.startswith("keras.")]
+    own = _own_metrics(model)
     if not own:
         return
     try:
@@ -46,6 +46,42 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
         )
 
 
+def metrics_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
+    """Name the metrics of the program's own that compare the examples of a batch.
+
+    That is: after one update with some rows, their state is not the sum of what either half adds.
+
+    Args:
+        model: built, with its metrics.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tried.
+    """
+    own = _own_metrics(model)
+    if not own:
+        return []
+    try:
+        data = rows()
+        half = _half(data)
+        parts = (slice(0, 2 * half), slice(0, half), slice(half, 2 * half))
+        states = [_state(model, [_updates(model, data, part)]) for part in parts] if half else [[], [], []]
+    except Exception:  # A step of the program's own may give metrics what it likes.
+        return []
+    differing = {
+        id(variable)
+        for variable, whole, first, second in zip(model.metrics_variables, *states, strict=False)
+        if not np.allclose(whole, first + second, rtol=1e-4, atol=1e-5, equal_nan=True)
+    }
+    return [one.name for one in own if any(id(variable) in differing for variable in one.variables)]
+
+
+def _own_metrics(model: Any) -> list[Any]:
+    return [one for one in flat_metrics(model.metrics) if not type(one).__module__.startswith("keras.")]
+
+
+def _half(data: Any) -> int:
+    counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None]
+    return min(_PROBED_ROWS, min(counts) // 2)
+
+
 def _refuse_unless_zero(variable: Any, value: Any) -> None:
     if variable.dtype == "bool":
         raise ModelError(f"the metric variable {variable.path!r} is a bool, which cannot be summed")
@@ -57,8 +93,7 @@ def _refuse_unless_zero(variable: Any, value: Any) -> None:
 
 
 def _try(model: Any, data: Any) -> None:
-    count = min(leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None)
-    half = min(_PROBED_ROWS, count // 2)
+    half = _half(data)
     if half == 0:
         return
     first, second = _updates(model, data, slice(0, half)), _updates(model, data, slice(half, 2 * half))
