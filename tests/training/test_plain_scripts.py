@@ -1,5 +1,8 @@
 """A script that makes no strategy is trained by the job as if all of it stood in a strategy's scope."""
 
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,8 @@ import pytest
 from lockstep.keras.exactness import introduction, per_replica
 from lockstep.topology import place
 
+README = Path(__file__).parents[2] / "README.md"
+STAND_IN = Path(__file__).parent / "stand_in"
 X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
 Y = X[:, :1]
 
@@ -35,6 +40,30 @@ def test_a_plain_script_has_the_bits_of_one_in_a_scope(
     assert lost.marked(0, "result ") == lost.marked(2, "result ") == results
     assert "plain Keras script: model.fit is distributed over 2 workers\n" in lost.stderr
     assert "plain Keras script" not in scope.stderr
+
+
+def test_the_program_of_the_readme(environment: dict[str, str], tmp_path: Path) -> None:
+    """It has the bits of plain Keras with one replica, and its figures up to rounding with two."""
+    program = re.search("```python\n(import keras\n.*?)```", README.read_text(), re.DOTALL)
+    assert program is not None
+    (tmp_path / "train.py").write_text(program[1])
+    variables = environment | {"PYTHONPATH": str(STAND_IN), "KERAS_BACKEND": "jax", "NPROC": "2"}
+    weights = {}
+    for how in ("", "-m lockstep run -n 1 --threads-per-worker 2", "-m lockstep run -n 2"):
+        command = [sys.executable, *how.split(), "train.py"]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        weights[how] = keras.models.load_model(tmp_path / "model.keras").get_weights()
+        (tmp_path / "model.keras").unlink()
+    plain, one, two = weights.values()
+    assert all(map(np.array_equal, plain, one))
+    assert not all(map(np.array_equal, plain, two))
+    for wanted, found in zip(plain, two, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert "plain Keras script: model.fit is distributed over 2 workers\n" in done.stderr
+    assert re.search(r"finished in .*: 36 steps on 2 workers; digest \w+ of model 'sequential'", done.stderr)
 
 
 def test_no_adopt_lets_each_worker_train_by_itself(launch: Callable[..., Any], tmp_path: Path) -> None:
