@@ -214,7 +214,7 @@ class Batches(keras.utils.PyDataset):
 
 
 def dataset(context: Context) -> Trained:
-    """A `PyDataset`, read by threads, for training and validation."""
+    """A `PyDataset`, read by threads, for training and validation; and the backend's own kind of dataset."""
     x, y = table(200)
     with context.scope():
         model = keras.Sequential([layers.Dense(8, activation="relu"), layers.Dense(1)])
@@ -223,7 +223,23 @@ def dataset(context: Context) -> Trained:
     data = Batches(x, y, workers=1 if context.exact else 2, max_queue_size=3)
     model.fit(data, epochs=3, validation_data=Batches(x[:70], y[:70]), verbose=2)
     model.fit(Batches(x, y), epochs=2, steps_per_epoch=4, verbose=2)
+    for shuffled in own_dataset(x, y):
+        model.fit(shuffled, epochs=3, verbose=2)
     return Trained(model, x, y, 30)
+
+
+def own_dataset(x: np.ndarray, y: np.ndarray) -> list[Any]:
+    """What the backend's own kind of dataset is, shuffled without a seed of its own; none on JAX."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return [tf.data.Dataset.from_tensor_slices((x, y)).shuffle(200).batch(30)]
+    if keras.backend.backend() == "torch":
+        from torch.utils.data import DataLoader, TensorDataset
+
+        rows = TensorDataset(*map(keras.ops.convert_to_tensor, (x, y)))
+        return [DataLoader(rows, batch_size=30, shuffle=True)]
+    return []
 
 
 def nested(context: Context) -> Trained:

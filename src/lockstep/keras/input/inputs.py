@@ -285,6 +285,10 @@ class StreamInput(GlobalInput):
         """Return the stream as Keras has it where nothing is split."""
         return self._inner.get_tf_dataset() if self._joint else self
 
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass: Keras also begins one at the end of an epoch, which draws the seeds of shuffles."""
+        return map(_tensors, self._next_pass())
+
     def facts(self) -> dict[str, str]:
         """Describe the number of batches; each batch is compared when it is read."""
         return {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
@@ -405,22 +409,28 @@ def _read_nothing(indices: Indices) -> None:
 
 
 def _begin(stream: DataAdapter) -> Iterator[Any]:
-    """Begin a pass, and draw what Keras draws then: only a `DataLoader` on PyTorch is not read lazily."""
-    if isinstance(stream, TorchDataLoaderAdapter) and keras.backend.backend() == "torch":
+    """Begin a pass, and draw what Keras draws then: a backend's own kind of input is not begun lazily."""
+    backend = keras.backend.backend()
+    if isinstance(stream, TorchDataLoaderAdapter) and backend == "torch":
         return map(_on_host, iter(stream.get_torch_dataloader()))
     draw_as_a_loader()
-    return _batches(stream)
+    if isinstance(stream, TFDatasetAdapter) and backend == "tensorflow":
+        return _elements(stream)
+    return _lazily(stream)
 
 
-def _batches(stream: DataAdapter) -> Iterator[Any]:
-    """Yield a stream's batches. Keras would copy the tensors of `tf.data`; if dense, they stay in place."""
-    if isinstance(stream, TFDatasetAdapter):
-        dataset = stream.get_tf_dataset()
-        kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}
-        if kinds <= {"TensorSpec", "NoneTensorSpec"}:
-            yield from map(host_nest, _read_ahead(dataset))
-            return
-    yield from stream.get_numpy_iterator()
+def _lazily(stream: DataAdapter) -> Iterator[Any]:
+    """Yield a stream's batches; the pass begins with the first."""
+    yield from _elements(stream) if isinstance(stream, TFDatasetAdapter) else stream.get_numpy_iterator()
+
+
+def _elements(stream: TFDatasetAdapter) -> Iterator[Any]:
+    """Begin a pass over a `tf.data.Dataset`. Keras would copy its tensors; if dense, they stay in place."""
+    dataset = stream.get_tf_dataset()
+    kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}
+    if kinds <= {"TensorSpec", "NoneTensorSpec"}:
+        return map(host_nest, iter(_read_ahead(dataset)))
+    return iter(stream.get_numpy_iterator())
 
 
 def _read_ahead(dataset: Any) -> Any:
