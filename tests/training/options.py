@@ -83,7 +83,6 @@ def recurrent(context: Context) -> Trained:
         y,
         batch_size=20,
         epochs=3,
-        shuffle=context.shuffle,
         validation_data=(x, y),
         validation_freq=2,
         validation_steps=2,
@@ -141,7 +140,6 @@ def shared(context: Context) -> Trained:
         sample_weight=weights,
         batch_size=20,
         epochs=3,
-        shuffle=context.shuffle,
         verbose=0,
     )
     return Trained(model, inputs, targets, 20, weights)
@@ -150,7 +148,7 @@ def shared(context: Context) -> Trained:
 def alternating(context: Context) -> Trained:
     """Models that share a layer, trained in turns, fit after fit, compiled again; nothing left to train."""
     x, y = table(80)
-    options: dict[str, Any] = {"batch_size": 20, "shuffle": context.shuffle, "verbose": 0}
+    options: dict[str, Any] = {"batch_size": 20, "verbose": 0}
     with context.scope():
         inputs = keras.Input((12,))
         trunk = layers.Dense(4, activation="tanh")
@@ -241,7 +239,7 @@ def batchwise(context: Context) -> Trained:
     figures.append(model.evaluate(x, y, batch_size=8, sample_weight=weight, verbose=0))
     figures.append(model.evaluate(x, y, batch_size=8, steps=3, verbose=0))
     rows += [model.predict(x, batch_size=8, verbose=0), model.predict(x, batch_size=8, steps=2, verbose=0)]
-    model.fit(x, y, sample_weight=weight, batch_size=8, shuffle=context.shuffle, verbose=0)
+    model.fit(x, y, sample_weight=weight, batch_size=8, verbose=0)
     noted = {"figures": np.concatenate([np.ravel(one) for one in figures]), "rows": np.concatenate(rows)}
     return Trained(model, x, y, 8, weight, noted)
 
@@ -293,9 +291,9 @@ def overridden(context: Context) -> Trained:
         added.compile("sgd")
         model = Overridden()
         model.compile(keras.optimizers.Adagrad(0.05), metrics=["mse"])
-    added.fit(x, batch_size=20, epochs=2, shuffle=context.shuffle, verbose=0)
+    added.fit(x, batch_size=20, epochs=2, verbose=0)
     validation = (x[:30], y[:30])
-    model.fit(x, y, batch_size=20, epochs=2, shuffle=context.shuffle, validation_data=validation, verbose=0)
+    model.fit(x, y, batch_size=20, epochs=2, validation_data=validation, verbose=0)
     return Trained(model, x, y, 20, noted={"added": flat(added), "loss": added.history.history["loss"]})
 
 
@@ -334,7 +332,7 @@ def optimizers(context: Context) -> Trained:
             )
             options = {"amsgrad": True} if kind is keras.optimizers.Adam else {}
             model.compile(kind(0.01, clipvalue=0.5, weight_decay=0.01, **options), "mse")
-        model.fit(x, y, batch_size=15, epochs=2, shuffle=context.shuffle, verbose=0)
+        model.fit(x, y, batch_size=15, epochs=2, verbose=0)
         noted[kind.__name__] = flat(model)
     return Trained(model, x, y, 15, noted=noted)
 

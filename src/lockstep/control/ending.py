@@ -24,7 +24,7 @@ def end(state: State, verdict: Verdict, now: float) -> Decision:
         state,
         stage=Stage.ENDING,
         verdict=verdict,
-        deadline=now + state.limits.abort,
+        deadline=now + (state.limits.leave if state.all_raised else state.limits.abort),
         next_start=None,
         patience_ends=None,
     )

@@ -32,6 +32,7 @@ class Limits:
         blame: to the cause of an error that blames another worker, to show itself.
         look: to a stuck worker, to write its stack.
         abort: to workers that hear of the abort, until SIGTERM.
+        leave: to workers whose scripts have all raised, to end their processes, until SIGTERM.
         term: to workers that got SIGTERM or the person's own signal, until SIGKILL.
         kill: to workers that got SIGKILL, until the job ends without them.
         save: to the chief, to end its step and write a checkpoint before the job is stopped (`--grace`).
@@ -46,6 +47,7 @@ class Limits:
     blame: float = 1.0
     look: float = 0.5
     abort: float = 3.0
+    leave: float = 15.0
     term: float = 3.0
     kill: float = 1.0
     save: float = GRACE
@@ -211,6 +213,11 @@ class State:
         """The members of the view that run and have not failed, the longest-serving first."""
         there = self.present.difference(worker for worker, _ in self.failed)
         return tuple(worker for worker in self.members if worker in there)
+
+    @property
+    def all_raised(self) -> bool:
+        """Whether the script has raised on every worker that runs: their processes end by themselves."""
+        return self.running <= self.blaming.union(worker for worker, _ in self.failed)
 
     def recruit(self, worker: int) -> Recruit | None:
         """Return what is known of a worker that joins; None if it is none."""

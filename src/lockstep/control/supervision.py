@@ -180,9 +180,12 @@ def _failed(state: State, event: Failed, now: float) -> Decision:
     if (recruit := state.recruit(event.worker)) is not None:
         return strength.recruit_failed(state, recruit, message)
     if state.stage is not Stage.RUNNING:
+        state = replace(state, blaming=state.blaming | {event.worker})
+        if state.stage is Stage.ENDING and state.all_raised:
+            state = replace(state, deadline=now + state.limits.leave)
         return Decision(state, reason=f"{message}; the job is ending already")
     if not event.blames and not state.elastic:
-        return ending.end(state, verdict, now)
+        return ending.end(replace(state, blaming=state.blaming | {event.worker}), verdict, now)
     if not event.blames:
         state = _with_failure(state, event.worker, verdict, now)
         return Decision(state, reason=f"{message}; perhaps the others fail too")
