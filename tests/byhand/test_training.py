@@ -56,7 +56,10 @@ def test_a_chief_that_is_killed_and_started_again_joins(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("how", "without"), [("backup", "unshuffled"), ("checkpoint", "nothing")])
+@pytest.mark.parametrize(
+    ("how", "without"),
+    [pytest.param("backup", "unshuffled", marks=pytest.mark.slow), ("checkpoint", "nothing")],
+)
 def test_all_are_stopped_at_step_7_and_go_on_there(
     desk: Any, undisturbed: Undisturbed, how: str, without: str, backend: str
 ) -> None:

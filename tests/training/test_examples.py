@@ -15,9 +15,12 @@ WANTED = {
     "image_folder": ("accuracy", 0.94),
     "input_fn": ("accuracy", 0.93),
 }
+LONG = ("augmentation", "gan")
 
 
-@pytest.mark.parametrize("name", WANTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in WANTED]
+)
 def test_an_example_reaches_its_result(launch: Callable[..., Any], thorough_backend: str, name: str) -> None:
     run = launch("-n 2", str(EXAMPLES / f"{name}.py"), backend=thorough_backend)
     assert run.status == 0, run.stderr

@@ -1,5 +1,6 @@
 """Calls that raise, where the script catches that and goes on: another process raises the same again."""
 
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +34,8 @@ def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_
     assert died.status == 137, died.stderr
     done = launch(f"-n 1 {keeping}", "failing.py")
     assert done.status == 0, done.stderr
-    assert "goes on behind step 4 of fit 2" in done.stderr
+    # The last step is kept at the end of a call if the disk is not busy then.
+    assert re.search("goes on behind step [46] of fit 2", done.stderr)
     marked = [
         [line for mark in ("caught ", "figure ") for line in run.marked(0, mark)] for run in (died, done)
     ]
