@@ -72,6 +72,23 @@ def test_a_second_optimizer_on_jax_is_refused_with_the_shape_that_works(
         model.fit(X, Y, verbose=0)
 
 
+def test_a_row_that_a_replica_does_not_have_is_not_another_one(
+    strategy: lockstep.MultiWorkerMirroredStrategy,
+) -> None:
+    class Pairs(keras.Sequential):
+        def compute_loss(
+            self, x: Any = None, y: Any = None, y_pred: Any = None, *others: Any, **named: Any
+        ) -> Any:
+            return keras.ops.mean(keras.ops.square(y_pred[0] - y_pred[2]))
+
+    with strategy.scope():
+        model = build(Pairs)
+    with pytest.raises(
+        ModelError, match=r"which has 1 of the batch's rows, failed: index 2 (is )?out of bounds"
+    ):
+        model.fit(X[:3], Y[:3], batch_size=3, verbose=0)
+
+
 def test_weights_change_through_the_optimizer_only(
     strategy: lockstep.MultiWorkerMirroredStrategy,
 ) -> None:

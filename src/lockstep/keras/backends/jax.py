@@ -38,6 +38,9 @@ _SHAPE = (
 # array: as a node without children it passes through untouched.
 jax.tree_util.register_pytree_node(GlobalBatch, lambda batch: ((), batch), lambda batch, _: batch)
 
+_CHECK_INDICES = "jax_check_static_indices"
+"""The option with which JAX refuses an index outside of an array; old versions do not have it."""
+
 
 class JaxBackend:
     """Keras's JAX backend behind the contract `lockstep.keras.backends.contract.Backend`."""
@@ -52,6 +55,9 @@ class JaxBackend:
     def program(self, model: Any, kind: Kind) -> "JaxProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
+        if hasattr(jax.config, _CHECK_INDICES):
+            # JAX would take the nearest row for one that a replica does not have.
+            jax.config.update(_CHECK_INDICES, True)
         return JaxProgram(model, kind, self._pending)
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:

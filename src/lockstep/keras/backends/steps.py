@@ -63,7 +63,8 @@ def refuse_stateful_layers(model: Any) -> None:
 
 @contextmanager
 def fixed_batches_explained(model: Any, examples: int) -> Iterator[None]:
-    """Within the block, which computes a replica of so many examples, a failure names a batch of fixed size.
+    """Within the block, which computes a replica of so many examples, a failure names a batch of fixed size,
+    and an index that the replica does not have.
 
     An input may know the size of a batch without any harm, as Keras's own Sequential models do.
     """
@@ -80,6 +81,12 @@ def fixed_batches_explained(model: Any, examples: int) -> Iterator[None]:
                     f"the input {layer.name!r} of the model has a fixed batch of {fixed}, which replicas "
                     "split: give it a shape without a batch size, or run with one replica (--replicas 1)"
                 ) from error
+        if isinstance(error, IndexError):
+            raise ModelError(
+                f"the step of a replica, which has {examples} of the batch's rows, failed: {error}; "
+                "replicas split the first axis of each array, which must be that of the examples: run with "
+                "one replica (--replicas 1) where it is not"
+            ) from error
         raise
 
 
