@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from keras.saving import save_model
 
 FOLDER, HOW = sys.argv[1:]
 X = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
@@ -42,8 +43,10 @@ def strategy() -> Any:
 def train() -> Any:
     model = compiled(keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.1))
     model.fit(X, Y, batch_size=16, epochs=3, verbose=0, callbacks=[Dies()])
-    model.save(f"{FOLDER}/model.keras")
-    loaded = keras.models.load_model(f"{FOLDER}/model.keras")
+    # Several times: workers that did not share the file would read what another one is writing.
+    for _ in range(5):
+        save_model(model, f"{FOLDER}/model.keras")
+        loaded = keras.models.load_model(f"{FOLDER}/model.keras")
     history = loaded.fit(X, Y, batch_size=16, verbose=0).history
     print("result", history, loaded.evaluate(X, Y, verbose=0), float(loaded.predict(X, verbose=0).sum()))
     return loaded

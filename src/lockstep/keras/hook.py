@@ -22,6 +22,8 @@ _ON_BATCH = ("train_on_batch", "test_on_batch", "predict_on_batch")
 _STEPS = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_batch_end")
 _DECISIONS = ("on_train_batch_end", "on_epoch_end")
 _SAVES = ("save", "save_weights", "export")
+_SAVING_FUNCTIONS = {"save_model": "save", "save_weights": "save_weights"}
+"""What `keras.saving` and `keras.models` have for a method of models."""
 
 _installed: list[Loops] = []
 
@@ -43,6 +45,7 @@ def install(job: Job) -> Loops:
             _replace(name, functools.partial(loops.make_function, kind))
         for name in _SAVES:
             _replace(name, functools.partial(_save, loops, saves))
+        _save_by_methods()
         for name in _STEPS:
             _silence(name, loops)
         _first("on_epoch_end", loops.steps_ended)
@@ -63,6 +66,8 @@ def install_at_compile(job: Job) -> None:
 
     A strategy that the script has created before, or creates later, decides by its scope instead.
     """
+    # Scripts may import the functions by name before they compile a model.
+    _save_by_methods()
     owner = _owner("compile")
     original = owner.compile
 
@@ -80,6 +85,25 @@ def _save(loops: Loops, saves: Saves, original: Callable[..., Any], *args: Any, 
     # What a script saved before this process began is saved; the model is not there yet.
     if not loops.behind:
         saves.save(original, *args, **kwargs)
+
+
+@functools.cache
+def _save_by_methods() -> None:
+    """Let functions that save a model call the model's method, which is replaced."""
+    for module in (keras.saving, keras.models):
+        for name, method in _SAVING_FUNCTIONS.items():
+            if hasattr(module, name):
+                setattr(module, name, _by_method(getattr(module, name), method))
+
+
+def _by_method(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(model, keras.Model):
+            return getattr(model, method)(*args, **kwargs)
+        return original(model, *args, **kwargs)
+
+    return replacement
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
