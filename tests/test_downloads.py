@@ -9,14 +9,17 @@ import pytest
 
 from lockstep import downloads
 from lockstep.downloads import Turns
+from lockstep.errors import PeerStuckError
 
 ORIGIN = "http://127.0.0.1/data.txt"
 
 
 @pytest.fixture
 def turns(tmp_path: Path) -> Callable[..., Turns]:
-    def make(worker: int, job: str = "7 run", report: Any = lambda event, **fields: None) -> Turns:
-        return Turns((tmp_path / "locks",), tmp_path / "downloaded", job, worker, report)
+    def make(
+        worker: int, job: str = "7 run", report: Any = lambda event, **fields: None, **options: Any
+    ) -> Turns:
+        return Turns((tmp_path / "locks",), tmp_path / "downloaded", job, worker, report, **options)
 
     return make
 
@@ -82,6 +85,17 @@ def test_who_waits_says_for_whom(
     ((event, fields),) = reports
     assert (event, fields["file"], fields["seconds"]) == ("waits for download", "file", 0)
     assert fields["of"].startswith(of)
+
+
+def test_a_download_of_another_process_is_not_waited_for_without_end(
+    turns: Callable[..., Turns], tmp_path: Path
+) -> None:
+    def slow() -> str:
+        with pytest.raises(PeerStuckError, match=r"worker 0 has not downloaded file within 0\.1 s; look"):
+            turns(1, patience=0.1).take(ORIGIN, "file", "a", lambda: str(tmp_path))
+        return str(tmp_path)
+
+    assert turns(0).take(ORIGIN, "file", "a", slow) == str(tmp_path)
 
 
 def test_a_folder_that_cannot_be_used_is_passed_over(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
     "local_devices": BASE | {"job", "program"},
     "importing": set(),
     "seeding": {"importing"},
-    "downloads": {"config", "files", "importing", "locks", "paths"},
+    "downloads": {"config", "errors", "files", "importing", "locks", "paths"},
     "writes": {"sources"},
     "compiled": {"errors", "files", "importing", "notes"},
     "tf_distribute": {"errors", "importing"},

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import threading
 import urllib.parse
@@ -15,6 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from lockstep.config import cache_folder
+from lockstep.errors import PeerStuckError
 from lockstep.files import open_regular
 from lockstep.importing import when_imported
 from lockstep.locks import wait_for_lock
@@ -23,6 +23,8 @@ from lockstep.paths import RunPaths
 _MODULE = "keras.src.utils.file_utils"
 _FIRST_SAID = 5.0
 _SAID_EVERY = 30.0
+_PATIENCE = 3600.0
+"""Seconds that a worker waits for a download of another process."""
 _MOST_HOLDER = 8192
 
 
@@ -71,16 +73,24 @@ class Turns:
         job: tells the job from others.
         worker: this worker's id.
         report: hears for whom this worker waits.
+        patience: seconds to wait for another process.
     """
 
     def __init__(
-        self, folders: tuple[Path, ...], record: Path, job: str, worker: int, report: Report
+        self,
+        folders: tuple[Path, ...],
+        record: Path,
+        job: str,
+        worker: int,
+        report: Report,
+        patience: float = _PATIENCE,
     ) -> None:
         self._folders = folders
         self._record = record
         self._job = job
         self._worker = worker
         self._report = report
+        self._patience = patience
         self._calls: Counter[str] = Counter()
 
     def take(self, origin: str, name: str, purpose: str, download: Callable[[], str]) -> str:
@@ -91,6 +101,9 @@ class Turns:
             name: of the file, for messages.
             purpose: all that the call asks for; the n-th call with it is the n-th of every worker.
             download: makes the file; where it raises, the next worker calls its own.
+
+        Raises:
+            PeerStuckError: another process has been downloading for an hour.
         """
         self._calls[purpose] += 1
         call = _digest(f"{self._job} {purpose} {self._calls[purpose]}")
@@ -108,7 +121,7 @@ class Turns:
             holder = json.dumps({"job": self._job, "worker": self._worker, "process": os.getpid()}).encode()
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder, 0)
-            # Of this host and this lock: whoever else writes there holds the lock, or is gone.
+            # Of this host and this lock: any other process that writes there holds the lock, or is gone.
             _turn.partial = f".{_digest(f'{os.uname().nodename} {file}')}.part"
             yield
         finally:
@@ -129,11 +142,15 @@ class Turns:
             file = folder / origin
             try:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                descriptor = wait_for_lock(file, math.inf, waiting)
+                descriptor = wait_for_lock(file, self._patience, waiting)
             except OSError as error:
                 refused = error
             else:
-                assert descriptor is not None
+                if descriptor is None:
+                    raise PeerStuckError(
+                        f"{self._holder(file)} has not downloaded {name} within {self._patience:g} s; look "
+                        "whether its network and disk answer, or download the file before the job"
+                    )
                 return file, descriptor
         raise refused or OSError("there is no folder for locks")
 
