@@ -7,14 +7,13 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.keras.metrics import metrics_across_examples
+from lockstep.keras.metrics import metrics_across_examples, rows_of, tried_rows
+from lockstep.keras.state.randomness import random_numbers
 from lockstep.prose import count
 from lockstep.topology import View
 
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or divide by what is in all of them."""
-
-_TRIED_ROWS = 8
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:
@@ -116,17 +115,15 @@ def _added_losses(model: Any, x: Any) -> Any:
 
 def _in_parts(data: Any, compute: Callable[[Any, Any], Any]) -> tuple[float, float, float]:
     """Return `compute(x, y)` of some rows of `data`, and of each half of them; of fewer than two, zeros."""
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    count = min(leaf.shape[0] for leaf in keras.tree.flatten((x, y)) if leaf is not None)
-    half = min(_TRIED_ROWS, count // 2)
+    half = tried_rows(data)
     if not half:
         return 0.0, 0.0, 0.0
 
     def of(rows: slice) -> float:
-        inputs, targets = keras.tree.map_structure(
-            lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf[rows]), (x, y)
-        )
-        return float(keras.ops.convert_to_numpy(compute(inputs, targets)))
+        x, y, _ = rows_of(data, rows)
+        # What the program draws here must not change what it draws later.
+        with random_numbers(0):
+            return float(keras.ops.convert_to_numpy(compute(x, y)))
 
     return of(slice(0, 2 * half)), of(slice(0, half)), of(slice(half, 2 * half))
 

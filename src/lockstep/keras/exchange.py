@@ -22,7 +22,7 @@ from lockstep.errors import ModelError
 from lockstep.job import Job
 from lockstep.keras.agreement import CHECK_EVERY, agree, gather, state_facts
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total
-from lockstep.keras.backends.steps import fixed_batches_explained
+from lockstep.keras.backends.steps import misfits_explained
 from lockstep.keras.calls import Calls
 from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.topology import View
@@ -170,7 +170,7 @@ class Exchange:
             self._layouts.append(Layout(names, zeros))
 
     def _computed(self, this: Round, share: Share) -> Partial:
-        with fixed_batches_explained(self._model, share.examples):
+        with misfits_explained(self._model, share.examples):
             return self._program.compute(this.state, share, this.earlier)
 
     def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:

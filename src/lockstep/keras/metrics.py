@@ -9,6 +9,7 @@ import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.losses import flat_metrics
+from lockstep.keras.state.randomness import random_numbers
 
 _PROBED_ROWS = 8
 
@@ -34,7 +35,9 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
     if not own:
         return
     try:
-        _try(model, rows())
+        data = rows()
+        with random_numbers(0):
+            _try(model, data)
     except ModelError:
         raise
     except Exception as error:  # A step of the program's own may give metrics what it likes.
@@ -60,14 +63,17 @@ def metrics_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
         return []
     try:
         data = rows()
-        half = _half(data)
+        half = tried_rows(data)
+        if half == 0:
+            return []
         parts = (slice(0, 2 * half), slice(0, half), slice(half, 2 * half))
-        states = [_state(model, [_updates(model, data, part)]) for part in parts] if half else [[], [], []]
+        with random_numbers(0):
+            states = [_state(model, [_updates(model, data, part)]) for part in parts]
     except Exception:  # A step of the program's own may give metrics what it likes.
         return []
     differing = {
         id(variable)
-        for variable, whole, first, second in zip(model.metrics_variables, *states, strict=False)
+        for variable, whole, first, second in zip(model.metrics_variables, *states, strict=True)
         if not np.allclose(whole, first + second, rtol=1e-4, atol=1e-5, equal_nan=True)
     }
     return [one.name for one in own if any(id(variable) in differing for variable in one.variables)]
@@ -77,7 +83,8 @@ def _own_metrics(model: Any) -> list[Any]:
     return [one for one in flat_metrics(model.metrics) if not type(one).__module__.startswith("keras.")]
 
 
-def _half(data: Any) -> int:
+def tried_rows(data: Any) -> int:
+    """Return how many rows of a batch are tried, and as many others; 0 where there is no second one."""
     counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None]
     return min(_PROBED_ROWS, min(counts) // 2)
 
@@ -93,7 +100,7 @@ def _refuse_unless_zero(variable: Any, value: Any) -> None:
 
 
 def _try(model: Any, data: Any) -> None:
-    half = _half(data)
+    half = tried_rows(data)
     if half == 0:
         return
     first, second = _updates(model, data, slice(0, half)), _updates(model, data, slice(half, 2 * half))
@@ -108,12 +115,18 @@ def _try(model: Any, data: Any) -> None:
             )
 
 
-def _updates(model: Any, data: Any, rows: slice) -> tuple[Any, Any, Any, Any]:
-    """Return (x, y, predictions, sample_weight) of some rows."""
+def rows_of(data: Any, rows: slice) -> tuple[Any, Any, Any]:
+    """Return some rows of a batch as tensors: (x, y, sample_weight)."""
     sliced = keras.tree.map_structure(
         lambda leaf: None if leaf is None else keras.ops.convert_to_tensor(leaf[rows]), data
     )
     x, y, weight = keras.utils.unpack_x_y_sample_weight(sliced)
+    return x, y, weight
+
+
+def _updates(model: Any, data: Any, rows: slice) -> tuple[Any, Any, Any, Any]:
+    """Return (x, y, predictions, sample_weight) of some rows."""
+    x, y, weight = rows_of(data, rows)
     with keras.StatelessScope():
         return x, y, model(x, training=False), weight
 

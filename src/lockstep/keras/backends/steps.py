@@ -62,9 +62,10 @@ def refuse_stateful_layers(model: Any) -> None:
 
 
 @contextmanager
-def fixed_batches_explained(model: Any, examples: int) -> Iterator[None]:
-    """Within the block, which computes a replica of so many examples, a failure names a batch of fixed size,
-    and an index that the replica does not have.
+def misfits_explained(model: Any, examples: int) -> Iterator[None]:
+    """Within the block, which computes a replica of so many examples, a failure names what does not fit that.
+
+    That is an input with a batch of fixed size, and an index of a row that the replica does not have.
 
     An input may know the size of a batch without any harm, as Keras's own Sequential models do.
     """
