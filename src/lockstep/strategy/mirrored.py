@@ -4,20 +4,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep import rendezvous
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
-from lockstep.local_devices import restart_once_a_device
-from lockstep.notes import note
+from lockstep.launcher.local_devices import restart_once_a_device
+from lockstep.rendezvous import join
 from lockstep.strategy.options import CommunicationImplementation
 from lockstep.strategy.strategy import Strategy
+from lockstep.system.notes import note
 
 
 class MultiWorkerMirroredStrategy(Strategy):
     """Trains every model that is compiled in its scope on all replicas of the job, in lockstep.
 
     Under `lockstep run` the job is the command's. In a script that was started by hand `TF_CONFIG` says which
-    workers it has: see `lockstep.rendezvous`; without, it has one worker and one replica.
+    workers it has: see `lockstep.rendezvous.join`; without, it has one worker and one replica.
 
     Args:
         cluster_resolver: answers as `cluster_resolver` of this strategy; never decides who takes part.
@@ -34,7 +34,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: Any = None,
     ) -> None:
-        rendezvous.take_part()
+        join.take_part()
         super().__init__()
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         timeout = getattr(communication_options, "timeout_seconds", None)
@@ -50,7 +50,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         Raises:
             ConfigError: `TF_CONFIG` was set after the strategy had been made.
         """
-        rendezvous.take_part()
+        join.take_part()
         with super().scope():
             yield self
 
