@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
-from lockstep.cluster.hosts import expand_counts, expand_hosts
+from lockstep.cluster.slurm import expand_counts, expand_hosts
 from lockstep.doctor.finding import Finding, Rating, Section
 from lockstep.doctor.shadows import hidden_modules
 from lockstep.errors import ConfigError

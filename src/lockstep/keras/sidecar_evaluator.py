@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from lockstep.checkpoint.presence import is_training, last_sign
+from lockstep.checkpoint.folder_lock import is_training, last_sign
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.checkpoint.watch import CheckpointWatch, Look
 from lockstep.errors import CheckpointError, ConfigError

@@ -1,8 +1,8 @@
 """A worker's checkpoints: the ones it keeps, and the one it goes on from."""
 
 from lockstep.checkpoint import scheduler
-from lockstep.checkpoint.leaving import end_at_a_step
-from lockstep.checkpoint.presence import announce
+from lockstep.checkpoint.folder_lock import announce
+from lockstep.checkpoint.scheduler import end_at_a_step
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.system.environment import WorkerConfig
 from lockstep.worker import job

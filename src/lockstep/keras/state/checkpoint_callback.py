@@ -18,12 +18,10 @@ from lockstep.checkpoint.choice import (
     parse_every,
     refuse_unlike,
 )
-from lockstep.checkpoint.dtypes import plain
-from lockstep.checkpoint.folder_lock import FolderLock
-from lockstep.checkpoint.leaving import end_at_a_step
-from lockstep.checkpoint.presence import announce
-from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, open_scheduler
+from lockstep.checkpoint.folder_lock import FolderLock, announce
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError
 from lockstep.keras.call_stack import CallStack
