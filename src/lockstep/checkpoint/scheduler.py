@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.checkpoint.folder import Contents
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
 from lockstep.system.clock import Clock, SystemClock

@@ -1,4 +1,4 @@
-"""What the members of a view give to a call, checked before anyone waits, and whether their calls agree. Pure."""
+"""What members say when they arrive in a call, checked before anyone waits, and whether it agrees. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar

@@ -25,7 +25,7 @@ from typing import Self
 
 from lockstep.collectives.calls import CollectiveCall
 from lockstep.collectives.shared import futex
-from lockstep.collectives.shared.allocation import allocate
+from lockstep.collectives.shared.pool import allocate
 from lockstep.errors import InternalError
 from lockstep.system.memory import available_memory
 
