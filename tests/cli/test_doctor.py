@@ -92,7 +92,7 @@ def test_backends_that_crash_are_rows_and_not_the_end(tmp_path: Path, broken: Pa
     assert others == ["tensorflow", "torch"]
     assert [found[name]["verdict"] for name in others] == ["warning"] * 2
     assert found["tensorflow"]["reason"].endswith("libcudart.so.12: cannot open")
-    assert found["torch"]["reason"].endswith("ended with status 3: hello from torch")
+    assert found["torch"]["reason"].endswith("exited with status 3: hello from torch")
 
 
 def test_a_training_that_cannot_work_is_a_failure(tmp_path: Path, broken: Path) -> None:

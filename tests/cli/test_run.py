@@ -181,7 +181,7 @@ def test_a_traceback_is_that_of_python(lockstep: Any) -> None:
     done = lockstep.run("-n", "1", name)
     assert done.status == 1
     assert done.log(0) == python.stderr
-    message = "lockstep: worker 0 ended with status 1: ValueError: no good\n  log: run/worker-0.log\n"
+    message = "lockstep: worker 0 exited with status 1: ValueError: no good\n  log: run/worker-0.log\n"
     assert done.err.partition("logs in run\n")[2] == python.stderr + message
 
 

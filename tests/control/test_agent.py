@@ -209,9 +209,9 @@ def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
 
     outcome = stage.run(waits, fails)
     assert outcome.status == 1
-    assert outcome.aborts == ["worker 1 ended with status 1: ValueError: no good"]
+    assert outcome.aborts == ["worker 1 exited with status 1: ValueError: no good"]
     assert outcome.stderr == (
-        "lockstep: worker 1 ended with status 1: ValueError: no good\n"
+        "lockstep: worker 1 exited with status 1: ValueError: no good\n"
         "  | Traceback: no good\n"
         f"  log: {stage.folder}/worker-1.log\n"
     )
@@ -253,7 +253,7 @@ def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
                 worker.say(Waiting("barrier", (0,), seconds))
 
     outcome = stage.run(well, started.append, on_event=wait_in_vain)
-    message = "worker 0 ended with status 0 while worker 1 waited for it in barrier"
+    message = "worker 0 exited with status 0 while worker 1 waited for it in barrier"
     assert outcome.aborts == [message]
     assert outcome.status == 1
     assert outcome.stderr == f"err\nlockstep: {message}\n  log: {stage.folder}/worker-0.log\n"

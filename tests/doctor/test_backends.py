@@ -39,7 +39,7 @@ def test_a_backend_that_computes_is_fine() -> None:
 def test_a_backend_that_cannot_be_imported(chosen: bool, verdict: Verdict) -> None:
     (finding,) = judged(answer(status=1, errors="Traceback\nImportError: libfoo.so"), chosen=chosen)
     assert finding.verdict == verdict
-    assert finding.reason == "when it was imported it ended with status 1: ImportError: libfoo.so"
+    assert finding.reason == "when it was imported it exited with status 1: ImportError: libfoo.so"
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_a_backend_that_cannot_be_imported(chosen: bool, verdict: Verdict) -> No
 def test_a_crash_is_a_row_that_says_how_far_it_came(parts: list[dict[str, Any]], where: str) -> None:
     finding = judged(answer(*parts, status=-11))[-1]
     assert finding.verdict == Verdict.FAILURE
-    assert finding.reason == f"{where} it was ended by SIGSEGV"
+    assert finding.reason == f"{where} it was killed by SIGSEGV"
 
 
 def test_a_backend_that_hangs_is_told_with_the_time() -> None:
     finding = judged(answer(BUILT, status=None))[-1]
-    assert finding.reason == "when it was asked for its devices it had not ended after 14 s"
+    assert finding.reason == "when it was asked for its devices it was still running after 14 s"
     assert "try again" in finding.remedy
     assert finding.verdict == Verdict.FAILURE
 
@@ -114,7 +114,7 @@ def test_an_end_without_an_error_before_all_is_told_is_no_good_end(
 ) -> None:
     finding = judged(answer(*parts))[-1]
     assert finding.verdict == Verdict.FAILURE
-    assert finding.reason == f"{where} it ended with status 0"
+    assert finding.reason == f"{where} it exited with status 0"
 
 
 def test_what_others_write_between_is_passed_over() -> None:

@@ -10,7 +10,7 @@ from lockstep.doctor.finding import Finding, Verdict
 
 FINE = Finding("versions", "Keras", Verdict.FINE, "3.15.1", "", {"version": "3.15.1"})
 WARNING = Finding("environment", "TF_CONFIG", Verdict.WARNING, "is left over [here]", "unset TF_CONFIG")
-FAILURE = Finding("training", "2 workers on jax", Verdict.FAILURE, "it ended with status 1", "look above")
+FAILURE = Finding("training", "2 workers on jax", Verdict.FAILURE, "it exited with status 1", "look above")
 
 
 def shown(*findings: Finding) -> str:

@@ -72,7 +72,7 @@ def test_an_error_in_the_function() -> None:
     function = cell("def f():\n    from lockstep import job\n    return 1 / (1 - job.current().worker)\n")
     with pytest.raises(JobError) as caught:
         lockstep.launch(function, run_dir="run")
-    message = "worker 1 ended with status 1: ZeroDivisionError: division by zero; log: run/worker-1.log"
+    message = "worker 1 exited with status 1: ZeroDivisionError: division by zero; log: run/worker-1.log"
     assert str(caught.value) == f"{message}\n\n{caught.value.traceback}"
     assert caught.value.worker == 1
     assert re.fullmatch(
@@ -88,8 +88,8 @@ def test_an_error_in_the_function() -> None:
 @pytest.mark.parametrize(
     ("body", "message", "worker"),
     [
-        ("os.kill(os.getpid(), 9)", "worker 0 was ended by SIGKILL; log: run/worker-0.log", 0),
-        ("os._exit(3)", "worker 0 ended with status 3; log: run/worker-0.log", 0),
+        ("os.kill(os.getpid(), 9)", "worker 0 was killed by SIGKILL; log: run/worker-0.log", 0),
+        ("os._exit(3)", "worker 0 exited with status 3; log: run/worker-0.log", 0),
         ("sys.exit()", "the function returned on no worker: it left by sys.exit; the logs are in run", None),
     ],
 )
@@ -245,6 +245,6 @@ def test_the_bits_are_those_of_a_script_whoever_dies(tmp_path: Path) -> None:
         "MultiWorkerMirroredStrategy ("
     )
     assert figures == "1 4 ['loss']"
-    assert "worker 0 was ended by SIGKILL; worker 1 goes on (view 2)" in launched.stderr
+    assert "worker 0 was killed by SIGKILL; worker 1 continues (view 2)" in launched.stderr
     assert "worker 2 joined (2 workers, view 3)" in launched.stderr
     assert [digest] == alone.stdout.splitlines()

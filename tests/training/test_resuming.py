@@ -97,7 +97,7 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     assert first.last_line == f"10 steps on 2 workers; 1 checkpoint; {digest_and_model}"
     assert (steps(), Store(tmp_path / "kept").finished()) == ([10], 10)
     lost = run("-n 2 --max-restarts 0", "3", "0", "dies")
-    assert "worker 0 was ended by SIGKILL" in lost.stderr
+    assert "worker 0 was killed by SIGKILL" in lost.stderr
     assert steps() == [10], "the chief has written half of another one"
     more = run("-n 1", "3", "0")
     assert "is finished, after 10 steps" in more.stderr

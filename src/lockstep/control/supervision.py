@@ -55,21 +55,21 @@ def _decide(state: State, event: Event, now: float) -> Decision:
             return _exited(state, event, now)
         case Done(worker):
             done = replace(state, done=state.done | {worker})
-            return Decision(done, reason=f"the script of worker {worker} has come to its end")
+            return Decision(done, reason=f"the script of worker {worker} finished")
         case Failed():
             return _failed(state, event, now)
         case Ready():
             return _ready(state, event, now)
         case Distributes():
             busy = replace(state, distributes=True, idle_until=None)
-            return Decision(busy, reason="the script distributes what it computes")
+            return Decision(busy, reason="the script distributes its computation")
         case Keeps():
-            return Decision(replace(state, keeps=True), reason="the script keeps checkpoints")
+            return Decision(replace(state, keeps=True), reason="the script saves checkpoints")
         case StepEnded() | Kept() | NotKept():
             return _saved(state, event)
         case Patience(seconds):
             limits = replace(state.limits, timeout=seconds)
-            return Decision(replace(state, limits=limits), reason=f"waits may take {seconds:g} s")
+            return Decision(replace(state, limits=limits), reason=f"the wait limit is {seconds:g} s")
         case Asks():
             return strength.asked(state, event, now)
         case Given():
@@ -92,7 +92,7 @@ def _ready(state: State, event: Ready, now: float) -> Decision:
     ready = replace(state, elastic=state.view is not None)
     if not state.elastic and not state.distributes and state.view is not None and state.view.replicas > 1:
         ready = replace(ready, idle_until=now + state.limits.idle)
-    return Decision(ready, reason=f"worker {event.worker} has a strategy")
+    return Decision(ready, reason=f"worker {event.worker} created a strategy")
 
 
 def _exited(state: State, event: Exited, now: float) -> Decision:
@@ -103,7 +103,7 @@ def _exited(state: State, event: Exited, now: float) -> Decision:
     else:
         decision = _member_exited(state, event, how, now)
     if not decision.state.running and decision.state.stage is not Stage.FINISHED:
-        over = ending.finish(decision.state, f"{how}; no worker is left")
+        over = ending.finish(decision.state, f"{how}; no workers remain")
         return _told_outcome(over, state, how) if state.stage is Stage.SAVING else over
     return decision
 
@@ -128,11 +128,11 @@ def _member_exited(state: State, event: Exited, how: str, now: float) -> Decisio
         return ending.end(state, verdict, now)
     if state.stage is Stage.SAVING and state.running:
         if event.worker not in state.members:
-            return Decision(state, reason=f"{how}; the others went on before")
+            return Decision(state, reason=f"{how}; the others had already continued without it")
         if state.members[0] in state.running:
             # It needs whoever is left to come to the end of its step.
             return strength.renew(state, how, now)
-        reason = f"{how}; every other worker gets SIGTERM"
+        reason = f"{how}; sending SIGTERM to the other workers"
         return _told_outcome(ending.signal_all(state, signal.SIGTERM, now, reason), state, how)
     return Decision(state, reason=how)
 
@@ -145,16 +145,16 @@ def _lost(state: State, event: Exited, how: str, now: float) -> Decision:
     """Go on without a worker, if there is anybody to go on."""
     if not state.present:
         if state.finished:
-            reason = f"{how}; the others had ended well"
+            reason = f"{how}; the others had succeeded"
             over = ending.finish(replace(state, verdict=Verdict(0)), reason)
             told = event.worker in dict(state.failed)
             return over if told else replace(over, actions=(Notice(reason), *over.actions))
         lost = Verdict(shell_status(event.status), how, (event.worker,), Evidence.LOG)
         raised = [verdict for worker, verdict in state.failed if worker in state.members]
-        return ending.finish(replace(state, verdict=(*raised, lost)[0]), f"{how}; no worker is left")
+        return ending.finish(replace(state, verdict=(*raised, lost)[0]), f"{how}; no workers remain")
     state = strength.count_loss(state, dict(state.joined).get(event.worker), now)
     if event.worker not in state.members:
-        return strength.note(state, f"{how}; the others went on before", told=True)
+        return strength.note(state, f"{how}; the others had already continued without it", told=True)
     if event.worker not in dict(state.failed):
         if event.status < 0:
             return strength.renew(state, how, now)
@@ -162,7 +162,7 @@ def _lost(state: State, event: Exited, how: str, now: float) -> Decision:
         verdict = Verdict(event.status, how, (event.worker,), Evidence.LOG)
         state = _with_failure(state, event.worker, verdict, now)
     if state.deadline is not None:
-        return Decision(state, reason=f"{how}; perhaps the others fail too")
+        return Decision(state, reason=f"{how}; the others may fail too")
     return strength.renew(state, "", now)
 
 
@@ -173,7 +173,7 @@ def _with_failure(state: State, worker: int, verdict: Verdict, now: float) -> St
 
 
 def _failed(state: State, event: Failed, now: float) -> Decision:
-    how = f" ended with status {event.status}" if event.prints else ""
+    how = f" exited with status {event.status}" if event.prints else ""
     message = f"worker {event.worker}{how}: {event.summary}"
     evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
     verdict = Verdict(event.status, message, (event.worker,), evidence)
@@ -183,28 +183,28 @@ def _failed(state: State, event: Failed, now: float) -> Decision:
         state = replace(state, blaming=state.blaming | {event.worker})
         if state.stage is Stage.ENDING and state.all_raised:
             state = replace(state, deadline=now + state.limits.leave)
-        return Decision(state, reason=f"{message}; the job is ending already")
+        return Decision(state, reason=f"{message}; the job is already ending")
     if not event.blames and not state.elastic:
         return ending.end(replace(state, blaming=state.blaming | {event.worker}), verdict, now)
     if not event.blames:
         state = _with_failure(state, event.worker, verdict, now)
-        return Decision(state, reason=f"{message}; perhaps the others fail too")
+        return Decision(state, reason=f"{message}; the others may fail too")
     state = replace(state, blaming=state.blaming | {event.worker})
     if state.suspect is None:
         state = replace(state, suspect=verdict, deadline=now + state.limits.blame)
     if state.running <= state.blaming and not state.failed:
         # No worker is left that could show another cause.
         return ending.end(state, state.suspect or verdict, now)
-    return Decision(state, reason=f"{message}; its cause should show itself")
+    return Decision(state, reason=f"{message}; waiting for the cause")
 
 
 def _waits(state: State, event: Waits, now: float) -> Decision:
     if state.stage is not Stage.RUNNING:
-        return Decision(state, reason="the job is ending already")
+        return Decision(state, reason="the job is already ending")
     if state.given:
-        return Decision(state, reason=f"worker {event.worker} waits for the next view, as all do")
+        return Decision(state, reason=f"worker {event.worker} waits for the next view, like all members")
     if state.view_since is not None and now - event.seconds < state.view_since:
-        return Decision(state, reason=f"worker {event.worker} has waited in a view that is over")
+        return Decision(state, reason=f"worker {event.worker} reports a wait in an old view")
     gone = tuple(worker for worker in event.workers if worker not in state.running)
     if state.elastic:
         # Who is lost is left behind in the next view, of which the worker has not heard yet.
@@ -213,7 +213,9 @@ def _waits(state: State, event: Waits, now: float) -> Decision:
     if gone:
         return _deserted(state, event, gone, now)
     if not late:
-        return Decision(state, reason=f"whom worker {event.worker} waits for is about to be left behind")
+        return Decision(
+            state, reason=f"the next view leaves out the workers that worker {event.worker} waits for"
+        )
     state = replace(state, deserted=state.deserted - {event.worker})
     if late and event.seconds >= state.limits.timeout:
         return _stuck(state, event, late, now)
@@ -224,14 +226,17 @@ def _deserted(state: State, event: Waits, gone: tuple[int, ...], now: float) -> 
     if event.worker not in state.deserted:
         # The report may have been sent just before the last worker arrived; a second one cannot.
         again = replace(state, deserted=state.deserted | {event.worker})
-        return Decision(again, reason=f"worker {event.worker} may wait in vain; the next report tells")
-    message = f"{name_workers(gone)} ended with status 0 while worker {event.worker} waited for "
+        return Decision(
+            again,
+            reason=f"worker {event.worker} may wait for a finished worker; the next report decides",
+        )
+    message = f"{name_workers(gone)} exited with status 0 while worker {event.worker} waited for "
     message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
     return ending.end(state, Verdict(1, message, gone, Evidence.LOG), now)
 
 
 def _stuck(state: State, event: Waits, late: tuple[int, ...], now: float) -> Decision:
-    message = f"{name_workers(late)} did not arrive in {event.what}: worker {event.worker} has waited "
+    message = f"{name_workers(late)} did not reach {event.what}: worker {event.worker} has waited "
     message += f"{event.seconds:.0f} s (--timeout {state.limits.timeout:g})"
     verdict = Verdict(1, message, late, Evidence.STACK)
     deadline = now + state.limits.look
@@ -251,10 +256,10 @@ def _notice(state: State, event: Waits, late: tuple[int, ...], now: float) -> De
 def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
     name = signal_name(event.signal)
     if state.stage is Stage.SAVING:
-        again = ending.kill(state, now, f"{name} came during the grace period")
-        return _told_outcome(again, state, f"{name} came")
+        again = ending.kill(state, now, f"received {name} during the grace period")
+        return _told_outcome(again, state, f"received {name}")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
-        return ending.kill(state, now, f"{name} came again")
+        return ending.kill(state, now, f"received {name} again")
     if (
         state.stage is Stage.RUNNING
         and state.suspect is None
@@ -267,12 +272,12 @@ def _stop_asked(state: State, event: StopAsked, now: float) -> Decision:
     state = replace(state, verdict=verdict)
     if saves and state.staying:
         return _save(state, event.signal, now)
-    return ending.signal_all(state, event.signal, now, f"{name}: every worker gets it")
+    return ending.signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
 
 
 def _stop_after_the_end(state: State, number: int, now: float) -> Decision:
     """End processes whose scripts had come to their end before the job was asked to stop."""
-    reason = f"{signal_name(number)} came after the end of the script: the job has ended well"
+    reason = f"{signal_name(number)} arrived after the script finished: the job succeeded"
     state = replace(state, verdict=Verdict(0))
     if number == signal.SIGTERM and state.keeps:
         # The chief may be writing the last checkpoint.
@@ -322,7 +327,7 @@ def _saved(state: State, event: StepEnded | Kept | NotKept) -> Decision:
 
 def _saved_too_late(state: State, now: float) -> Decision:
     step, grace = state.saving.step, f"{state.limits.save:g} s (--grace)"
-    late = "the step did not end" if step is None else f"the checkpoint of step {step} was not written"
+    late = "the step did not finish" if step is None else f"the checkpoint of step {step} was not written"
     told = Notice(state.saving.outcome(f"{late} within {grace}"))
     decision = ending.signal_all(state, signal.SIGTERM, now, told.text)
     return replace(decision, actions=(told, *decision.actions))
@@ -342,7 +347,7 @@ def _time_passed(state: State, now: float) -> Decision:
     if state.idle_until is not None and now >= state.idle_until:
         return _idle(state)
     if state.next_start is not None and now >= state.next_start:
-        return Decision(replace(state, next_start=None), reason="workers can be started again")
+        return Decision(replace(state, next_start=None), reason="workers can start again")
     return Decision(state, reason="nothing is due")
 
 
@@ -366,7 +371,7 @@ def _deadline_passed(state: State, now: float) -> Decision:
         case Stage.RUNNING if state.suspect:
             return ending.end(state, state.suspect, now)
         case Stage.RUNNING:
-            return Decision(replace(state, deadline=None), reason="whoever failed was left behind already")
+            return Decision(replace(state, deadline=None), reason="the failed workers were already left out")
         case Stage.LOOKING if state.verdict and state.elastic and state.present - set(state.verdict.workers):
             return _leave_stuck(state, state.verdict)
         case Stage.LOOKING if state.verdict:
@@ -376,9 +381,9 @@ def _deadline_passed(state: State, now: float) -> Decision:
         case Stage.ENDING:
             return ending.terminate(state, now)
         case Stage.TERMINATING:
-            return ending.kill(state, now, "some workers did not end after the signal")
+            return ending.kill(state, now, "some workers did not exit after the signal")
         case _:
-            return ending.finish(state, "some workers cannot be ended")
+            return ending.finish(state, "some workers cannot be killed")
 
 
 def _leave_failed(state: State, now: float) -> Decision:
@@ -388,7 +393,7 @@ def _leave_failed(state: State, now: float) -> Decision:
     late = tuple(worker for worker in failed if worker in state.running)
     kills = tuple(Kill(worker) for worker in late)
     if late == failed or set(late).intersection(state.members):
-        return Decision(state, kills, f"{name_workers(late)} failed, and did not end")
+        return Decision(state, kills, f"{name_workers(late)} failed but did not exit")
     decision = strength.renew(state, "", now)
     return replace(decision, actions=(*kills, *decision.actions))
 
@@ -404,5 +409,5 @@ def _leave_stuck(state: State, verdict: Verdict) -> Decision:
     stuck = tuple(worker for worker in verdict.workers if worker in state.running)
     state = replace(strength.unstuck(state), condemned=state.condemned.union(stuck))
     kills = tuple(Kill(worker) for worker in stuck)
-    text = f"{verdict.message}; {'it is' if len(stuck) == 1 else 'they are'} killed"
+    text = f"{verdict.message}; killing {'it' if len(stuck) == 1 else 'them'}"
     return Decision(state, (*kills, Notice(text)), verdict.message)
