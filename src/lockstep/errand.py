@@ -55,7 +55,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     except _PICKLING_FAILS as error:
         os.close(descriptor)
         culprit = name_culprit(function, args, kwargs, partial(_why_not, cloudpickle))
-        raise InputError(f"lockstep.launch cannot take this to its workers: {culprit or error}") from error
+        raise InputError(f"lockstep.launch cannot send this to its workers: {culprit or error}") from error
     except BaseException:
         os.close(descriptor)
         raise
@@ -115,8 +115,8 @@ class ResultBox:
                 _cloudpickle().dump(result, file)
             except _PICKLING_FAILS as error:
                 raise InputError(
-                    f"the function returned {type(result).__name__}, which cannot be brought to the caller "
-                    f"of lockstep.launch ({error}); return arrays, numbers, texts, or lists and dicts of them"
+                    f"the function returned {type(result).__name__}, which cannot be sent back "
+                    f"({error}); return arrays, numbers, strings, or lists and dicts of them"
                 ) from None
             length = file.tell() - start
             file.flush()
@@ -145,7 +145,7 @@ def _cloudpickle() -> ModuleType:
         import cloudpickle
     except ImportError:
         raise UnfitError(
-            "lockstep.launch takes functions to its workers with cloudpickle, which is not installed: "
+            "lockstep.launch sends functions to its workers with cloudpickle, which is not installed: "
             "pip install 'keras-lockstep[notebook]'"
         ) from None
     module: ModuleType = cloudpickle

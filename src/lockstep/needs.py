@@ -16,7 +16,7 @@ def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     given += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
     for name, value in given:
         if reason := why(value):
-            return f"{name}, of type {type(value).__name__} ({reason}); give what it is made from"
+            return f"{name}, of type {type(value).__name__} ({reason}); pass what it is made from"
     if not why(function):
         return ""
     name = getattr(plain(function), "__name__", type(function).__name__)
@@ -24,7 +24,7 @@ def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if not path:
         return f"{name} ({why(function)})"
     what = f"{' -> '.join(path)}, which {name} uses, of type {type(value).__name__}"
-    return f"{what} ({why(value)}); make it there"
+    return f"{what} ({why(value)}); create it there"
 
 
 def used_by_class_bodies(function: Any) -> dict[str, Any]:

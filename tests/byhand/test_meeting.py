@@ -136,7 +136,7 @@ def test_workers_end_when_nobody_coordinates(desk: Any) -> None:
     os.close(coordinator)
     for index, terminal in enumerate(terminals):
         assert terminal.status() == 1
-        assert f"is gone, so worker {index} ends; start all workers again" in terminal.text
+        assert f"has ended, so worker {index} exits; restart all workers" in terminal.text
 
 
 def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:

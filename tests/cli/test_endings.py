@@ -176,7 +176,7 @@ def test_a_killed_agent_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
     assert is_gone(processes, 0)
     assert done.status == 137
     assert done.notes == [
-        f"lockstep: the agent (process {agent}) was killed by SIGKILL; so was all of its job"
+        f"lockstep: the agent (process {agent}) was killed by SIGKILL; so was the whole job"
     ]
 
 

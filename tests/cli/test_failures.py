@@ -147,12 +147,12 @@ def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
         ),
         (
             ["--devices", "0,1,2", "-n", "2", "ok.py"],
-            "--devices has 3 entries for 2 workers: give one entry a worker, or a single one for all",
+            "--devices has 3 entries for 2 workers: give one entry per worker, or a single one for all",
         ),
         (
             ["--devices", "gpu", "ok.py"],
-            "--devices gpu: 'gpu' is not a GPU; write numbers or UUIDs such as 0,1 (a worker each) or "
-            "0+1,2+3 (two GPUs each)",
+            "--devices gpu: 'gpu' is not a GPU; give numbers or UUIDs such as 0,1 (one per worker) or "
+            "0+1,2+3 (two per worker)",
         ),
         (
             ["--run-dir", "ok.py", "ok.py"],
@@ -184,7 +184,7 @@ def test_a_worker_is_not_started_by_hand() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     command = [sys.executable, "-m", "lockstep.worker", "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    expected = "lockstep: LOCKSTEP_WORKER is not set: a worker is started by `lockstep run`, not by hand\n"
+    expected = "lockstep: LOCKSTEP_WORKER is not set: workers are started by `lockstep run`, not by hand\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 

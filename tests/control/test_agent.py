@@ -371,7 +371,7 @@ def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
         worker.end(0)
 
     what = "the script used no strategy and compiled no model"
-    line = f"lockstep: {what}: each of the 2 workers ran all of it, alone\n"
+    line = f"lockstep: {what}: each of the 2 workers ran all of it on its own\n"
     assert stage.run(alone, alone).stderr == line
 
 
@@ -381,7 +381,7 @@ def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
         worker.end(0)
 
     said = stage.run(by_itself, by_itself).stderr
-    assert "the script distributed nothing: each of the 2 workers runs the whole script alone" in said
+    assert "the script distributed nothing: each of the 2 workers runs the whole script on its own" in said
 
 
 def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:
@@ -391,5 +391,5 @@ def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:
 
     outcome = stage.run(waits, refuse)
     assert outcome.status == 1
-    assert outcome.stderr == "lockstep: worker 1 cannot be started: [Errno 11] too many processes\n"
+    assert outcome.stderr == "lockstep: cannot start worker 1: [Errno 11] too many processes\n"
     assert outcome.graces == [0, 0]

@@ -188,7 +188,7 @@ def test_what_is_no_order_is_refused(doors: Doors, packet: bytes) -> None:
     door.serve()
     reply = decode_reply(client.recv(MAX_PACKET))
     assert isinstance(reply, Refused)
-    assert reply.reason.startswith("this is no order that the job knows (")
+    assert reply.reason.startswith("unknown request (")
     assert not doors.orders
     assert not is_readable(door)
 
@@ -292,7 +292,7 @@ def test_a_state_that_is_too_large_to_be_told_says_so(doors: Doors) -> None:
     door.serve()
     reply = decode_reply(client.recv(MAX_PACKET))
     assert isinstance(reply, Refused)
-    assert reply.reason.startswith("the answer cannot be sent: a message of ")
+    assert reply.reason.startswith("cannot send the answer: a message of ")
 
 
 def test_a_name_that_is_taken_gets_a_number(doors: Doors) -> None:
@@ -324,7 +324,7 @@ def test_a_name_can_be_typed(doors: Doors, odd: str, name: str) -> None:
 def test_without_a_socket_there_is_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     monkeypatch.setattr("lockstep.control.door._MOST_NUMBER", 0)
-    with pytest.raises(UnfitError, match="the job a gets no socket for orders: Address already in use"):
+    with pytest.raises(UnfitError, match="cannot open the admin socket of job a: Address already in use"):
         Door.open("a", lambda order: STATUS)
     assert descriptors() == before
 

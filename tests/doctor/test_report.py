@@ -28,7 +28,7 @@ def test_a_row_has_the_verdict_the_reason_and_the_remedy() -> None:
 
 
 def test_the_last_line_sums_up() -> None:
-    assert shown(FINE).splitlines()[-1] == "this machine is fit"
+    assert shown(FINE).splitlines()[-1] == "this machine is ready"
     assert shown(FINE, WARNING).splitlines()[-1] == "jobs work here: 1 warning"
     assert (
         shown(FAILURE, WARNING, WARNING).splitlines()[-1]

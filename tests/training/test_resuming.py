@@ -48,7 +48,7 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
             re.M,
         )
     run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
-    assert "goes on from" in run.stderr
+    assert "resuming from" in run.stderr
     assert "was made with" not in run.stderr
     for worker in (0, 2):
         assert results(run, place, worker) == results(expected, place)
@@ -107,7 +107,7 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     assert printed(still_more) == printed(run("-n 2 --replicas 2", "3", "3", kept=False))
     assert steps()[-1] == 15
     again = run("-n 2", "3", "3")
-    assert "is finished, after 15 steps: none is trained again" in again.stderr
+    assert "is finished after 15 steps: it trains no step again" in again.stderr
     assert printed(again) == printed(still_more)
     digest_and_model = f"digest {digest(again)} of model 'sequential'"
     assert again.last_line == f"15 steps, 15 of them before, on 2 workers; {digest_and_model}"

@@ -123,7 +123,7 @@ class Reception:
             OSError: nobody waits.
         """
         if not self.waiting:
-            raise OSError("nobody has started a process for it")
+            raise OSError("no process has been started for it")
         seat = min(self.waiting)
         guest = self.waiting.pop(seat)
         self._forget(guest.handle.control.fileno())
@@ -200,7 +200,7 @@ class Reception:
             arrival = decode_arrival(packet)
         except ValueError as error:
             reason = (
-                f"the job does not understand this process ({error}); use one version of Lockstep for all"
+                f"the job cannot read this process's message ({error}); use one version of Lockstep for all"
             )
         else:
             reason = refusal(self.first, arrival, self._pid_at(arrival.seat))

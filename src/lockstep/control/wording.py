@@ -23,7 +23,7 @@ def describe_exit(status: int) -> str:
 def whose_lines(workers: int, replicas: int) -> str:
     """Say who computes a script's own lines, outside of all that is distributed."""
     if workers > 1:
-        return f"each of the {workers} workers runs the whole script alone"
+        return f"each of the {workers} workers runs the whole script on its own"
     return f"the {replicas} replicas have nothing to compute"
 
 

@@ -18,7 +18,7 @@ _MARKS = {
     Verdict.FAILURE: ("FAIL", "bold red"),
 }
 _SUMMARY = {
-    Verdict.FINE: "this machine is fit",
+    Verdict.FINE: "this machine is ready",
     Verdict.WARNING: "jobs work here",
     Verdict.FAILURE: "jobs will not work here",
 }
