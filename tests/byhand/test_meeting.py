@@ -16,7 +16,8 @@ Gone = Callable[[Sequence[int], float], bool]
 MEET = """
 import os, sys
 print("first line", flush=True)
-from lockstep import job, rendezvous
+from lockstep.worker import job
+from lockstep.rendezvous import join
 rendezvous.take_part()
 me = job.current()
 """

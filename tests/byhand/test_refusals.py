@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.control.arrivals import Arrival, Task, refusal
-from lockstep.control.waiting import Patient
 from lockstep.errors import PeerStuckError
+from lockstep.protocol.rendezvous import Arrival, Task, refusal
+from lockstep.rendezvous.waiting import WaitNotices
 
 MEET = """
 import time
-from lockstep import rendezvous
+from lockstep.rendezvous import join
 begun = time.monotonic()
 try:
     rendezvous.take_part()
@@ -213,7 +213,7 @@ def test_names_of_one_host_are_one_place() -> None:
 
 
 def test_who_waits_says_so_every_few_seconds_and_not_for_ever() -> None:
-    patient = Patient("worker 0", 100.0)
+    patient = WaitNotices("worker 0", 100.0)
     assert patient.line(100.0) == ""
     patient.waits_for("worker 1 (a:1), worker 2 (a:2)", 100.5)
     assert patient.left(100.5) == 0.5

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.control.backend import NAMES
+from lockstep.launcher.backend import NAMES
 
 DEFAULT = '{"floatx": "float32", "epsilon": 1e-07, "backend": "%s", "image_data_format": "channels_last"}'
 SHOW = "import os; print(os.environ['KERAS_BACKEND'])\n"

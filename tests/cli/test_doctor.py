@@ -13,7 +13,7 @@ import pytest
 FRAMEWORKS = ("jax", "tensorflow", "torch")
 IN_PROCESS = """
 import sys
-from lockstep.cli import main
+from lockstep.cli.main import main
 sys.argv = ["lockstep", "doctor", "--json", "--no-train"]
 try:
     main()
@@ -173,7 +173,7 @@ def test_a_terminal_that_cannot_show_a_sign_is_no_hindrance(tmp_path: Path, brok
 def test_a_machine_that_can_start_no_process_is_told_in_rows(tmp_path: Path, broken: Path) -> None:
     script = """
 import resource
-from lockstep.cli import main
+from lockstep.cli.main import main
 import lockstep.doctor.command, sys
 sys.argv = ["lockstep", "doctor", "--json"]
 resource.setrlimit(resource.RLIMIT_NOFILE, (8, 8))
@@ -187,7 +187,7 @@ main()
 def test_a_check_that_fails_itself_is_no_warning(tmp_path: Path, broken: Path) -> None:
     script = """
 import sys
-from lockstep.cli import main
+from lockstep.cli.main import main
 from lockstep.doctor import checkup
 
 def fail():

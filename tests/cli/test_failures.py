@@ -182,7 +182,7 @@ def test_what_is_refused_leaves_no_folder(lockstep: Any) -> None:
 
 def test_a_worker_is_not_started_by_hand() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    command = [sys.executable, "-m", "lockstep.worker", "script.py"]
+    command = [sys.executable, "-m", "lockstep.launcher.worker_main", "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     expected = "lockstep: LOCKSTEP_WORKER is not set: workers are started by `lockstep run`, not by hand\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)

@@ -346,7 +346,9 @@ def test_gpus_are_spread_by_default(lockstep: Any) -> None:
     assert [done.log(0), done.log(1)] == ["5\n", "7\n"]
 
 
-@pytest.mark.parametrize("module", ["lockstep.cli", "lockstep.control.agent", "lockstep.worker"])
+@pytest.mark.parametrize(
+    "module", ["lockstep.cli.main", "lockstep.agent.agent", "lockstep.launcher.worker_main"]
+)
 def test_no_command_loads_a_framework(module: str) -> None:
     script = f"import sys, {module}; print(sorted({{'keras', 'jax', 'numpy', 'psutil'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

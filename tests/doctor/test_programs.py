@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 import lockstep.doctor.programs
-from lockstep.doctor.programs import Ended, Program, results
+from lockstep.doctor.programs import Ended, ProbeProgram, results
 
 
-def started(script: str) -> Program:
-    return Program.start([sys.executable, "-c", script], dict(os.environ))
+def started(script: str) -> ProbeProgram:
+    return ProbeProgram.start([sys.executable, "-c", script], dict(os.environ))
 
 
 def after(script: str, seconds: float = 30.0) -> Ended:

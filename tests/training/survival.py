@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 

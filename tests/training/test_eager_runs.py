@@ -10,8 +10,8 @@ import pytest
 
 import lockstep
 from lockstep.errors import DataError, DisagreementError, ModelError
-from lockstep.job import Job, by_itself
 from lockstep.topology import place
+from lockstep.worker.job import Job, by_itself
 
 ops = keras.ops
 X = np.arange(12, dtype="float32").reshape(6, 2)

@@ -11,7 +11,7 @@ SCRIPT = """
 import os, pathlib, signal, sys
 import keras, numpy as np
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 from rates import RATE
 
 HERE = pathlib.Path(__file__).parent

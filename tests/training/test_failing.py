@@ -11,7 +11,7 @@ import pytest
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import CheckpointError
-from lockstep.keras.calls import Calls
+from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state.failures import described, remade
 from lockstep.keras.state.snapshots import Snapshots
 
@@ -90,8 +90,8 @@ class TestWhereTheTrainingGoesOn:
         """Make what goes on from step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
 
         def snapshots() -> Snapshots:
-            job: Any = SimpleNamespace(joins=False, keeper=None)
-            return Snapshots(job, SimpleNamespace(), Calls())  # type: ignore[arg-type]
+            job: Any = SimpleNamespace(joins=False, scheduler=None)
+            return Snapshots(job, SimpleNamespace(), CallStack())  # type: ignore[arg-type]
 
         def begin(**changed: Any) -> Snapshots:
             first = snapshots()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from lockstep import job
-from lockstep.checkpoint.claim import Claim
+from lockstep.checkpoint.folder_lock import FolderLock
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
-from lockstep.job import Job
 from lockstep.topology import place
+from lockstep.worker import job
+from lockstep.worker.job import Job
 
 HERE = Path(__file__).parent
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
@@ -148,7 +148,7 @@ def test_the_next_chief_keeps_the_checkpoints_and_so_does_a_worker_that_has_join
 
 @pytest.mark.slow
 def test_every_worker_says_that_the_folder_is_another_jobs(launch: Launch, tmp_path: Path) -> None:
-    claim = Claim(tmp_path / "kept")
+    claim = FolderLock(tmp_path / "kept")
     claim.take()
     run = launch("-n 2", "keeping.py", str(tmp_path), "1", "1")
     claim.leave()
@@ -179,13 +179,13 @@ class TestRefusals:
     def asking(self) -> Any:
         """A job of its own, whose first `fit` is given a callback; none of it is entered."""
         pytest.importorskip("keras")
-        from lockstep.keras.calls import Calls
-        from lockstep.keras.state.keeping import Keeping
+        from lockstep.keras.call_stack import CallStack
+        from lockstep.keras.state.checkpoint_callback import Keeping
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
         own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
-        calls = Calls()
+        calls = CallStack()
         keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 
         def ask(folder: Path, **options: Any) -> None:
@@ -213,8 +213,8 @@ class TestRefusals:
             asking(**{"folder": tmp_path} | options)
 
     def test_the_folder_of_another_job(self, asking: Any, tmp_path: Path) -> None:
-        run = "import sys; from pathlib import Path; from lockstep.checkpoint.claim import Claim\n"
-        run += f"Claim(Path({str(tmp_path)!r})).take(); print('taken', flush=True); sys.stdin.read()"
+        run = "import sys; from pathlib import Path; from lockstep.checkpoint.folder_lock import FolderLock\n"
+        run += f"FolderLock(Path({str(tmp_path)!r})).take(); print('taken', flush=True); sys.stdin.read()"
         other = subprocess.Popen(
             [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -223,7 +223,7 @@ class TestRefusals:
         with pytest.raises(ConfigError, match=f"another job keeps checkpoints in {tmp_path}; wait for it"):
             asking(tmp_path)
         other.communicate()
-        claim = Claim(tmp_path)
+        claim = FolderLock(tmp_path)
         claim.take()
         claim.leave()
 
@@ -259,7 +259,7 @@ class TestRefusals:
             message = message.replace("in call 1 of", "in call 2 of")
 
     def test_checkpoints_of_the_command(self, asking: Any, tmp_path: Path) -> None:
-        asking.job.keeper = object()
+        asking.job.scheduler = object()
         with pytest.raises(
             ConfigError, match="already saved where --checkpoint says; configure checkpoints in one place"
         ):
@@ -277,7 +277,7 @@ class TestRefusals:
 
     def test_several(self, asking: Any, tmp_path: Path) -> None:
         from lockstep.callbacks import Checkpoint
-        from lockstep.keras.state.keeping import apart
+        from lockstep.keras.state.checkpoint_callback import apart
 
         with pytest.raises(ConfigError, match="give it one"):
             apart([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
@@ -287,7 +287,7 @@ def test_the_callback_is_taken_from_among_the_others(tmp_path: Path) -> None:
     import keras
 
     from lockstep.callbacks import Checkpoint
-    from lockstep.keras.state.keeping import apart
+    from lockstep.keras.state.checkpoint_callback import apart
 
     one, other = Checkpoint(tmp_path), keras.callbacks.EarlyStopping()
     listed = keras.callbacks.CallbackList([one, other], add_history=True)

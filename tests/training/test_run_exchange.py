@@ -11,11 +11,11 @@ from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, ModelError
-from lockstep.job import Job
-from lockstep.keras.functions.exchange import RunExchange, RunRound, gathered_scalars, spread
-from lockstep.keras.functions.results import Results
-from lockstep.keras.functions.values import Returned, Spec
+from lockstep.keras.replica_run.exchange import RunExchange, RunRound, gathered_scalars, spread
+from lockstep.keras.replica_run.results import Results
+from lockstep.keras.replica_run.values import Returned, Spec
 from lockstep.topology import place
+from lockstep.worker.job import Job
 
 REPLICAS = 3
 

@@ -9,14 +9,14 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep import job
 from lockstep.errors import ChangedError
-from lockstep.job import Job
-from lockstep.keras.calls import Calls
+from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state import settings
 from lockstep.keras.state.settings import differences, settings_of_call, settings_of_model, settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.topology import place
+from lockstep.worker import job
+from lockstep.worker.job import Job
 
 layers, optimizers, callbacks = keras.layers, keras.optimizers, keras.callbacks
 
@@ -130,7 +130,7 @@ def test_parts_of_a_loop_have_settings() -> None:
 
 
 def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    view, calls = place(3, (0,)), Calls()
+    view, calls = place(3, (0,)), CallStack()
     own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
     snapshots = Snapshots(own, None, calls)  # type: ignore[arg-type]
     facts = {"settings": settings_of_parts({"net": layers.Dropout(0.2)}), "sources": {}}

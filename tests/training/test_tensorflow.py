@@ -422,7 +422,7 @@ def test_the_private_parts_are_there() -> None:
     from tensorflow.python.framework import auto_control_deps_utils
     from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-    # keras/functions/merged_variables.py
+    # keras/replica_run/merged_variables.py
     assert all(callable(getattr(BaseResourceVariable, f"assign{kind}")) for kind in ("", "_add", "_sub"))
     assert context.async_wait() is None
     assert callable(auto_control_deps_utils.get_read_only_resource_input_indices_graph)

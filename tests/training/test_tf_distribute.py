@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.tf_distribute import _STRATEGIES
+from lockstep.worker.tf_distribute_shim import _STRATEGIES
 
 TUTORIAL = Path(__file__).parents[2] / "examples" / "tutorial"
 STAND_IN = Path(__file__).parent / "stand_in"

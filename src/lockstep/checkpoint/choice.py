@@ -8,11 +8,11 @@ from typing import Annotated, Any, cast
 
 import msgspec
 
-from lockstep.checkpoint.keeper import Every
+from lockstep.checkpoint.scheduler import Every
 from lockstep.checkpoint.store import Contents, Store
-from lockstep.clock import duration
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.prose import count
+from lockstep.system.clock import duration
+from lockstep.system.prose import count
 
 _OPTIONS = {"threads": "threads-per-worker"}
 

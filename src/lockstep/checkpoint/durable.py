@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lockstep.errors import CheckpointError
-from lockstep.files import FOLDER_MODE
-from lockstep.locks import wait_for_lock
+from lockstep.system.files import FOLDER_MODE
+from lockstep.system.locks import wait_for_lock
 
 _PATIENCE_SECONDS = 60.0
 

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from lockstep.checkpoint.dtypes import plain, storable
 from lockstep.checkpoint.durable import reason, sync, write_file
 from lockstep.errors import CheckpointError
-from lockstep.files import read_regular
+from lockstep.system.files import read_regular
 
 Array = npt.NDArray[Any]
 

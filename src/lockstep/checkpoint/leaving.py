@@ -7,24 +7,26 @@ import sys
 import threading
 from collections.abc import Callable
 
-from lockstep.checkpoint.keeper import Keeper
+from lockstep.checkpoint.scheduler import CheckpointScheduler
 
 
-def end_at_a_step(keeper: Keeper, is_chief: Callable[[], bool], patience: float | None = None) -> None:
+def end_at_a_step(
+    scheduler: CheckpointScheduler, is_chief: Callable[[], bool], patience: float | None = None
+) -> None:
     """Let SIGTERM end this process at the end of a step of training, after a checkpoint.
 
     A process that is not the chief ends at once, and so do processes that this one forks. For the main
     thread.
 
     Args:
-        keeper: is told that the process leaves.
+        scheduler: is told that the process leaves.
         is_chief: whether this process keeps checkpoints at the time.
         patience: seconds in which a step has to end, or a second signal to come; then the process ends
             without a checkpoint. None: whoever sends the signal sees to that.
     """
 
     def leave(number: int, frame: object) -> None:
-        again, keeper.leaving = keeper.leaving, True
+        again, scheduler.leaving = scheduler.leaving, True
         if not is_chief() or (again and patience is not None):
             sys.exit(128 + number)
         if patience is not None:

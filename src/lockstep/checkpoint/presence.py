@@ -5,7 +5,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.durable import make_folder, reason
 from lockstep.errors import CheckpointError
-from lockstep.locks import is_shared, share_lock
+from lockstep.system.locks import is_shared, share_lock
 
 _NAME = ".training"
 

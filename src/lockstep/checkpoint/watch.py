@@ -33,7 +33,7 @@ class Look:
 
 
 @dataclass
-class Watch:
+class CheckpointWatch:
     """Chooses the checkpoints to evaluate, and knows when there will be no other.
 
     Attributes:

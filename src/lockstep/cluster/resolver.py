@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.config import visible_gpus
+from lockstep.system.environment import visible_gpus
 
 
 class ClusterResolver(ABC):

@@ -6,9 +6,9 @@ from typing import Any
 from lockstep.cluster.hosts import expand_counts, expand_hosts
 from lockstep.cluster.resolver import ClusterResolver, with_layer
 from lockstep.cluster.spec import ClusterSpec
-from lockstep.config import show_gpus, slurm_variable, visible_gpus
 from lockstep.errors import ConfigError
-from lockstep.prose import count
+from lockstep.system.environment import show_gpus, slurm_variable, visible_gpus
+from lockstep.system.prose import count
 
 Hosts = list[tuple[str, int]]
 """The hosts of a step in Slurm's order, with the number of tasks on each."""
@@ -63,7 +63,7 @@ class SlurmClusterResolver(ClusterResolver):
                 f"{count(len(gpus), 'GPU')}: lower gpus_per_task or the number of tasks"
             )
         self._cluster = _place(jobs, hosts, port_base)
-        self._task_type, self._task_id = _seat(jobs, rank)
+        self._task_type, self._task_id = _slot(jobs, rank)
         self._gpus_per_task = gpus_per_task
         self._own_gpus = _own(gpus, gpus_per_task, local_rank) if auto_set_gpu else None
         self._rpc_layer = rpc_layer
@@ -147,7 +147,7 @@ def _place(jobs: Mapping[str, int], hosts: Hosts, port_base: int) -> ClusterSpec
     return ClusterSpec({job: [next(addresses) for _ in range(jobs[job])] for job in sorted(jobs)})
 
 
-def _seat(jobs: Mapping[str, int], rank: int) -> tuple[str, int]:
+def _slot(jobs: Mapping[str, int], rank: int) -> tuple[str, int]:
     return [(job, index) for job in sorted(jobs) for index in range(jobs[job])][rank]
 
 

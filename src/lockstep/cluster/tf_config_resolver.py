@@ -5,8 +5,8 @@ from typing import Any
 from lockstep.cluster.resolver import ClusterResolver, with_layer
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config import load, parse_cluster, parse_index
-from lockstep.config import tf_config_now
 from lockstep.errors import ConfigError
+from lockstep.system.environment import tf_config_now
 
 
 class TFConfigClusterResolver(ClusterResolver):

@@ -4,12 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 from lockstep.errors import DisagreementError, LockstepError
-from lockstep.prose import name_workers
+from lockstep.system.prose import name_workers
 
 Key = TypeVar("Key")
 
 
-class Call(NamedTuple):
+class CollectiveCall(NamedTuple):
     """What a member says of the call that it makes.
 
     Attributes:
@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
 
 def compare(
-    calls: Sequence[Call], workers: Sequence[int], describe: Callable[[], Sequence[Sequence[str]]]
+    calls: Sequence[CollectiveCall], workers: Sequence[int], describe: Callable[[], Sequence[Sequence[str]]]
 ) -> None:
     """Make sure that all members make the same call.
 
@@ -64,7 +64,7 @@ def compare(
 
 
 def _different_calls(
-    calls: Sequence[Call], workers: Sequence[int], camps: list[tuple[tuple[str, int], list[int]]]
+    calls: Sequence[CollectiveCall], workers: Sequence[int], camps: list[tuple[tuple[str, int], list[int]]]
 ) -> str:
     texts = []
     for (kind, root), ids in camps:
@@ -77,7 +77,9 @@ def _different_calls(
     )
 
 
-def _different_leaves(call: Call, workers: Sequence[int], described: Sequence[Sequence[str]]) -> str:
+def _different_leaves(
+    call: CollectiveCall, workers: Sequence[int], described: Sequence[Sequence[str]]
+) -> str:
     longest = max(len(lines) for lines in described)
     for leaf in range(longest):
         camps = _camps([lines[leaf] if leaf < len(lines) else "missing" for lines in described], workers)
@@ -102,7 +104,7 @@ def _others(camps: Sequence[tuple[object, list[int]]]) -> tuple[int, ...]:
     return tuple(sorted(worker for _, ids in camps[1:] for worker in ids))
 
 
-def farewell(worker: int, call: Call, error: BaseException) -> str:
+def farewell(worker: int, call: CollectiveCall, error: BaseException) -> str:
     """Say why `worker` ended its view in the middle of a call."""
     if isinstance(error, LockstepError):
         return f"worker {worker} gave up: {error}"

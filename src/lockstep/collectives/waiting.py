@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from lockstep.clock import Clock
 from lockstep.collectives.contract import Waiting, WaitObserver, WaitPolicy
 from lockstep.errors import PeerStuckError
-from lockstep.prose import name_workers
+from lockstep.system.clock import Clock
+from lockstep.system.prose import name_workers
 
 SLICE = 0.2
 """Seconds that a member blocks at most before it looks again whether its view has been aborted."""
 
 
-class Patience:
+class ObservedWait:
     """One wait of one member: reports and gives up as the policy says."""
 
     def __init__(

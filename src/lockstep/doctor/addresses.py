@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 import psutil
 
 from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tasks
-from lockstep.config import RUN
-from lockstep.doctor.finding import Finding, Section, Verdict
+from lockstep.doctor.finding import Finding, Rating, Section
 from lockstep.errors import ConfigError
-from lockstep.prose import count
+from lockstep.system.environment import RUN
+from lockstep.system.prose import count
 
 _ROWS = Section("environment")
 
@@ -114,7 +114,7 @@ def judge(config: TaskConfig, places: Sequence[Place]) -> list[Finding]:
     used = trainers if len(trainers) > 1 else ()
     judged = [_of_place(place, place.task in used) for place in places]
     faults = [finding for finding in judged if finding is not None]
-    serve = all(fault.verdict is Verdict.FINE for fault in faults)
+    serve = all(fault.rating is Rating.FINE for fault in faults)
     if places and not faults:
         faults = [_of_good_places(places)]
     numbers = [place.number for place in places if place.task in used]

@@ -7,8 +7,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from lockstep.config import environment_at_start, keras_backend
-from lockstep.control.command import fill_standard_descriptors, let_go_of_stdout
+from lockstep.agent.command import fill_standard_descriptors, let_go_of_stdout
 from lockstep.doctor import report
 from lockstep.doctor.checkup import Surroundings, examine
 from lockstep.doctor.finding import worst
@@ -18,7 +17,8 @@ from lockstep.doctor.programs import nothing_left
 from lockstep.doctor.versions import Wish
 from lockstep.doctor.watching import log_once, watch
 from lockstep.errors import InternalError, LockstepError, UnfitError
-from lockstep.notes import note
+from lockstep.system.environment import environment_at_start, keras_backend
+from lockstep.system.notes import note
 
 
 def check(*, as_json: bool, train: bool) -> int:

@@ -9,12 +9,12 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 
 from lockstep.cluster.hosts import expand_counts, expand_hosts
-from lockstep.config import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
-from lockstep.control.backend import is_legacy
-from lockstep.doctor.finding import Finding, Section, Verdict
+from lockstep.doctor.finding import Finding, Rating, Section
 from lockstep.doctor.shadows import hidden_modules
 from lockstep.errors import ConfigError
-from lockstep.prose import count, printable
+from lockstep.launcher.backend import is_legacy
+from lockstep.system.environment import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
+from lockstep.system.prose import count, printable
 
 _ROWS = Section("environment")
 
@@ -190,7 +190,7 @@ def _old_keras(shell: Shell) -> Iterator[Finding]:
     if value is not None and is_legacy(value):
         reason = f"{shell.shown(LEGACY_KERAS)}: tf.keras is Keras 2, and lockstep run refuses to start"
         yield Finding(
-            "environment", LEGACY_KERAS, Verdict.FAILURE, reason, f"unset {LEGACY_KERAS}", {"value": value}
+            "environment", LEGACY_KERAS, Rating.FAILURE, reason, f"unset {LEGACY_KERAS}", {"value": value}
         )
 
 

@@ -2,23 +2,23 @@
 
 import time
 
-from lockstep.clock import Clock, SystemClock
 from lockstep.doctor.finding import Finding, Section
 from lockstep.doctor.resources import (
     HERE,
     Clocks,
     Cores,
     Disk,
-    Limits,
+    HostMemory,
     Machine,
-    Memory,
-    Places,
     Shared,
     System,
+    SystemPaths,
+    UserLimits,
     look,
     look_at_system,
 )
-from lockstep.prose import count
+from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.prose import count
 
 _ROWS = Section("machine")
 
@@ -37,7 +37,7 @@ _TOO_FAR_BACK = 1e-3
 _CLOCK = SystemClock()
 
 
-def examine_machine(places: Places = HERE, clock: Clock = _CLOCK) -> list[Finding]:
+def examine_machine(places: SystemPaths = HERE, clock: Clock = _CLOCK) -> list[Finding]:
     """Look at this machine, and judge it; where it is no Linux, that is all that is said.
 
     Args:
@@ -104,7 +104,7 @@ def _cores(cores: Cores) -> Finding:
     return _ROWS.fine("cores", shown, **facts)
 
 
-def _memory(memory: Memory) -> Finding:
+def _memory(memory: HostMemory) -> Finding:
     facts = {"total": memory.total, "available": memory.available, "room": memory.room}
     limited = memory.room is not None and memory.room < memory.available
     where = "left under the cgroup's limit" if limited else "available"
@@ -165,7 +165,7 @@ def _files_in_memory(shared: Shared) -> Finding:
     return _ROWS.fine("/dev/shm", shown, **facts)
 
 
-def _open_files(limits: Limits) -> Finding:
+def _open_files(limits: UserLimits) -> Finding:
     facts = {"soft": limits.files, "hard": limits.most_files}
     if limits.files is None or limits.files >= _ENOUGH_FILES:
         shown = "no limit" if limits.files is None else f"{limits.files:,} per process"
@@ -181,7 +181,7 @@ def _open_files(limits: Limits) -> Finding:
     )
 
 
-def _threads(limits: Limits) -> Finding:
+def _threads(limits: UserLimits) -> Finding:
     facts = {"user_left": limits.user_left, "group_left": limits.group_left}
     left = [each for each in (limits.user_left, limits.group_left) if each is not None]
     if not left:

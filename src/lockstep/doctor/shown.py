@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from lockstep.prose import count
+from lockstep.system.prose import count
 
 _NUMBER = re.compile(r"\+?[0-9]+")
 

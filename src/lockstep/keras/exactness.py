@@ -9,7 +9,7 @@ import numpy as np
 
 from lockstep.keras.metrics import metrics_across_examples, rows_of, tried_rows
 from lockstep.keras.state.randomness import random_numbers
-from lockstep.prose import count
+from lockstep.system.prose import count
 from lockstep.topology import View
 
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")

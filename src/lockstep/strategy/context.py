@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 from lockstep.errors import ModelError
-from lockstep.keras.functions.replica import Replica, Single, current
+from lockstep.keras.replica_run.replica import Replica, Single, current
 from lockstep.strategy.default import default_strategy
 from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy, entered

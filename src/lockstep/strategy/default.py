@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-from lockstep import job
 from lockstep.errors import ConfigError
 from lockstep.keras.devices import on_device
-from lockstep.keras.functions.contract import SingleRuns
+from lockstep.keras.replica_run.contract import SingleRuns
 from lockstep.strategy.strategy import Strategy
+from lockstep.worker import job
 
 
 class DefaultStrategy(Strategy):

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep import rendezvous
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
-from lockstep.local_devices import restart_once_a_device
-from lockstep.notes import note
+from lockstep.launcher.local_devices import restart_once_a_device
+from lockstep.rendezvous import join
 from lockstep.strategy.options import CommunicationImplementation
 from lockstep.strategy.strategy import Strategy
+from lockstep.system.notes import note
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -34,7 +34,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: Any = None,
     ) -> None:
-        rendezvous.take_part()
+        join.take_part()
         super().__init__()
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         timeout = getattr(communication_options, "timeout_seconds", None)
@@ -50,7 +50,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         Raises:
             ConfigError: `TF_CONFIG` was set after the strategy was created.
         """
-        rendezvous.take_part()
+        join.take_part()
         with super().scope():
             yield self
 

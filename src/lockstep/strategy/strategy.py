@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from lockstep import job
 from lockstep.errors import ModelError
-from lockstep.keras import hook
-from lockstep.keras.functions.contract import runs_of
-from lockstep.keras.functions.replica import current
+from lockstep.keras import patches
 from lockstep.keras.input.distribution import distribute, distribute_from_function, values_from_function
+from lockstep.keras.replica_run.contract import runs_of
+from lockstep.keras.replica_run.replica import current
 from lockstep.strategy.options import ReduceOp
+from lockstep.worker import job
 
 
 class _Entered(threading.local):
@@ -29,7 +29,7 @@ class Strategy:
 
     def __init__(self) -> None:
         self._job = job.current()
-        self._loops = hook.install(self._job)
+        self._loops = patches.install(self._job)
         self._loops.adopts_all = False
         self._runs = runs_of(self._job)
 

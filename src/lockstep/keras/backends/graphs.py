@@ -18,7 +18,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.rounds import refuse_own_update
+from lockstep.keras.backends.multi_update import refuse_own_update
 
 _ALIGNMENT = 64
 """TensorFlow's kernels insist on tensors that start at a multiple of this many bytes."""
@@ -27,7 +27,7 @@ _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
 
 
-class Places:
+class UpdateOperations:
     """Where in its graph a step makes updates, as numbers of operations; made where the step begins.
 
     Attributes:
@@ -168,7 +168,7 @@ def same_bits(variable: tf.Variable, before: Any) -> bool:
     return np.array_equal(now, then)
 
 
-class _Writable:
+class _WritableVariable:
     """The same memory, as NumPy's array interface shows it, but not read-only."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
@@ -191,7 +191,7 @@ def borrowed(array: npt.NDArray[Any]) -> Any:
     ):
         return tf.constant(array)
     # NumPy gives no read-only array away, though its receiver only reads.
-    return tf.experimental.dlpack.from_dlpack(np.asarray(_Writable(array)).__dlpack__())
+    return tf.experimental.dlpack.from_dlpack(np.asarray(_WritableVariable(array)).__dlpack__())
 
 
 def own(tensor: Any, one: Any) -> Any:

@@ -9,7 +9,7 @@ import keras
 from keras.src.losses import loss as keras_loss
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.logs import Results, noted_results
+from lockstep.keras.backends.logs import StepResults, noted_results
 from lockstep.keras.backends.steps import replaced
 
 _MEANS = ("mean", "sum_over_batch_size")
@@ -17,7 +17,7 @@ _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
 @contextmanager
-def observed(model: Any, weight: Any) -> Iterator[tuple[list[Any], Results]]:
+def observed(model: Any, weight: Any) -> Iterator[tuple[list[Any], StepResults]]:
     """Within the block a replica's step may run; what it computes combines over replicas.
 
     Yields (the densities of its losses, the results of its metrics).

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.functions.values import Spec, Values
 from lockstep.keras.input.nests import Nest
 from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, spec_of
+from lockstep.keras.replica_run.values import Spec, Values
 
 
 @dataclass(frozen=True)

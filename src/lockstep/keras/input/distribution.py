@@ -9,16 +9,16 @@ import keras
 
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
-from lockstep.job import Job
-from lockstep.keras.functions.contract import Runs
-from lockstep.keras.functions.values import Known, Shelf, Spec, Values
 from lockstep.keras.input.batches import Joint, Pass, Source
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.sharding import explain_sharding
 from lockstep.keras.input.streams import Form, array_of, packed, spec_of
+from lockstep.keras.replica_run.contract import Runs
+from lockstep.keras.replica_run.values import Known, Shelf, Spec, Values
+from lockstep.worker.job import Job
 
 
-class Position(NamedTuple):
+class ElementPosition(NamedTuple):
     """A place in a dataset: how many passes were begun, and how many elements of the last were taken."""
 
     passes: int
@@ -57,9 +57,9 @@ class DistributedIterator:
         return _described(self._current.form())
 
     @property
-    def position(self) -> Position:
+    def position(self) -> ElementPosition:
         """The place in the dataset of the next element."""
-        return Position(self._number, self._taken)
+        return ElementPosition(self._number, self._taken)
 
     def skip(self, elements: int) -> None:
         """Skip elements without distributing them; no worker waits for another.

@@ -12,14 +12,14 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
-from lockstep.job import Job
-from lockstep.keras.functions.values import Spec
 from lockstep.keras.input.batches import Element, count_examples
 from lockstep.keras.input.nests import Nest
 from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, packed, spec_of
+from lockstep.keras.replica_run.values import Spec
 from lockstep.keras.state.randomness import RandomNumbers
-from lockstep.notes import note
+from lockstep.system.notes import note
 from lockstep.topology import View
+from lockstep.worker.job import Job
 
 _UNKNOWN = -1
 _ENDLESS = -2
@@ -257,7 +257,7 @@ class PipelinesPass:
         found = {replica: self.cursor(replica).at(place) for replica in self._source.own}
         nests = [nest for nest in found.values() if nest is not None]
         nest = nests[0] if nests else self._source.zeros()
-        return Element(nest, Parts(self._source, self, place, found, nest))
+        return Element(nest, PipelineParts(self._source, self, place, found, nest))
 
     def cursor(self, replica: int) -> Cursor:
         """Return the place in a replica's pass, which begins now if nobody has read it here."""
@@ -284,7 +284,7 @@ class PipelinesPass:
         return self._source.form()
 
 
-class Parts:
+class PipelineParts:
     """The `Values` of one element: what the pipeline of each replica has given.
 
     Args:

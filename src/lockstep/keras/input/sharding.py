@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from lockstep.job import Job
 from lockstep.keras.input.streams import is_tensorflow
-from lockstep.notes import note
+from lockstep.system.notes import note
+from lockstep.worker.job import Job
 
 _INSTEAD = (
     "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"

@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from lockstep import job
 from lockstep.data.order import Indices, Shuffle
 from lockstep.data.reading import InputTable, Rows, input_table
 from lockstep.errors import DataError
@@ -17,6 +16,7 @@ from lockstep.keras.input.streams import Stream, leaves_of
 from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
 from lockstep.keras.state.randomness import random_states, set_random_states
 from lockstep.topology import place
+from lockstep.worker import job
 
 
 def show_input(

@@ -12,8 +12,8 @@ import keras
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.keras.functions.values import Spec
 from lockstep.keras.input.nests import Nest, on_host
+from lockstep.keras.replica_run.values import Spec
 
 
 @dataclass(frozen=True)

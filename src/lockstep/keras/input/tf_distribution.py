@@ -14,14 +14,14 @@ from weakref import WeakValueDictionary, finalize
 import tensorflow as tf
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.job import current
-from lockstep.keras.functions.contract import Runs
-from lockstep.keras.functions.graph import on_host
-from lockstep.keras.functions.tf_values import symbolic
-from lockstep.keras.functions.values import Shelf, Spec
 from lockstep.keras.input.batches import Joint, JointPass, Pass, Source
 from lockstep.keras.input.distribution import DistributedDataset, DistributedIterator
 from lockstep.keras.input.streams import Form, array_of, leaves_of, packed
+from lockstep.keras.replica_run.contract import Runs
+from lockstep.keras.replica_run.graph import on_host
+from lockstep.keras.replica_run.tf_values import symbolic
+from lockstep.keras.replica_run.values import Shelf, Spec
+from lockstep.worker.job import current
 
 _END = -1
 """In the place of a ticket: the pass has ended."""

@@ -13,7 +13,7 @@ import msgspec
 from lockstep.checkpoint.values import pack
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import CheckpointError
-from lockstep.notes import note
+from lockstep.system.notes import note
 
 KEPT: Mapping[type, tuple[str, ...]] = {
     keras.callbacks.BackupAndRestore: (

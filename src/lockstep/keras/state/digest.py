@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.job import Job
 from lockstep.keras.state.variables import all_variables
+from lockstep.worker.job import Job
 
 
 def digest(model: Any) -> str:

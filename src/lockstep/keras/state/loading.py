@@ -10,8 +10,8 @@ import msgspec
 
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.errors import CheckpointError, InputError
-from lockstep.keras.state.matching import Array, Kept, Match, match
-from lockstep.notes import note
+from lockstep.keras.state.matching import Array, KeptArray, Match, match
+from lockstep.system.notes import note
 
 _OF_A_MODEL = re.compile(r"(current|model \d+)/(.+)", re.DOTALL)
 _CHECKPOINT = re.compile(r"step-\d+")
@@ -37,7 +37,7 @@ class Loaded:
     call_step: int
 
 
-class _Job(msgspec.Struct):
+class _CheckpointFacts(msgspec.Struct):
     backend: str
 
 
@@ -49,7 +49,7 @@ class _Training(msgspec.Struct):
 class _Facts(msgspec.Struct):
     """What the manifest says of the job, as far as it matters here."""
 
-    job: _Job
+    job: _CheckpointFacts
     training: _Training
 
 
@@ -129,7 +129,7 @@ def _facts(folder: Path, contents: Contents) -> _Facts:
         ) from None
 
 
-def _models(contents: Contents, facts: _Facts) -> dict[str, Kept]:
+def _models(contents: Contents, facts: _Facts) -> dict[str, KeptArray]:
     """Return what a checkpoint holds of each of the job's models, by name."""
     arrays: dict[str, dict[str, Array]] = {}
     for full, array in contents.arrays.items():
@@ -138,7 +138,7 @@ def _models(contents: Contents, facts: _Facts) -> dict[str, Kept]:
     # A step on JAX has the variables in Keras's order for it.
     stepping = facts.job.backend == "jax" and facts.training.steps > 0
     return {
-        name: Kept(
+        name: KeptArray(
             name,
             own,
             common={} if name == "current" else arrays.get("current", {}),

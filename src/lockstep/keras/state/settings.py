@@ -19,7 +19,7 @@ import keras
 import numpy as np
 
 from lockstep.data.digest import digest_arrays
-from lockstep.sources import is_own
+from lockstep.worker.program_sources import is_own
 
 Settings = Mapping[str, str]
 

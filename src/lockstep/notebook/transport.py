@@ -1,0 +1,161 @@
+"""A function for other processes, and what it returned: in memory without a name, which only they inherit.
+
+The only place that pickles: for processes that this one, or its parent, has started.
+"""
+
+import fcntl
+import linecache
+import mmap
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lockstep.errors import InputError, UnfitError
+from lockstep.notebook.pickling import name_culprit, plain, used_by_class_bodies
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_HEADER = struct.Struct("<QQB")
+_PICKLING_FAILS = (pickle.PicklingError, TypeError, ValueError, AttributeError, RuntimeError)
+
+
+class Giver(IntEnum):
+    """Who gave a result. The command gives an error, where there was no job."""
+
+    NOBODY = 0
+    WORKER = 1
+    CHIEF = 2
+    COMMAND = 3
+
+
+def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return a descriptor of memory, which nobody can change, that holds a call.
+
+    With it go where this process finds modules, and the source of code that is in no file, such as a
+    notebook's cells.
+
+    Raises:
+        InputError: something cannot be pickled; the message names it.
+        UnfitError: cloudpickle is not installed.
+    """
+    cloudpickle = _cloudpickle()
+    sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    descriptor = os.memfd_create("lockstep-errand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            pickle.dump((sys.path, sources), file)
+            cloudpickle.dump((function, tuple(args), dict(kwargs), used_by_class_bodies(function)), file)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except _PICKLING_FAILS as error:
+        os.close(descriptor)
+        culprit = name_culprit(function, args, kwargs, partial(_why_not, cloudpickle))
+        raise InputError(f"lockstep.launch cannot send this to its workers: {culprit or error}") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def unpack(descriptor: int) -> Callable[[], Any]:
+    """Return the call that the memory of a descriptor holds; find modules as the process that packed it."""
+    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
+        sys.path[:], sources = pickle.load(memory)
+        linecache.cache.update(sources)
+        try:
+            function, args, kwargs, variables = pickle.load(memory)
+        except (ImportError, AttributeError) as error:
+            error.add_note(
+                "lockstep: the function comes from, or needs, a module that its caller had and this worker "
+                "does not find; write the function where it is launched, or where it can be imported"
+            )
+            raise
+    for name, value in variables.items():
+        plain(function).__globals__.setdefault(name, value)
+    return partial(function, *args, **kwargs)
+
+
+class ResultBox:
+    """Memory into which workers put what the function returned.
+
+    Args:
+        descriptor: of the memory; `create` makes it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    @classmethod
+    def create(cls) -> "ResultBox":
+        """Make an empty one."""
+        descriptor = os.memfd_create("lockstep-result")
+        os.ftruncate(descriptor, _HEADER.size)
+        return cls(descriptor)
+
+    def put(self, result: Any, giver: Giver) -> None:
+        """Put a result in; one of a worker only where there is none.
+
+        What is there stays valid until all of the new one is there, also if this process is killed.
+
+        Raises:
+            InputError: the result cannot be pickled.
+        """
+        # Opened anew: a lock, and a place in the file, are of one open file, which processes inherit.
+        with Path(f"/proc/self/fd/{self.descriptor}").open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if giver is Giver.WORKER and self._header()[2] != Giver.NOBODY:
+                return
+            start = file.seek(0, os.SEEK_END)
+            try:
+                _cloudpickle().dump(result, file)
+            except _PICKLING_FAILS as error:
+                raise InputError(
+                    f"the function returned {type(result).__name__}, which cannot be sent back "
+                    f"({error}); return arrays, numbers, strings, or lists and dicts of them"
+                ) from None
+            length = file.tell() - start
+            file.flush()
+            os.pwrite(self.descriptor, _HEADER.pack(start, length, giver), 0)
+
+    def take(self) -> tuple[Giver, Any]:
+        """Return who gave the result that counts, and the result."""
+        start, _, giver = self._header()
+        if giver == Giver.NOBODY:
+            return Giver.NOBODY, None
+        with mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ) as memory:
+            memory.seek(start)
+            return Giver(giver), pickle.load(memory)
+
+    def close(self) -> None:
+        """Give the memory back, once everybody else has."""
+        os.close(self.descriptor)
+
+    def _header(self) -> tuple[int, int, int]:
+        start, length, giver = _HEADER.unpack(os.pread(self.descriptor, _HEADER.size, 0))
+        return start, length, giver
+
+
+def _cloudpickle() -> ModuleType:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise UnfitError(
+            "lockstep.launch sends functions to its workers with cloudpickle, which is not installed: "
+            "pip install 'keras-lockstep[notebook]'"
+        ) from None
+    module: ModuleType = cloudpickle
+    return module
+
+
+def _why_not(cloudpickle: ModuleType, value: Any) -> str:
+    """Say why a value cannot be pickled; empty if it can."""
+    try:
+        cloudpickle.dumps(value)
+    except _PICKLING_FAILS as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
