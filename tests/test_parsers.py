@@ -277,7 +277,7 @@ def test_a_backend_in_keras_json_that_is_no_name(tmp_path: Path) -> None:
 def test_arrays_that_a_parcel_has_no_room_for_take_no_memory() -> None:
     for kind, shape in (("float32", (2**40,)), ("float32", (-1, -1)), ("nix", (1,)), ("float32", (2**63, 0))):
         header = parcel_header(kind, shape)
-        with pytest.raises(CheckpointError, match="cannot read the state that another worker gave"):
+        with pytest.raises(CheckpointError, match="cannot read the state from another worker"):
             unpack(len(header).to_bytes(8, "little") + header + bytes(100))
 
 

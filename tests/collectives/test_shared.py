@@ -42,7 +42,7 @@ def test_a_killed_member(processes: Processes, kind: str, options: dict[str, obj
         if waiting == {0, 1}:
             waiting.add(2)
             control.signal(2, signal.SIGKILL)
-            control.abort("worker 2 was ended by signal 9 (SIGKILL)")
+            control.abort("worker 2 was killed by signal 9 (SIGKILL)")
 
     calls = [each(kind, options, position) for position in (0, 1)]
     outcomes = processes.run(
@@ -51,7 +51,7 @@ def test_a_killed_member(processes: Processes, kind: str, options: dict[str, obj
     assert outcomes[2].error is ProcessLookupError
     for outcome in outcomes[:2]:
         assert outcome.error is PeerLostError
-        assert outcome.message == "worker 2 was ended by signal 9 (SIGKILL)"
+        assert outcome.message == "worker 2 was killed by signal 9 (SIGKILL)"
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)

@@ -36,7 +36,7 @@ class FolderLock:
             ) from None
         if descriptor is None:
             raise CheckpointError(
-                f"another job keeps checkpoints in {self._folder}; wait for it, or give another folder"
+                f"another job saves checkpoints in {self._folder}; wait for it to end, or give another folder"
             )
         self._descriptor = descriptor
         os.register_at_fork(after_in_child=self.leave)

@@ -148,7 +148,7 @@ class CheckpointScheduler:
         self.settle()
         if self._held is not None and self._asked != self._taken:
             self._writer.write(self._held)
-        if not self._wait_for_disk(_LAST_SECONDS, "the script has ended, and waits"):
+        if not self._wait_for_disk(_LAST_SECONDS, "the script has ended and waits"):
             self._failed(f"not written within {_LAST_SECONDS:.0f} s after the end of the script")
         elif self._taken is not None and self._taken in (self._safe, self._writer.written):
             try:
@@ -175,13 +175,13 @@ class CheckpointScheduler:
         if not self._writer.busy():
             return
         if not self._wait_for_disk(_PATIENCE_SECONDS, "training waits"):
-            note(f"no checkpoint of step {taken} is kept: the disk still writes the one before")
+            note(f"skipping the checkpoint of step {taken}: the previous one is still being written")
         before, self._waited = self._waited, self._waited + self._clock.now() - begun
         self._waits += 1
         if before < _TOLERATED_SECONDS <= self._waited:
             note(
                 f"the disk is slower than the steps: it writes a checkpoint in {self._writer.seconds:.2g} s, "
-                f"and training has waited {self._waited:.1f} s in all for {self._waits} of them; keep them "
+                f"and training has waited {self._waited:.1f} s in all for {self._waits} of them; save them "
                 "less often to train faster"
             )
 
@@ -192,7 +192,7 @@ class CheckpointScheduler:
             waited = self._clock.now() - begun
             if waited >= seconds:
                 return False
-            note(f"{who} for the disk, which writes a checkpoint: {waited:.0f} of {seconds:.0f} s")
+            note(f"{who} for the disk to write a checkpoint: {waited:.0f} of {seconds:.0f} s")
         return True
 
     def _due(self, taken: int) -> bool:
@@ -222,7 +222,7 @@ def open_scheduler(store: Store, every: Every, report: Callable[..., None]) -> C
     def removed(path: Path) -> None:
         report("checkpoint removed", path=str(path), reason="the disk is full")
         note(
-            f"the disk has no room for another checkpoint, so the oldest is removed: {path}; free space, or "
+            f"the disk has no space for another checkpoint; removing the oldest: {path}; free space, or "
             "keep fewer checkpoints"
         )
 

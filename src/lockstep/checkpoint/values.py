@@ -167,7 +167,7 @@ def _untag(tag: str, content: Any, arrays: Mapping[str, Array]) -> Any:
         return _LEAVES[tag](content)
     except (KeyError, TypeError, ValueError, OverflowError, binascii.Error):
         raise CheckpointError(
-            f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which nobody can read"
+            f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which is not a known value"
         ) from None
 
 

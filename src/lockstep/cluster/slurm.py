@@ -16,10 +16,10 @@ Hosts = list[tuple[str, int]]
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Reads what `srun` tells each of its tasks.
+    """Reads the variables that `srun` sets for each of its tasks.
 
-    The tasks of the cluster are Slurm's, in the order of `SLURM_PROCID`. Tasks on one host take one port
-    each, from `port_base` on, and one part each of the host's GPUs.
+    The tasks of the cluster are Slurm's, in the order of `SLURM_PROCID`. Each task of a host gets its own
+    port, starting at `port_base`, and its share of the host's GPUs.
     """
 
     def __init__(
@@ -35,19 +35,19 @@ class SlurmClusterResolver(ClusterResolver):
         """Read the environment.
 
         Args:
-            jobs: the number of tasks of each job; by their names' order they take Slurm's tasks. All of them
-                are workers by default.
+            jobs: the number of tasks of each job; in the order of their names they take Slurm's tasks. By
+                default, all tasks are workers.
             port_base: the port of the first task on a host.
-            gpus_per_node: number of GPUs of a host; by default those that CUDA shows on this one.
-            gpus_per_task: number of GPUs of a task; by default the host's are divided evenly.
-            tasks_per_node: number of tasks on every host, or on each by its name in Slurm's order; by default
-                what Slurm says.
-            auto_set_gpu: whether `cluster_spec` lets CUDA show this task its own GPUs only.
-            rpc_layer: the protocol before addresses; None for none.
+            gpus_per_node: number of GPUs per host; by default those that CUDA shows on this one.
+            gpus_per_task: number of GPUs per task; by default the host's GPUs are divided evenly.
+            tasks_per_node: number of tasks on every host, or on each host by its name in Slurm's order; by
+                default the number that Slurm sets.
+            auto_set_gpu: whether `cluster_spec` makes CUDA show this task only its own GPUs.
+            rpc_layer: the protocol prefix of addresses; None for none.
 
         Raises:
-            ConfigError: this is no task of a Slurm job step, Slurm's variables cannot be read, or the
-                tasks or GPUs that are asked for are not there, or its tasks are not numbered host by host.
+            ConfigError: this is not a task of a Slurm job step, Slurm's variables are invalid, the requested
+                tasks or GPUs do not exist, or the tasks are not numbered host by host.
         """
         rank = _number("PROCID")
         jobs = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else jobs
@@ -109,7 +109,7 @@ def _hosts(tasks_per_node: int | Mapping[str, int] | None) -> Hosts:
     tasks = expand_counts(_variable("STEP_TASKS_PER_NODE"))
     if len(tasks) != len(names):
         raise ConfigError(
-            f"SLURM_STEP_NODELIST has {count(len(names), 'host')}, SLURM_STEP_TASKS_PER_NODE speaks of "
+            f"SLURM_STEP_NODELIST has {count(len(names), 'host')}, SLURM_STEP_TASKS_PER_NODE has "
             f"{len(tasks)}: start the script with `srun`, which sets both"
         )
     return list(zip(names, tasks, strict=True))
@@ -120,10 +120,10 @@ def _check_tasks(jobs: Mapping[str, int], hosts: Hosts, rank: int) -> None:
     if asked != given or given == 0:
         raise ConfigError(
             f"the jobs {dict(jobs)} have {count(asked, 'task')}, but Slurm started {given}: "
-            "let them add up to the --ntasks of `srun`"
+            "their sum must be the --ntasks of `srun`"
         )
     if rank >= given:
-        raise ConfigError(f"SLURM_PROCID is {rank}, but the {count(given, 'task')} count from 0")
+        raise ConfigError(f"SLURM_PROCID is {rank}, but the {count(given, 'task')} are numbered from 0")
 
 
 def _gpus(number: int | None) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ def _variable(name: str) -> str:
     value = slurm_variable(name)
     if value is None:
         raise ConfigError(
-            f"SLURM_{name} is not set, so this is no task of a Slurm job step: start the script with `srun`"
+            f"SLURM_{name} is not set: this is not a task of a Slurm job step; start the script with `srun`"
         )
     return value
 

@@ -56,7 +56,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     except _PICKLING_FAILS as error:
         os.close(descriptor)
         culprit = name_culprit(function, args, kwargs, partial(_why_not, cloudpickle))
-        raise InputError(f"lockstep.launch cannot take this to its workers: {culprit or error}") from error
+        raise InputError(f"lockstep.launch cannot send this to its workers: {culprit or error}") from error
     except BaseException:
         os.close(descriptor)
         raise
@@ -116,8 +116,8 @@ class ResultBox:
                 _cloudpickle().dump(result, file)
             except _PICKLING_FAILS as error:
                 raise InputError(
-                    f"the function returned {type(result).__name__}, which cannot be brought to the caller "
-                    f"of lockstep.launch ({error}); return arrays, numbers, texts, or lists and dicts of them"
+                    f"the function returned {type(result).__name__}, which cannot be sent back "
+                    f"({error}); return arrays, numbers, strings, or lists and dicts of them"
                 ) from None
             length = file.tell() - start
             file.flush()
@@ -146,7 +146,7 @@ def _cloudpickle() -> ModuleType:
         import cloudpickle
     except ImportError:
         raise UnfitError(
-            "lockstep.launch takes functions to its workers with cloudpickle, which is not installed: "
+            "lockstep.launch sends functions to its workers with cloudpickle, which is not installed: "
             "pip install 'keras-lockstep[notebook]'"
         ) from None
     module: ModuleType = cloudpickle
@@ -172,7 +172,7 @@ def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     given += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
     for name, value in given:
         if reason := why(value):
-            return f"{name}, of type {type(value).__name__} ({reason}); give what it is made from"
+            return f"{name}, of type {type(value).__name__} ({reason}); pass what it is made from"
     if not why(function):
         return ""
     name = getattr(plain(function), "__name__", type(function).__name__)
@@ -180,7 +180,7 @@ def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
     if not path:
         return f"{name} ({why(function)})"
     what = f"{' -> '.join(path)}, which {name} uses, of type {type(value).__name__}"
-    return f"{what} ({why(value)}); make it there"
+    return f"{what} ({why(value)}); create it there"
 
 
 def used_by_class_bodies(function: Any) -> dict[str, Any]:

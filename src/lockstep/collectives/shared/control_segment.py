@@ -91,7 +91,7 @@ class ControlSegment:
         header = os.pread(fd, _MAGIC.size, 0) if size >= _PAGE else b""
         name, version, members = _MAGIC.unpack(header) if header else (b"", 0, 0)
         if name != _NAME or version != _VERSION or size < control_size(members):
-            raise InternalError(f"descriptor {fd} is no control segment of version {_VERSION}")
+            raise InternalError(f"descriptor {fd} is not an control segment of version {_VERSION}")
         os.set_inheritable(fd, False)
         return cls(fd, members, mmap.mmap(fd, control_size(members)))
 

@@ -42,7 +42,7 @@ class SharedPool:
         except OSError:
             sealed = 0
         if not sealed:
-            raise InternalError(f"descriptor {fd} is no pool of memory")
+            raise InternalError(f"descriptor {fd} is not a memory pool")
         os.set_inheritable(fd, False)
         return cls(fd, available)
 
@@ -73,7 +73,7 @@ class SharedPool:
             return mmap.mmap(self.fd, size, flags=flags) if size else mmap.mmap(-1, 1)
         except OSError as error:
             raise SharedMemoryError(
-                f"cannot map {size} bytes of shared memory: {error}; look at the limit on the size of "
+                f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
                 "a process (ulimit -v)"
             ) from error
 

@@ -216,9 +216,9 @@ class Snapshots:
     def _not_there(self, call: KerasCall, how: str) -> str:
         assert self.resumption is not None
         return (
-            f"the training goes on after step {self.resumption.steps} of {call.name}, and in this script "
-            f"{how}: the script is another one, or reads other data, than the one that kept the checkpoint; "
-            "take the change back, or begin in another folder"
+            f"training resumes after step {self.resumption.steps} of {call.name}, but in this script "
+            f"{how}: the script or its data differs from when the checkpoint was saved; "
+            "undo the change, or start over in another folder"
         )
 
     def finished(self) -> FinishedCall | None:
@@ -240,7 +240,7 @@ class Snapshots:
             return self.replayed()
         if self._job.joins and not self.resumption.steps:
             raise DisagreementError(
-                f"{self._calls.current.name} of this worker, which is to join, is a call that the others "
+                f"{self._calls.current.name} of this worker, which is joining, is a call that the others "
                 f"have not made; {ADVICE_ON_CALLS}"
             )
         if self.resumption.steps:
@@ -272,8 +272,8 @@ class Snapshots:
         own = self._calls.current.name
         if call and call != own:
             raise CheckpointError(
-                f"call {self._calls.outermost} of this script is {own}, and was {call} when the checkpoint "
-                "was kept: undo the change, or begin in another folder"
+                f"call {self._calls.outermost} of this script is {own}, but was {call} when the checkpoint "
+                "was saved: undo the change, or start over in another folder"
             )
 
     def join(self) -> bool:
@@ -308,24 +308,23 @@ class Snapshots:
         """
         facts = unpack(contents.manifest.get("training"), contents.arrays)
         if not isinstance(facts, dict):
-            raise CheckpointError(f"the checkpoint of step {contents.step} was not kept by a training")
+            raise CheckpointError(f"the checkpoint of step {contents.step} was not saved by a training run")
         if facts.get("since", self.since) != self.since:
             raise CheckpointError(
-                f"the checkpoint of step {contents.step} was kept by {_origin(facts['since'])}, and the job "
-                f"goes on with {_origin(self.since)}, where other calls have finished: ask for checkpoints "
-                "as before, or begin in another folder"
+                f"the checkpoint of step {contents.step} was saved by {_origin(facts['since'])}, and the job "
+                f"resumes with {_origin(self.since)}, where other calls have finished: configure checkpoints "
+                "as before, or start over in another folder"
             )
         if wrong := [name for name, kind in _PARTS.items() if not isinstance(facts.get(name), kind)]:
             raise CheckpointError(
-                f"the checkpoint of step {contents.step} lacks what a training keeps, or has something else "
-                f"in its place: {', '.join(wrong)}; remove it, to go on from the one before"
+                f"the checkpoint of step {contents.step} lacks state of the training, or has something else "
+                f"in its place: {', '.join(wrong)}; remove it to resume from the previous one"
             )
         try:
             self._go_on(contents, facts)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"what the checkpoint of step {contents.step} says of finished calls is not understood: "
-                f"{error!r}"
+                f"cannot read the finished calls in the checkpoint of step {contents.step}: {error!r}"
             ) from error
 
     def _follow(self, contents: Contents) -> None:
@@ -436,8 +435,8 @@ class Snapshots:
             set_random_states(facts["random"])
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"what the checkpoint of step {contents.step} says of callbacks and random states is not "
-                f"understood: {error!r}"
+                f"cannot read the callbacks and random states in the checkpoint of step {contents.step}: "
+                f"{error!r}"
             ) from error
         self.journal, self.resumption = resumption.journal, None
         if facts.get("heard"):
@@ -478,8 +477,8 @@ class Snapshots:
         if found and not self._job.accepts_changes:
             raise ChangedError(
                 f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Undo "
-                "the change for the bits of an undisturbed run, give --accept-changes to resume with the new "
-                "settings, or begin in another folder"
+                "the change for the bits of an uninterrupted run, give --accept-changes to resume with the "
+                "new settings, or start over in another folder"
             )
         if (found or sources) and self._job.is_chief:
             what = f"with other settings: {found}" if found else "with the same settings"
