@@ -31,10 +31,10 @@ def batch(strategy: lockstep.Strategy) -> Any:
 def one_of_two(job_of_one_worker: Job) -> Iterator[Job]:
     """This process has the first two of the replicas, and nobody has the third."""
     job = job_of_one_worker
-    before = job.view, job.communicator
-    job.view = place(3, (0, 1))
+    before = job._place
+    job._place = place(3, (0, 1)), job.communicator
     yield job
-    job.view, job.communicator = before
+    job._place = before
 
 
 def variable(value: Any = 0.0, **options: Any) -> keras.Variable:
@@ -295,7 +295,7 @@ def test_values_without_an_axis_are_not_joined(strategy: lockstep.Strategy) -> N
 def test_a_worker_that_is_to_join_does_not_follow_a_loop_of_the_scripts_own(
     strategy: lockstep.Strategy, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_of_one_worker, "joins", True)
+    monkeypatch.setattr(job_of_one_worker, "_joins", True)
     with pytest.raises(DisagreementError, match=r"let strategy\.steps drive the loop"):
         strategy.run(lambda: 1)
 

@@ -65,7 +65,7 @@ class FitLoops:
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
-        self._calls = CallStack(job.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
+        self._calls = CallStack(job.context.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
         self._snapshots = Snapshots(job, backend, self._calls)
         self._keeping = Keeping(job, self._calls, self._snapshots)
         self._evaluating = Evaluating()
@@ -75,9 +75,9 @@ class FitLoops:
         self.adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
-        job.trained = self.trained
-        if job.resumed is not None:
-            self._snapshots.begin(job.resumed)
+        job.at_end(lambda: job.report("trained", **self.trained()))
+        if job.checkpoints.resumed is not None:
+            self._snapshots.begin(job.checkpoints.resumed)
 
     @property
     def forwarding(self) -> bool:
@@ -326,7 +326,7 @@ class FitLoops:
     @property
     def _plain(self) -> bool:
         """Whether Keras's own methods do all: there is one replica, and nothing is kept or gone on from."""
-        return self._alone and self._job.scheduler is None and not self._snapshots.behind
+        return self._alone and self._job.checkpoints.scheduler is None and not self._snapshots.behind
 
     def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
         x, y, weight = given["x"], given["y"], given["sample_weight"]
@@ -354,7 +354,7 @@ class FitLoops:
             return distributed_input(x, y, sample_weight, options.get("class_weight"))
         if not self._alone:
             explain_sharding(self._job, x)
-        seed = order_seed(self._job.seed, self._calls.current.number)
+        seed = order_seed(self._job.context.seed, self._calls.current.number)
         options.setdefault("shuffle", False)
         return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
 

@@ -74,7 +74,7 @@ class SidecarEvaluator:
             PeerLostError: training has ended, and has left no whole checkpoint.
             PeerStuckError: for 600 s there was no job, and no new checkpoint.
         """
-        if self.max_evaluations is None and job.current().scheduler is not None:
+        if self.max_evaluations is None and job.current().checkpoints.scheduler is not None:
             raise ConfigError(
                 "this process keeps checkpoints itself, so its training does not end before it: give "
                 "lockstep.SidecarEvaluator max_evaluations, or start it in a process of its own"

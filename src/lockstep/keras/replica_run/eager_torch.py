@@ -23,7 +23,7 @@ class EagerTorch:
 
     def __init__(self) -> None:
         _install()
-        promise_equal_bits(job.current().threads)
+        promise_equal_bits(job.current().context.threads)
 
     @contextmanager
     def apart(self, seed: int) -> Iterator[None]:

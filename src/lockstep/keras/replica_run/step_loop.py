@@ -65,32 +65,30 @@ class Driving:
                 finished.again()
                 return
             call.leaves = lambda call: {"steps": call.steps, "positions": held.positions}
-            self._job.driven = True
             try:
-                if self._snapshots.behind:
-                    if self._job.joins or call.skipped < count or held.incomplete:
-                        # Members that this worker has joined already are further on, and wait for it.
-                        with self._job.aside() if self._snapshots.catches_up else nullcontext():
-                            yield min(call.skipped, count - 1)
-                    if self._job.joins and self._snapshots.join():
-                        finished = self._snapshots.replayed()
-                        held.go_to(finished.kept["positions"])
-                        finished.again()
-                        return
-                    call.steps = call.skipped
-                    self._snapshots.restore(None, held)
-                else:
-                    self._job.report("call", name=call.name)
-                    settings = setting_facts(settings_of_parts(held.parts))
-                    self._compare(f"the beginning of {call.name}", held, settings)
-                while call.steps < count:
-                    yield call.steps
-                    self._end_step(call, held, count)
+                with self._job.driving():
+                    if self._snapshots.behind:
+                        if self._job.joins or call.skipped < count or held.incomplete:
+                            # Members that this worker has joined already are further on, and wait for it.
+                            with self._job.aside() if self._snapshots.catches_up else nullcontext():
+                                yield min(call.skipped, count - 1)
+                        if self._job.joins and self._snapshots.join():
+                            finished = self._snapshots.replayed()
+                            held.go_to(finished.kept["positions"])
+                            finished.again()
+                            return
+                        call.steps = call.skipped
+                        self._snapshots.restore(None, held)
+                    else:
+                        self._job.report("call", name=call.name)
+                        settings = setting_facts(settings_of_parts(held.parts))
+                        self._compare(f"the beginning of {call.name}", held, settings)
+                    while call.steps < count:
+                        yield call.steps
+                        self._end_step(call, held, count)
             except GeneratorExit:
                 self._snapshots.finish(None)
                 raise
-            finally:
-                self._job.driven = False
             self._snapshots.finish(None)
 
     def _pass_over(self, held: NamedState, past: Mapping[str, Any]) -> Iterator[int]:
@@ -101,12 +99,10 @@ class Driving:
         """
         try:
             if held.incomplete and past["steps"]:
-                self._job.driven = True
-                with self._job.aside():
+                with self._job.driving(), self._job.aside():
                     yield 0
         finally:
             # The program may leave the loop in its first step.
-            self._job.driven = False
             self._snapshots.replayed()
             held.go_to(past["positions"])
 

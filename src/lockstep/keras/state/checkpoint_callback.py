@@ -118,7 +118,7 @@ class Keeping:
         folder = _folder(asked.folder)
         if folder == self._folder:
             return
-        if self._folder is not None or self._job.scheduler is not None:
+        if self._folder is not None or self._job.checkpoints.scheduler is not None:
             where = f"in {self._folder}" if self._folder else "where --checkpoint says"
             raise ConfigError(
                 f"lockstep.callbacks.Checkpoint asks for checkpoints in {folder}, and they are kept {where} "
@@ -130,7 +130,8 @@ class Keeping:
                 "that is in no other"
             )
         every, keep = _every(asked.every), _keep(asked.keep)
-        self._job.accepts_changes = self._job.accepts_changes or asked.accept_changes
+        if asked.accept_changes:
+            self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
         self._snapshots.since = self._calls.outermost - 1
@@ -144,7 +145,8 @@ class Keeping:
             claim.leave()
             raise
         scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
-        self._folder, self._job.scheduler = folder, scheduler
+        self._folder = folder
+        self._job.checkpoints.keep(scheduler)
         self._job.report("keeps", folder=str(folder))
         self._end_well(scheduler)
 
@@ -164,7 +166,7 @@ class Keeping:
         if choice.path:
             contents = found or load(Path(choice.path))
             self._snapshots.begin(contents)
-            self._job.resumed = contents
+            self._job.checkpoints.resume(contents)
 
     def _choose(self, folder: Path, claim: FolderLock) -> bytes:
         notes: list[str] = []
@@ -200,7 +202,7 @@ class Keeping:
             end_at_a_step(scheduler, lambda: job.is_chief, _PATIENCE if alone else None)
 
         def forget() -> None:
-            job.scheduler = None
+            job.checkpoints.drop()
             atexit.unregister(_end)
 
         os.register_at_fork(after_in_child=forget)

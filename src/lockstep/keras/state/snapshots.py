@@ -131,7 +131,7 @@ class Snapshots:
             take: `self.take` for the step that has ended.
         """
         self._job.between_steps(take)
-        scheduler = self._job.scheduler
+        scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and not self._job.is_chief:
             scheduler.follow(self._calls.taken)
         elif scheduler is not None:
@@ -143,12 +143,12 @@ class Snapshots:
 
     def hold(self, take: Callable[[], Contents]) -> None:
         """Have the state that `take` returns kept if no step follows the one that has ended."""
-        if self._job.scheduler is not None and self._job.is_chief:
-            self._job.scheduler.hold(self._calls.taken, take)
+        if self._job.checkpoints.scheduler is not None and self._job.is_chief:
+            self._job.checkpoints.scheduler.hold(self._calls.taken, take)
 
     def hold_late(self, take: Callable[[], Contents]) -> None:
         """Do as `hold`, and call `take` only before something may change the state."""
-        scheduler = self._job.scheduler
+        scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and self._job.is_chief and len(self._calls.stack) == 2:
             call = self._calls.current
 
@@ -162,7 +162,7 @@ class Snapshots:
 
     def _leave_what_is_held(self, method: str) -> None:
         """Copy the state that is held late before a call of `method` that may change it."""
-        scheduler = self._job.scheduler
+        scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and self._calls.current.number == 0:
             if method == "train_on_batch":
                 scheduler.drop()
@@ -198,8 +198,8 @@ class Snapshots:
             raise CheckpointError(self._not_there(call, f"it has ended after {call.steps}"))
         kept = result if call.leaves is None else call.leaves(call)
         self.journal.add(kept, self._calls.methods, self._calls.taken)
-        if self._job.scheduler is not None:
-            self._job.scheduler.end_call()
+        if self._job.checkpoints.scheduler is not None:
+            self._job.checkpoints.scheduler.end_call()
 
     def _fail(self, call: KerasCall, error: BaseException) -> None:
         """Note the error that ends the call in progress: the script may catch it."""
@@ -402,8 +402,8 @@ class Snapshots:
         job = self._job
         return {
             "replicas": job.view.replicas,
-            "seed": job.seed,
-            "threads": job.threads,
+            "seed": job.context.seed,
+            "threads": job.context.threads,
             "backend": keras.backend.backend(),
             "libraries": libraries(),
         }
@@ -442,15 +442,15 @@ class Snapshots:
         self.journal, self.resumption = resumption.journal, None
         if facts.get("heard"):
             call.heard, model.stop_training = call.steps, facts["stops"]
-        if self._job.scheduler is not None and not resumption.joined:
-            self._job.scheduler.resumed(self._calls.taken)
+        if self._job.checkpoints.scheduler is not None and not resumption.joined:
+            self._job.checkpoints.scheduler.resumed(self._calls.taken)
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._job.report("resumed", where=where, step=self._calls.taken)
         return facts["logs"], state
 
     def note_settings(self, model: Any) -> None:
         """Note how the `fit` that begins trains, if checkpoints are kept."""
-        if self._job.scheduler is not None:
+        if self._job.checkpoints.scheduler is not None:
             own_sources()
             self._described.pop(model, None)
             call = self._calls.current
@@ -475,7 +475,7 @@ class Snapshots:
         sources = [name for name, text in facts.get("sources", {}).items() if texts.get(name, text) != text]
         changed = f" ({', '.join(sources)} changed)" if sources else ""
         found = differences(facts["settings"], self._settings(model, program)) if "settings" in facts else ""
-        if found and not self._job.accepts_changes:
+        if found and not self._job.checkpoints.accepts_changes:
             raise ChangedError(
                 f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Undo "
                 "the change for the bits of an undisturbed run, give --accept-changes to resume with the new "

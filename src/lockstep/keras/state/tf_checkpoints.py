@@ -32,10 +32,10 @@ def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
     def save(self: Any, file_prefix: str, *args: Any, **kwargs: Any) -> Any:
         if behind():
             return file_prefix
-        if job.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
+        if job.context.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
             return original(self, file_prefix, *args, **kwargs)
         write_once(
-            RunPaths(job.folder).saved,
+            RunPaths(job.context.folder).saved,
             # A checkpoint is several files, of which this is the last to come.
             f"{file_prefix}.index",
             digest_arrays(_state(self)),
