@@ -40,7 +40,7 @@ def test_optimizers_that_calls_passed_over_have_built_get_their_values() -> None
     wanted = {name: keras.ops.convert_to_numpy(value) for name, value in model_state(first).items()}
     later, (again, other) = process()
     other.optimizer.build(other.trainable_variables)
-    later.begin(kept)
+    later.resumable.begin(kept)
     later.restore(other)
     found = {name: keras.ops.convert_to_numpy(value) for name, value in model_state(again).items()}
     assert list(found) == list(wanted)

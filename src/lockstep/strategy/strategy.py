@@ -143,7 +143,7 @@ class Strategy:
         them follows from seeds, and begins alike in all of them: so they may shuffle before they shard.
         """
         self._job.distributes()
-        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.seed_here())
+        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.next_seed())
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.

@@ -34,6 +34,7 @@ class Driving:
         self._backend = backend
         self._calls = calls
         self._snapshots = snapshots
+        self._resumable = snapshots.resumable
         self._keeping = keeping
         self._last = last
 
@@ -56,10 +57,10 @@ class Driving:
         for part in state.values():
             if isinstance(part, keras.Model):
                 self._last.trains(part)
-        with self._snapshots.call("steps") as call:
+        with self._resumable.call("steps") as call:
             if checkpoint is not None:
                 self._keeping.begin(checkpoint)
-            if finished := self._snapshots.finished():
+            if finished := self._resumable.resume():
                 if finished.kept is not None:
                     yield from self._pass_over(held, finished.kept)
                 finished.again()
@@ -67,13 +68,13 @@ class Driving:
             call.leaves = lambda call: {"steps": call.steps, "positions": held.positions}
             try:
                 with self._job.driving():
-                    if self._snapshots.behind:
+                    if self._resumable.behind:
                         if self._job.joins or call.skipped < count or held.incomplete:
                             # Members that this worker has joined already are further on, and wait for it.
-                            with self._job.aside() if self._snapshots.catches_up else nullcontext():
+                            with self._job.aside() if self._resumable.catches_up else nullcontext():
                                 yield min(call.skipped, count - 1)
-                        if self._job.joins and self._snapshots.join():
-                            finished = self._snapshots.replayed()
+                        if self._job.joins and self._resumable.join():
+                            finished = self._resumable.replay()
                             held.go_to(finished.kept["positions"])
                             finished.again()
                             return
@@ -87,9 +88,9 @@ class Driving:
                         yield call.steps
                         self._end_step(call, held, count)
             except GeneratorExit:
-                self._snapshots.finish(None)
+                self._resumable.finish(None)
                 raise
-            self._snapshots.finish(None)
+            self._resumable.finish(None)
 
     def _pass_over(self, held: NamedState, past: Mapping[str, Any]) -> Iterator[int]:
         """Do what is left of a loop that finished before this process began.
@@ -103,7 +104,7 @@ class Driving:
                     yield 0
         finally:
             # The program may leave the loop in its first step.
-            self._snapshots.replayed()
+            self._resumable.replay()
             held.go_to(past["positions"])
 
     def _end_step(self, call: KerasCall, held: NamedState, count: int) -> None:

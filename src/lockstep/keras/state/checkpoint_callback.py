@@ -102,6 +102,7 @@ class Keeping:
         self._job = job
         self._calls = calls
         self._snapshots = snapshots
+        self._resumable = snapshots.resumable
         self._folder: Path | None = None
         self._found: Contents | None = None
 
@@ -134,14 +135,14 @@ class Keeping:
             self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
-        self._snapshots.since = self._calls.outermost - 1
+        self._resumable.ask()
         try:
-            if not self._snapshots.catches_up:
+            if not self._resumable.catches_up:
                 facts = {"checkpoints": f"in {folder}, every {asked.every}, keep {keep}"}
                 agree(self._job, self._calls.current.name, facts)
                 self._go_on(folder, claim)
         except LockstepError:
-            self._snapshots.since = None
+            self._resumable.withdraw()
             claim.leave()
             raise
         scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
@@ -165,7 +166,7 @@ class Keeping:
             note(text)
         if choice.path:
             contents = found or load(Path(choice.path))
-            self._snapshots.begin(contents)
+            self._resumable.begin(contents)
             self._job.checkpoints.resume(contents)
 
     def _choose(self, folder: Path, claim: FolderLock) -> bytes:
