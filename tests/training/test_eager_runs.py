@@ -305,8 +305,8 @@ def test_what_a_lost_worker_had_is_computed_again(
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
     assert len(found.values) < 3
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     np.testing.assert_array_equal(strategy.gather(found, axis=0), 2 * X)
 
 
@@ -314,8 +314,8 @@ def test_what_a_lost_worker_had_is_gone_once_something_has_changed(
     strategy: lockstep.Strategy, batch: Any, one_of_two: Job
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     counter.assign(1)
     with pytest.raises(DataError, match="the value of replica 2 went with the worker that was lost"):
         strategy.gather(found, axis=0)

@@ -128,9 +128,9 @@ class TestWhereTheTrainingResumes:
                 assert isinstance(found.finished.error, ValueError)
                 assert random.getstate() == now
                 assert calls.behind
-            calls.replay()
+            finished = calls.replay()
             assert random.getstate() == before
-            found.finished.again()
+            finished.again()
         with calls.call("fit") as call:
             with calls.call("evaluate"):
                 assert calls.standing() == Fresh()
