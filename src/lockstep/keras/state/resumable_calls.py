@@ -203,8 +203,8 @@ class ResumableCalls:
         if facts.get("since", self._since) != self._since:
             raise CheckpointError(
                 f"the checkpoint of step {contents.step} was saved by {_origin(facts['since'])}, and the job "
-                f"resumes with {_origin(self._since)}, where other calls have finished: configure checkpoints "
-                "as before, or start over in another folder"
+                f"resumes with {_origin(self._since)}, where other calls have finished: configure "
+                "checkpoints as before, or start over in another folder"
             )
         if wrong := [name for name, kind in _PARTS.items() if not isinstance(facts.get(name), kind)]:
             raise CheckpointError(
