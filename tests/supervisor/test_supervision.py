@@ -294,6 +294,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (JOINING, JoinRequested(2, whole=False), (AskMembers(Request.POSITION),)),
         (JOINING, JoinRequested(2, whole=True), (AskMembers(Request.CHANGE),)),
         (JOINING, JoinRequested(1, whole=True), ()),
+        (JOINING.with_phase(Phase.JOIN_FAILED, 2), JoinRequested(2, whole=True), ()),
         (JOINING, WorkerExited(2, -9), (ShowMessage,)),
         (JOINING, WorkerExited(1, 0), (KillWorker(2),)),
         (JOINING, ScaleRequested(2), (KillWorker(2), ShowMessage)),
@@ -397,6 +398,16 @@ def happens(state: State, event: Event) -> bool:
     return not isinstance(event, ScaleRequested) or not refusal(state, event.workers)
 
 
+FOLLOWS = {
+    Phase.JOIN_FAILED: {Phase.LEAVING, Phase.LOST},
+    Phase.MEMBER: {Phase.LEAVING, Phase.FINISHED, Phase.LOST},
+    Phase.LEAVING: {Phase.LEFT},
+    Phase.FINISHED: set[Phase](),
+    Phase.LEFT: set[Phase](),
+    Phase.LOST: set[Phase](),
+}
+
+
 def check(before: State, actions: tuple[Action, ...], after: State) -> None:
     for action in actions:
         match action:
@@ -410,6 +421,8 @@ def check(before: State, actions: tuple[Action, ...], after: State) -> None:
                 assert set(view.workers) <= after.present
             case FinishJob():
                 assert action is actions[-1]
+    for worker, record in before.workers.items():
+        assert after.workers[worker].phase in FOLLOWS.get(record.phase, set(Phase)) | {record.phase}
 
 
 def play(state: State, happenings: list[tuple[float, Event]]) -> None:

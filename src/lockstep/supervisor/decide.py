@@ -1,18 +1,17 @@
-"""What to do when something happens to a worker. Pure: (state, event, now) -> (state, actions, reason).
+"""What follows from an event of a job. Pure: (state, event, now) -> (state, actions, reason).
 
-The first failure decides the status; what follows from it (`PeerLostError` in the others) never does.
+The first failure decides the exit status; failures that it causes in others (`PeerLostError`) never do.
 
-Once a worker has made a strategy the job is elastic: a worker that is lost is left behind in a new view,
-whose members compute its replicas too. A script that raises is given a moment to raise on all workers.
+Once a worker has made a strategy the job is elastic: the members continue without a lost worker in a new
+view, and compute its replicas too. When a script raises, the other workers get a moment to raise too.
 
-A worker that joins runs the script by itself up to where the members are: it asks for the position, gets as
-far, and asks to be let in. Then the members leave their view at the end of a step; all wait until the chief
-has given the state, and the next view begins with the new worker.
+A joiner runs the script by itself up to the position of the members: it asks for the position, gets there,
+and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
+gives the state, and the next view begins with the joiner.
 
-When the job ends, the workers get, in this order and each only if they still run: the abort of their
-exchange, SIGTERM, SIGKILL.
+When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
 
-Each event has one function, in the order of `Event`; what several of them lead to follows after them.
+Each event has one function, in the order of `Event`; consequences that several events share come last.
 """
 
 import signal
@@ -115,7 +114,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
 
 
 def refusal(state: State, workers: int) -> str:
-    """Say why a job cannot have so many workers now; nothing if it can."""
+    """Say why a job cannot have this number of workers now; empty if it can."""
     if workers > state.view.replicas:
         return (
             f"{workers} workers cannot share {state.view.replicas} replicas, which the job has for its whole "
@@ -136,7 +135,7 @@ def refusal(state: State, workers: int) -> str:
 
 
 def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
-    """Go on without a worker whose process has ended, or end the job."""
+    """A joiner is replaced, the members continue without a lost member, or the job ends."""
     worker, phase = event.worker, state.workers[event.worker].phase
     how, saving = f"worker {worker} {describe_exit(event.status)}", state.shutdown.saving
     if phase is Phase.LEAVING:
@@ -153,7 +152,7 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
 
 
 def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
-    """Replace a worker that has ended before it had joined."""
+    """Count the loss of a joiner, unless the job is ending anyway."""
     record, reason = state.workers[worker], f"{how} before it had joined"
     state = state.with_phase(Phase.LOST, worker)
     if not state.active or state.finished:
@@ -166,7 +165,7 @@ def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
 
 
 def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> Decision:
-    """Note a member that has ended well; leave behind one that is lost, or end the job with it."""
+    """Note a member that ended well; continue without one that is lost, or end the job."""
     worker, outcome = event.worker, state.shutdown.outcome
     state = state.with_phase(Phase.LOST if event.status else Phase.FINISHED, worker)
     if event.status == 0:
@@ -183,14 +182,14 @@ def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> D
     if worker not in state.members:
         return Decision(state, reason=f"{how}; the others went on before")
     if state.view.chief in state.running:
-        # It needs whoever is left to come to the end of its step.
+        # The chief needs the others to complete its step.
         return _next_view(state, how, now)
     reason = f"{how}; every other worker gets SIGTERM"
     return _with_saving_outcome(_signal_all(state, signal.SIGTERM, now, reason), state.shutdown.saving, how)
 
 
 def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Decision:
-    """Go on without a worker of an elastic job, if there is anybody to go on."""
+    """Continue an elastic job without a member, if another one is left."""
     worker, failures = event.worker, state.failures
     if not state.present:
         if state.finished:
@@ -214,7 +213,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
 
 
 def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
-    """Give the others a moment to fail too, or the cause of a failure that follows one to show itself."""
+    """Wait a moment: the others may fail too, or the worker that is blamed may show the cause."""
     worker, record = event.worker, state.workers[event.worker]
     how = f" ended with status {event.status}" if event.prints else ""
     message = f"worker {worker}{how}: {event.summary}"
@@ -247,14 +246,14 @@ def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
 
 
 def _strategy_created(state: State, event: StrategyCreated, now: float) -> Decision:
-    """Let the job be elastic; expect that the script distributes something soon."""
+    """From now on the job is elastic, and its script should distribute something soon."""
     if not state.elastic and not state.distributes and state.view.replicas > 1:
         state = replace(state, idle_until=now + state.limits.idle)
     return Decision(replace(state, elastic=True), reason=f"worker {event.worker} has a strategy")
 
 
 def _saving_advanced(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFailed) -> Decision:
-    """Note how far the chief is that keeps the last checkpoint; others were kept before, and were told."""
+    """Note how far the chief is with the last checkpoint; earlier ones only have a reason."""
     saving, actions = state.shutdown.saving, tuple[Action, ...]()
     match event:
         case FinalStepEnded(step):
@@ -273,7 +272,7 @@ def _saving_advanced(state: State, event: FinalStepEnded | CheckpointKept | Chec
 
 
 def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
-    """Note what a worker that joins waits for; give it what has been given."""
+    """Note what a joiner waits for; answer at once if the chief has given the state."""
     worker, phase, given = event.worker, state.workers[event.worker].phase, state.admission.given
     if phase not in JOINERS or phase is Phase.JOIN_FAILED or not state.active:
         return Decision(state, reason=f"worker {worker} does not join any more")
@@ -282,13 +281,13 @@ def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
         return _admit(state, now, "") if given else Decision(state, reason=reason)
     reason = f"worker {worker} asks where the training is"
     if given:
-        # All wait, and the position is that of the state.
+        # The members wait at the position of the state.
         return Decision(state, (SendPosition(worker),), reason)
     return Decision(state.with_phase(Phase.LOCATING, worker), reason=reason)
 
 
 def _state_given(state: State, event: StateGiven, now: float) -> Decision:
-    """Go on when the chief has given what it was asked for."""
+    """Pass on the position, or begin the next view with the state."""
     if event.view != state.view.number:
         return Decision(state, reason=f"view {event.view} is over already")
     if event.whole and state.stage is Stage.SAVING:
@@ -297,7 +296,7 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
         return Decision(state, reason="the job is ending already")
     state = _unstuck(state) if event.whole else state
     if event.failure:
-        # Who is to join waits for what cannot be given.
+        # Joiners would wait for a state that never comes.
         staying, least = len(state.staying), state.size.min_workers
         reason = f"nobody can join: {event.failure}"
         if staying < least:
@@ -317,7 +316,7 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
 
 
 def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decision:
-    """Strive for another number of workers."""
+    """Aim for another number of workers, with a fresh budget of restarts."""
     size = replace(state.size, wanted=event.workers, restarts_left=state.size.max_restarts, closed=False)
     admission = replace(state.admission, young_losses=0, backoff_until=None)
     free = max(event.workers - len(state.staying), 0)
@@ -331,7 +330,7 @@ def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decisio
 
 
 def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
-    """Judge a wait: whom it is for may be gone, about to be left behind, late, or stuck."""
+    """Judge a wait: it may be in vain, about to end with the view, long, or too long."""
     worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason="the job is ending already")
@@ -340,7 +339,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     if state.view_since is not None and now - event.seconds < state.view_since:
         return Decision(state, reason=f"worker {worker} has waited in a view that is over")
 
-    # Who is lost is left behind in the next view, of which the worker has not heard yet.
+    # An elastic job continues without lost workers in a view that this worker has not heard of yet.
     gone = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
     record = state.workers[worker]
     if gone and not record.waits_in_vain:
@@ -371,7 +370,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
 
 
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
-    """Stop the job at once, or, with SIGTERM and checkpoints, when the chief has written the last one."""
+    """Stop the job: with SIGTERM and checkpoints after one more, otherwise now."""
     name, shutdown = signal_name(event.signal), state.shutdown
     if state.stage is Stage.SAVING:
         killed = _kill(state, now, f"{name} came during the grace period")
@@ -398,7 +397,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     if not (saves and state.elastic and active and state.staying):
         return _signal_all(state, event.signal, now, f"{name}: every worker gets it")
 
-    # The chief keeps a checkpoint at the end of its step; nobody waits for others until then.
+    # The chief writes a checkpoint at the end of its step, for which the members must not wait for joiners.
     grace = state.limits.save
     reason = f"stopping ({name}): waiting up to {grace:g} s for the step and a checkpoint"
     waits = state.admission.given or state.staying != state.members
@@ -409,7 +408,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
 
 
 def _deadline_passed(state: State, now: float) -> Decision:
-    """Do what is due, the end of the stage first."""
+    """Do the first thing that is due."""
     admission = state.admission
     if state.shutdown.deadline is not None and now >= state.shutdown.deadline:
         return _stage_over(state, now)
@@ -427,7 +426,7 @@ def _deadline_passed(state: State, now: float) -> Decision:
 
 
 def _nothing_distributed(state: State) -> Decision:
-    """Say that nothing is distributed yet, which may be as it should."""
+    """Give notice that the script distributes nothing, which may be its intention."""
     lines = whose_lines(len(state.members), state.view.replicas)
     text = (
         f"the script has distributed nothing in the {state.limits.idle:g} s since it created a strategy or "
@@ -439,7 +438,7 @@ def _nothing_distributed(state: State) -> Decision:
 
 
 def _stage_over(state: State, now: float) -> Decision:
-    """Settle the failures of a running job, leave stuck workers behind, or end the job more harshly."""
+    """Settle failures, continue without stuck workers, or take the next step of the end."""
     outcome, running = state.shutdown.outcome, state.running
     match state.stage:
         case Stage.RUNNING:
@@ -453,14 +452,14 @@ def _stage_over(state: State, now: float) -> Decision:
             assert outcome is not None
             stuck = tuple(worker for worker in outcome.workers if worker in running)
             if state.elastic and state.present.difference(outcome.workers):
-                # The others go on without them once their processes are gone.
+                # The others continue without them once their processes have ended.
                 state = _unstuck(state)
                 for worker in stuck:
                     state = state.with_worker(worker, replace(state.workers[worker], condemned=True))
                 text = f"{outcome.message}; {'it is' if len(stuck) == 1 else 'they are'} killed"
                 told = Decision(state, (ShowMessage(text),), outcome.message)
                 return told.after(*map(KillWorker, stuck))
-            # They hear no abort.
+            # Stuck workers do not hear the abort.
             ended = _end(state, outcome, now)
             signals = tuple(SignalWorker(worker, signal.SIGTERM) for worker in sorted(stuck))
             return replace(ended, actions=(*ended.actions, *signals))
@@ -472,16 +471,14 @@ def _stage_over(state: State, now: float) -> Decision:
             text = saving.outcome(f"{late} {within}")
             return _signal_all(state, signal.SIGTERM, now, text).after(ShowMessage(text))
         case Stage.ENDING:
-            decision = _signal_all(state, signal.SIGTERM, now, "some workers did not end after the abort")
-            # Who was stuck has had SIGTERM already.
-            deaf = outcome.workers if outcome and outcome.evidence is Evidence.STACK else ()
+            # Stuck workers have had SIGTERM already.
+            stuck = outcome.workers if outcome and outcome.evidence is Evidence.STACK else ()
             actions = tuple(
-                KillWorker(action.worker)
-                if isinstance(action, SignalWorker) and action.worker in deaf
-                else action
-                for action in decision.actions
+                KillWorker(worker) if worker in stuck else SignalWorker(worker, signal.SIGTERM)
+                for worker in sorted(running)
             )
-            return replace(decision, actions=actions)
+            state = _at_stage(state, Stage.TERMINATING, now + state.limits.term)
+            return Decision(state, actions, "some workers did not end after the abort")
         case Stage.TERMINATING:
             return _kill(state, now, "some workers did not end after the signal")
         case _:
@@ -489,7 +486,7 @@ def _stage_over(state: State, now: float) -> Decision:
 
 
 def _without_failed(state: State, failed: tuple[int, ...], now: float) -> Decision:
-    """Go on without the workers that have failed, once their processes are gone."""
+    """Continue without the failed workers, once their processes have ended."""
     state = _with_deadline(state, None)
     late = tuple(worker for worker in failed if worker in state.running)
     kills = tuple(map(KillWorker, late))
@@ -498,11 +495,11 @@ def _without_failed(state: State, failed: tuple[int, ...], now: float) -> Decisi
     return _next_view(state, "", now).after(*kills)
 
 
-# What several events lead to: the failures and losses of workers.
+# Shared consequences: failures and losses.
 
 
 def _unstuck(state: State) -> State:
-    """Forget who was stuck: whoever is waited for now may be another."""
+    """Forget the stuck workers: the members may wait for others now."""
     if state.stage is not Stage.LOOKING:
         return state
     shutdown = replace(state.shutdown, stage=Stage.RUNNING, outcome=None, deadline=None)
@@ -510,7 +507,7 @@ def _unstuck(state: State) -> State:
 
 
 def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) -> State:
-    """Note a member's own failure, and give the others a moment to fail too."""
+    """Note a failure, and give the others a moment to fail too."""
     record = replace(state.workers[worker], failure=Failure(outcome, len(state.failures)))
     state = state.with_worker(worker, record)
     waits = state.shutdown.deadline is not None
@@ -518,12 +515,12 @@ def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) ->
 
 
 def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
-    """Decide whether a worker that is gone will be replaced."""
+    """Decide whether a lost worker will be replaced, and when."""
     size, limits, admission = state.size, state.limits, state.admission
     if state.finished or len(state.present) + len(state.joiners) >= size.wanted:
         return state
     if not size.restarts_left:
-        # What a person sees is the number that is wanted from now on.
+        # From now on the job wants one worker less; this is the number that a person sees.
         size = replace(size, wanted=max(size.wanted - 1, 1))
         return replace(state, size=size, admission=replace(admission, unreported=_no_more(size)))
     size, losses = replace(size, restarts_left=size.restarts_left - 1), admission.young_losses
@@ -547,18 +544,18 @@ def _no_more(size: JobSize) -> str:
 
 
 def _loss_noted(state: State, reason: str, *, told: bool) -> Decision:
-    """Note a loss that changes nothing for the members; `told` if the person knows all but what follows."""
+    """Note a loss that changes nothing for the members; `told` if a message has named it already."""
     if state.admission.unreported:
         told, reason = False, f"{reason}; {state.admission.unreported}"
     state = replace(state, admission=replace(state.admission, unreported=""))
     return Decision(state, () if told else (ShowMessage(reason),), reason)
 
 
-# What several events lead to: another view, and the workers in it.
+# Shared consequences: the next view and its workers.
 
 
 def _next_view(state: State, how: str, now: float) -> Decision:
-    """Go on without the workers that were lost, as `how` says; nothing of those whose script raised."""
+    """Continue without lost workers, as `how` says; failures speak for themselves."""
     staying, why = state.staying, _why(state, how)
     if not staying:
         return Decision(state, reason=f"{why}; nobody is left to go on")
@@ -572,19 +569,15 @@ def _next_view(state: State, how: str, now: float) -> Decision:
 
 
 def _admit(state: State, now: float, how: str) -> Decision:
-    """Begin a view with those who are ready, or wait until there are enough workers; all members wait."""
+    """Begin a view with the ready joiners, or wait for more workers; the members wait for it."""
     why, size = _why(state, how), state.size
     staying, ready = state.staying, state.ready
     workers = (*staying, *ready)[: max(size.wanted or len(staying), 1)]
-    if len(workers) < size.min_workers:
-        if size.wanted < size.min_workers:
-            message = (
-                f"too few workers are left: {len(workers)} of at least {size.min_workers} (--min-workers)"
-            )
+    if len(workers) < (least := size.min_workers):
+        if size.wanted < least:
+            message = f"too few workers are left: {len(workers)} of at least {least} (--min-workers)"
             return _end(state, JobOutcome(1, f"{why or _no_more(size)}; {message}"), now)
-        what = (
-            f"training waits: {count(len(workers), 'worker')} of at least {size.min_workers} (--min-workers)"
-        )
+        what = f"training waits: {count(len(workers), 'worker')} of at least {least} (--min-workers)"
         reason = f"{why}; {what}" if why else what
         deadline = state.admission.deadline
         deadline = now + state.limits.timeout if deadline is None else deadline
@@ -609,7 +602,7 @@ def _why(state: State, how: str) -> str:
 
 
 def _reconciled(decision: Decision, now: float) -> Decision:
-    """Start the workers that are missing, and ask the members for what is needed."""
+    """Start missing workers, and ask the members for what joiners need."""
     state, size, admission = decision.state, decision.state.size, decision.state.admission
     if state.stage is not Stage.RUNNING or not state.elastic or not size.wanted:
         return decision
@@ -618,7 +611,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     actions: tuple[Action, ...] = ()
     missing = size.wanted - len(state.present) - len(state.joiners)
     paused = admission.backoff_until is not None and now < admission.backoff_until
-    # Perhaps the script raises everywhere, and nobody will be needed.
+    # Perhaps the script raises on all workers, and no other worker is needed.
     unsure = state.failures and state.shutdown.deadline is not None
     if missing > 0 and not paused and not unsure:
         first = max(state.workers) + 1
@@ -639,7 +632,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
 
 
 def _admission_closed(decision: Decision) -> Decision:
-    """End the workers that join a job whose script has come to its end; wait for members only."""
+    """End the joiners of a job whose script has come to its end; wait for members only."""
     state, dropped = decision.state, decision.state.joiners
     state, kills = _without_joiners(state, dropped)
     if dropped and state.size.by_hand:
@@ -653,11 +646,11 @@ def _admission_closed(decision: Decision) -> Decision:
 
 
 def _without_joiners(state: State, workers: tuple[int, ...]) -> tuple[State, tuple[Action, ...]]:
-    """End workers that need not join any more."""
+    """Kill joiners that are not needed any more."""
     return state.with_phase(Phase.LEAVING, *workers), tuple(map(KillWorker, workers))
 
 
-# What several events lead to: the end of the job.
+# Shared consequences: the end of the job.
 
 
 def _end(state: State, outcome: JobOutcome, now: float) -> Decision:
@@ -670,7 +663,7 @@ def _end(state: State, outcome: JobOutcome, now: float) -> Decision:
     if not state.size.by_hand:
         return Decision(state, (AbortExchange(outcome.message),), outcome.message)
     text = f"{outcome.message}; the job ends: start all workers again"
-    # Who is told at the very end has no worker in its terminal any more.
+    # A person who hears of it only at the very end has no worker in the terminal any more.
     return Decision(state, (AbortExchange(text), ShowMessage(text)), outcome.message)
 
 
@@ -687,7 +680,7 @@ def _kill(state: State, now: float, reason: str) -> Decision:
 
 
 def _finish(state: State, reason: str) -> Decision:
-    """Be done with the job; a script that raised on one worker is told of, though others ended well."""
+    """Finish the job; name the failures of members even if the job has ended well."""
     outcome = state.shutdown.outcome or state.shutdown.suspect or JobOutcome(0)
     raised = [one for worker, one in state.failures.items() if worker in state.members]
     told = tuple(ShowMessage(one.message) for one in raised if not outcome.message)
@@ -696,7 +689,7 @@ def _finish(state: State, reason: str) -> Decision:
 
 
 def _at_stage(state: State, stage: Stage, deadline: float | None) -> State:
-    """Begin a stage of the end, in which no worker is started or waited for."""
+    """Begin a stage of the end, in which no worker is started or admitted."""
     shutdown = replace(state.shutdown, stage=stage, deadline=deadline)
     admission = replace(state.admission, given=False, backoff_until=None, deadline=None)
     return replace(state, shutdown=shutdown, admission=admission)
@@ -711,6 +704,6 @@ def _with_outcome(state: State, outcome: JobOutcome) -> State:
 
 
 def _with_saving_outcome(decision: Decision, saving: Saving, how: str) -> Decision:
-    """Tell the person what has come of the last checkpoint, now that `how` ends the wait for it."""
+    """Say which checkpoint there is, now that `how` ends the wait for the last one."""
     text = saving.outcome(f"{how} before it was written")
     return replace(decision.after(ShowMessage(text)), reason=f"{text}; {decision.reason}")
