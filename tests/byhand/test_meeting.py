@@ -27,7 +27,7 @@ own = f"{me.worker} of {len(me.view.workers)}".encode()
 told = me.exchange(lambda view, communicator: communicator.gather(own))
 names = "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE", "OWN", "NPROC"
 print(json.dumps({
-    "worker": me.worker, "replicas": me.view.replicas, "seed": me.seed, "threads": me.threads,
+    "worker": me.worker, "replicas": me.view.replicas, "seed": me.context.seed, "threads": me.context.threads,
     "told": [text.decode() for text in told],
     "arguments": sys.argv[1:], "here": os.path.basename(__file__), "pid": os.getpid(),
     "variables": [os.environ.get(name) for name in names],

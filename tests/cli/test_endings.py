@@ -90,7 +90,7 @@ def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
 STEP = """
 import numpy as np
 from lockstep.checkpoint.store import Contents
-keeper = job.current().keeper
+keeper = job.current().checkpoints.scheduler
 job.current().report("strategy", backend="none")
 announce("worker")
 if me == 1:

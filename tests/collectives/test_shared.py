@@ -23,9 +23,8 @@ from lockstep.collectives.shared import control_segment, futex
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
-from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment
+from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment, decode, encode
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.collectives.shared.slots import decode, encode
 from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
 from lockstep.system.memory import available_memory, cgroup_rooms
 

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.slurm import SlurmClusterResolver
-from lockstep.doctor.environment import EFFECTS, examine_environment, leaves_out, without_secrets
+from lockstep.doctor.environment import (
+    EFFECTS,
+    examine_environment,
+    hidden_modules,
+    leaves_out,
+    without_secrets,
+)
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.shadows import hidden_modules
 from lockstep.errors import ConfigError
 from lockstep.system.environment import device_variables, job_environment, switched_off
 

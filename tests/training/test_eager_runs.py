@@ -31,10 +31,10 @@ def batch(strategy: lockstep.Strategy) -> Any:
 def one_of_two(job_of_one_worker: Job) -> Iterator[Job]:
     """This process has the first two of the replicas, and nobody has the third."""
     job = job_of_one_worker
-    before = job.view, job.communicator
-    job.view = place(3, (0, 1))
+    before = job._place
+    job._place = place(3, (0, 1)), job.communicator
     yield job
-    job.view, job.communicator = before
+    job._place = before
 
 
 def variable(value: Any = 0.0, **options: Any) -> keras.Variable:
@@ -295,7 +295,7 @@ def test_values_without_an_axis_are_not_joined(strategy: lockstep.Strategy) -> N
 def test_a_worker_that_is_to_join_does_not_follow_a_loop_of_the_scripts_own(
     strategy: lockstep.Strategy, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_of_one_worker, "joins", True)
+    monkeypatch.setattr(job_of_one_worker, "_joins", True)
     with pytest.raises(DisagreementError, match=r"let strategy\.steps drive the loop"):
         strategy.run(lambda: 1)
 
@@ -305,8 +305,8 @@ def test_what_a_lost_worker_had_is_computed_again(
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
     assert len(found.values) < 3
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     np.testing.assert_array_equal(strategy.gather(found, axis=0), 2 * X)
 
 
@@ -314,8 +314,8 @@ def test_what_a_lost_worker_had_is_gone_once_something_has_changed(
     strategy: lockstep.Strategy, batch: Any, one_of_two: Job
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     counter.assign(1)
     with pytest.raises(DataError, match="the value of replica 2 was on the lost worker"):
         strategy.gather(found, axis=0)

@@ -243,7 +243,7 @@ def test_steps(folder: Folder) -> None:
 def test_a_process_that_trains_itself_is_told_that_it_would_wait_for_itself(
     folder: Folder, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_of_one_worker, "scheduler", object())
+    monkeypatch.setattr(job_of_one_worker.checkpoints, "_scheduler", object())
     with pytest.raises(
         ConfigError, match=r"keeps checkpoints itself, .* give lockstep.SidecarEvaluator max_eval"
     ):

@@ -14,7 +14,7 @@ from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 HERE = Path(__file__).parent
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
@@ -184,7 +184,7 @@ class TestRefusals:
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
-        own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+        own = Job(JobContext(0, 7, 1, lambda event, **fields: None), (view, job.by_itself(view)))
         calls = CallStack()
         keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 
@@ -259,7 +259,7 @@ class TestRefusals:
             message = message.replace("in call 1 of", "in call 2 of")
 
     def test_checkpoints_of_the_command(self, asking: Any, tmp_path: Path) -> None:
-        asking.job.scheduler = object()
+        asking.job.checkpoints.keep(object())
         with pytest.raises(
             ConfigError, match="already saved where --checkpoint says; configure checkpoints in one place"
         ):

@@ -14,8 +14,8 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from lockstep.checkpoint.dtypes import plain, storable
 from lockstep.checkpoint.durable import reason, sync, write_file
+from lockstep.checkpoint.values import plain, storable
 from lockstep.errors import CheckpointError
 from lockstep.system.files import read_regular
 

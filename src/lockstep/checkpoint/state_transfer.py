@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.checkpoint.dtypes import named
 from lockstep.checkpoint.folder import Contents, check_names
+from lockstep.checkpoint.values import named
 from lockstep.errors import CheckpointError
 from lockstep.system.memory import available_memory
 

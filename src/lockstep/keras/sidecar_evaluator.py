@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from lockstep.checkpoint.presence import is_training, last_sign
+from lockstep.checkpoint.folder_lock import is_training, last_sign
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.checkpoint.watch import CheckpointWatch, Look
 from lockstep.errors import CheckpointError, ConfigError
@@ -74,7 +74,7 @@ class SidecarEvaluator:
             PeerLostError: training ended without a complete checkpoint.
             PeerStuckError: for 600 s there was no job and no new checkpoint.
         """
-        if self.max_evaluations is None and job.current().scheduler is not None:
+        if self.max_evaluations is None and job.current().checkpoints.scheduler is not None:
             raise ConfigError(
                 "this process saves the checkpoints itself, so it would wait for its own training: give "
                 "lockstep.SidecarEvaluator max_evaluations, or start it in a process of its own"

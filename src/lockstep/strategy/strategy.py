@@ -142,7 +142,7 @@ class Strategy:
         the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
         """
         self._job.distributes()
-        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.seed_here())
+        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.next_seed())
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.

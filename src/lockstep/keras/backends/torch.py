@@ -98,7 +98,7 @@ class TorchBackend:
                 )
             return
         self._prepared = True
-        promise_equal_bits(job.current().threads)
+        promise_equal_bits(job.current().context.threads)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from lockstep.keras.replica_run.contract import Runs
 from lockstep.keras.replica_run.graph import on_host
 from lockstep.keras.replica_run.tf_values import symbolic
 from lockstep.keras.replica_run.values import Shelf, Spec
-from lockstep.worker.job import current
+from lockstep.worker.script import keep_original
 
 _END = -1
 """In the place of a ticket: the pass has ended."""
@@ -98,7 +98,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
             tickets = dataset_of_tickets(lambda: self.begin(self.source.begin()).tickets(form.specs))
             self._in_graphs.append(tickets)
             return GraphIterator(tf.zeros((), tf.int64), iter(tickets), self.shelf.number, True)
-        number = on_host(current(), self._begin_on_host, [], tf.int64)
+        number = on_host(self._begin_on_host, [], tf.int64)
         number.set_shape(())
         return GraphIterator(number, iter(self.in_tensors), self.shelf.number, False)
 
@@ -211,7 +211,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
                     )
                 yield self._dataset.shelf.put(values)
         except LockstepError as error:
-            current().failure = error
+            keep_original(error)
             raise
 
 
@@ -271,7 +271,7 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
         def publish(number: Any, *leaves: Any) -> int:
             return TensorFlowIterator.numbered(int(number)).publish(leaves)
 
-        ticket = on_host(current(), publish, [self.number, *leaves_of(element)], tf.int64)
+        ticket = on_host(publish, [self.number, *leaves_of(element)], tf.int64)
         ticket.set_shape(())
         return ticket
 

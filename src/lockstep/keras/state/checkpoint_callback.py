@@ -18,12 +18,10 @@ from lockstep.checkpoint.choice import (
     parse_every,
     refuse_unlike,
 )
-from lockstep.checkpoint.dtypes import plain
-from lockstep.checkpoint.folder_lock import FolderLock
-from lockstep.checkpoint.leaving import end_at_a_step
-from lockstep.checkpoint.presence import announce
-from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, open_scheduler
+from lockstep.checkpoint.folder_lock import FolderLock, announce
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError
 from lockstep.keras.call_stack import CallStack
@@ -103,6 +101,7 @@ class Keeping:
         self._job = job
         self._calls = calls
         self._snapshots = snapshots
+        self._resumable = snapshots.resumable
         self._folder: Path | None = None
         self._found: Contents | None = None
 
@@ -119,7 +118,7 @@ class Keeping:
         folder = _folder(asked.folder)
         if folder == self._folder:
             return
-        if self._folder is not None or self._job.scheduler is not None:
+        if self._folder is not None or self._job.checkpoints.scheduler is not None:
             where = f"in {self._folder}" if self._folder else "where --checkpoint says"
             raise ConfigError(
                 f"lockstep.callbacks.Checkpoint names {folder}, but checkpoints are already saved {where}; "
@@ -131,21 +130,23 @@ class Keeping:
                 "that is not inside another"
             )
         every, keep = _every(asked.every), _keep(asked.keep)
-        self._job.accepts_changes = self._job.accepts_changes or asked.accept_changes
+        if asked.accept_changes:
+            self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
-        self._snapshots.since = self._calls.outermost - 1
+        self._resumable.ask()
         try:
-            if not self._snapshots.catches_up:
+            if not self._resumable.catches_up:
                 facts = {"checkpoints": f"in {folder}, every {asked.every}, keep {keep}"}
                 agree(self._job, self._calls.current.name, facts)
                 self._go_on(folder, claim)
         except LockstepError:
-            self._snapshots.since = None
+            self._resumable.withdraw()
             claim.leave()
             raise
         scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
-        self._folder, self._job.scheduler = folder, scheduler
+        self._folder = folder
+        self._job.checkpoints.keep(scheduler)
         self._job.report("keeps", folder=str(folder))
         self._end_well(scheduler)
 
@@ -164,8 +165,8 @@ class Keeping:
             note(text)
         if choice.path:
             contents = found or load(Path(choice.path))
-            self._snapshots.begin(contents)
-            self._job.resumed = contents
+            self._resumable.begin(contents)
+            self._job.checkpoints.resume(contents)
 
     def _choose(self, folder: Path, claim: FolderLock) -> bytes:
         notes: list[str] = []
@@ -201,7 +202,7 @@ class Keeping:
             end_at_a_step(scheduler, lambda: job.is_chief, _PATIENCE if alone else None)
 
         def forget() -> None:
-            job.scheduler = None
+            job.checkpoints.drop()
             atexit.unregister(_end)
 
         os.register_at_fork(after_in_child=forget)

@@ -11,12 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
 import keras
 import numpy as np
+from keras.src.utils import module_utils
 
 from lockstep.data.digest import digest_arrays
 from lockstep.worker.program_sources import is_own
@@ -128,10 +130,28 @@ def _short(value: Any) -> str:
 
 def _config(thing: Any) -> Any:
     try:
-        return _plain(thing.get_config())
+        with _tensorflow_not_imported():
+            return _plain(thing.get_config())
     except Exception:
         # A class of the program's own need not have a config, and raises as it likes; its code is compared.
         return {}
+
+
+@contextmanager
+def _tensorflow_not_imported() -> Iterator[None]:
+    """Within the block, Keras does not import TensorFlow to look for its types, which takes seconds.
+
+    No value is of such a type before a program has imported TensorFlow.
+    """
+    lazy = module_utils.tensorflow
+    if "tensorflow" in sys.modules or lazy._available is not None:
+        yield
+        return
+    lazy._available = False
+    try:
+        yield
+    finally:
+        lazy._available = None
 
 
 def _connections(model: Any) -> Any:
