@@ -211,7 +211,7 @@ def test_another_job_s_checkpoints_are_evaluated_and_the_job_is_waited_for(folde
 
 def test_a_job_that_has_left_nothing(folder: Folder) -> None:
     folder.begin()
-    with pytest.raises(PeerLostError, match=r"has ended and left none that is whole, so nothing was eval"):
+    with pytest.raises(PeerLostError, match=r"has ended without a complete one, so nothing was eval"):
         watch(folder, nothing, folder.end)
 
 

@@ -79,7 +79,7 @@ def test_errors_that_cannot_be_made_again_are_named() -> None:
         with pytest.raises(CheckpointError, match=f"fit 1 of the script .*{name}"):
             remade(described(error, "fit 1"))
     failure = dict(described(ValueError("no"), "fit 1"), **{"module": "os", "class": "system"})
-    with pytest.raises(CheckpointError, match="cannot raise that again"):
+    with pytest.raises(CheckpointError, match="cannot raise it again"):
         remade(failure)
 
 
@@ -166,7 +166,7 @@ class TestWhereTheTrainingResumes:
             calls.finish(None)
         how = r"ended with IndexError\('row 9'\)" if raises else "ended after 2"
         with (
-            pytest.raises(CheckpointError, match=f"resumes after step 3 of fit 1, and .* {how}: the script"),
+            pytest.raises(CheckpointError, match=f"resumes after step 3 of fit 1, but .* {how}: the script"),
             calls.call("fit"),
         ):
             pass

@@ -18,7 +18,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
-from keras.src.utils import rng_utils
+from keras.src.utils import module_utils, rng_utils
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.replica_run import assignments
@@ -108,6 +108,13 @@ def test_keras_keeps_the_seed_of_the_script() -> None:
     assert kept == (5, 5), CHANGED.format("keras/state/randomness.py", "rng_utils.get_random_seed")
     keras.utils.clear_session()
     assert rng_utils.get_random_seed() is None
+
+
+def test_keras_keeps_whether_tensorflow_can_be_imported() -> None:
+    assert hasattr(module_utils.tensorflow, "_available"), CHANGED.format(
+        "keras/state/settings.py", "module_utils.tensorflow"
+    )
+    assert not module_utils.LazyModule("never_there").available
 
 
 def test_a_csv_logger_knows_its_file() -> None:

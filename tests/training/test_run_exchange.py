@@ -111,7 +111,7 @@ def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
 
     error, _ = together(act)
     assert isinstance(error, ModelError)
-    assert "do not compute the same things (metric/0)" in str(error)
+    assert "compute different things (metric/0)" in str(error)
 
 
 def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:

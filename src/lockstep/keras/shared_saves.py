@@ -103,8 +103,8 @@ def _locked(file: Path, path: str) -> Iterator[int]:
     descriptor = wait_for_lock(file, _PATIENCE_SECONDS, waiting)
     if descriptor is None:
         raise PeerStuckError(
-            f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; look whether its disk "
-            "answers"
+            f"another worker has been writing {path} for {_PATIENCE_SECONDS:.0f} s; check whether its disk "
+            "responds"
         )
     try:
         yield descriptor

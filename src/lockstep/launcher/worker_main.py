@@ -73,8 +73,8 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
     """End this process when there is nobody any more who could lead its job."""
     client.wait_for_end()
     note(
-        f"the coordinator of this job (process {config.agent}) is gone, so worker {config.worker} "
-        "ends; start all workers again"
+        f"the coordinator of this job (process {config.agent}) has ended, so worker {config.worker} "
+        "exits; restart all workers"
     )
     os._exit(1)
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-from lockstep.checkpoint.leaving import end_at_a_step
-from lockstep.checkpoint.presence import announce
-from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, open_scheduler
+from lockstep.checkpoint.folder_lock import announce
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.system.environment import WorkerConfig
 from lockstep.worker.agent_client import AgentClient

@@ -149,8 +149,8 @@ class Turns:
             else:
                 if descriptor is None:
                     raise PeerStuckError(
-                        f"{self._holder(file)} has not downloaded {name} within {self._patience:g} s; look "
-                        "whether its network and disk answer, or download the file before the job"
+                        f"{self._holder(file)} has not downloaded {name} within {self._patience:g} s; check "
+                        "whether its network and disk respond, or download the file before the job"
                     )
                 return file, descriptor
         raise refused or OSError("there is no folder for locks")

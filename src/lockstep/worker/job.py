@@ -89,11 +89,11 @@ class Alone:
 
     def position(self) -> Contents:
         """Nobody is there."""
-        raise InternalError("a process by itself has nobody to join")
+        raise InternalError("a process on its own has no job to join")
 
     def join(self) -> tuple[Contents, Place]:
         """Nobody is there."""
-        raise InternalError("a process by itself has nobody to join")
+        raise InternalError("a process on its own has no job to join")
 
 
 @dataclass(frozen=True)
@@ -386,10 +386,10 @@ def is_worker() -> bool:
 
 
 def is_chief() -> bool:
-    """Whether this process is its job's chief: the one worker that should write files and print.
+    """Whether this process is the chief of its job: the one worker that should write files and print.
 
-    Ask each time: another worker may have become it. In a program that runs by itself it is
-    always true; in an evaluator it is false, from its first strategy on.
+    Call it each time: the chief can change. It is always true in a program that runs on its own, and false
+    in an evaluator once it has created its first strategy.
     """
     return current().is_chief and not current().evaluates
 

@@ -105,8 +105,8 @@ def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"tf.distribute.{name} is TensorFlow's own and knows nothing of this job: each worker would "
-            f"train by itself, not a part of the {replicas} replicas; {remedy}"
+            f"tf.distribute.{name} is TensorFlow's own and does not know about this job: each worker would "
+            f"train on its own instead of as a part of the {replicas} replicas; {remedy}"
         )
 
     return refuse
@@ -162,7 +162,7 @@ def _refused(theirs: Any, name: str) -> Any:
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"tf.distribute.{name} is not served by `lockstep run --tf-distribute`: {NOT_SERVED[name]}"
+            f"tf.distribute.{name} is not supported by `lockstep run --tf-distribute`: {NOT_SERVED[name]}"
         )
 
     if not isinstance(theirs, type):

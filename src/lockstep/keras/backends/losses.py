@@ -132,7 +132,7 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
     given = {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(model.loss)}
     if given & {None, "none"}:
         raise ModelError(
-            "a loss has reduction=None: it is a vector, and what its gradient means differs between "
+            "a loss has reduction=None: it is a vector, and the meaning of its gradient differs between "
             'backends; give it reduction="sum" or a mean'
         )
     reductions = {reduction == "sum" for reduction in given}
@@ -142,7 +142,7 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
     if False in reductions:
         raise ModelError(
             "some of the model's losses have reduction='sum' and others are means over the examples: "
-            "replicas cannot weigh both; give all of them the same reduction"
+            "replicas cannot weight both; give all of them the same reduction"
         )
     # Keras's own step, and those of the program's own, call it by this name.
     compute = model.compute_loss

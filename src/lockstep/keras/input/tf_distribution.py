@@ -50,7 +50,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         """
         dataset = cls._datasets.get(number)
         if dataset is None:
-            raise DataError("the dataset that a graph takes elements from is gone: keep it")
+            raise DataError("the dataset that a graph reads no longer exists: keep a reference to it")
         return dataset
 
     def __iter__(self) -> Any:
@@ -135,7 +135,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         """
         iterator = cls._iterators.get(number)
         if iterator is None:
-            raise DataError("the iterator that a graph takes elements from is gone: keep it")
+            raise DataError("the iterator that a graph reads no longer exists: keep a reference to it")
         return iterator
 
     def __next__(self) -> Any:
@@ -206,7 +206,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
                 if values.specs != specs:
                     raise DataError(
                         f"an element of the dataset has leaves like {values.specs} where the first had "
-                        f"{specs}; a graph is made for elements that are alike: read them outside of it, or "
+                        f"{specs}; a graph needs elements of one structure: read them outside of it, or "
                         "from a tf.data.Dataset that declares them"
                     )
                 yield self._dataset.shelf.put(values)

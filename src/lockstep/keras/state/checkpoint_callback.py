@@ -18,12 +18,10 @@ from lockstep.checkpoint.choice import (
     parse_every,
     refuse_unlike,
 )
-from lockstep.checkpoint.dtypes import plain
-from lockstep.checkpoint.folder_lock import FolderLock
-from lockstep.checkpoint.leaving import end_at_a_step
-from lockstep.checkpoint.presence import announce
-from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, open_scheduler
+from lockstep.checkpoint.folder_lock import FolderLock, announce
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError
 from lockstep.keras.call_stack import CallStack
@@ -38,31 +36,32 @@ _LAST_SECONDS = 60.0
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps checkpoints from the first `fit` on that is given one, for the rest of the process.
+    """Saves checkpoints from the first `fit` that has this callback until the process ends.
 
-    They are those of `lockstep run --checkpoint`: of every model that is compiled in the strategy's scope,
-    at the end of a step of any later call. A program that is run again goes on from the newest whole one,
-    with the same result to the last bit, under `lockstep run` with any number of workers, and by itself.
+    The checkpoints are those of `lockstep run --checkpoint`: they hold every model that is compiled in the
+    strategy's scope and are saved at the end of a step of any later call. A restarted program resumes from
+    the newest complete one with the same result to the last bit, under `lockstep run` with any number of
+    workers as well as on its own.
 
-    What comes before that `fit` in the program is done again. That `fit` and all calls after it return what
-    they returned if they had finished; the one in progress goes on at its step. So give it to the first
-    `fit` of the program, and to the same one each time; the `fit` calls after it need not be given one.
+    The program repeats everything before that `fit`. That `fit` and all later calls return their earlier
+    results if they had finished; the call in progress resumes at its step. So give the callback to the first
+    `fit` of the program, and to the same one each time; later `fit` calls do not need it.
 
-    Under `lockstep run`, SIGTERM keeps a checkpoint first. So it does in a program that runs by itself and
-    handles SIGTERM in no other way: the process ends at the end of its step, and after 20 seconds or with a
-    second SIGTERM in any case.
+    Under `lockstep run`, SIGTERM first saves a checkpoint. The same holds in a program that runs on its own
+    and does not handle SIGTERM otherwise: the process exits at the end of its step, at the latest after 20
+    seconds or at a second SIGTERM.
 
-    `fit` raises ConfigError if another job keeps checkpoints in the folder, if the job has other replicas,
-    threads, another seed or backend than the checkpoint's, if the command has `--checkpoint`, and if
-    `every` or `keep` cannot be understood; CheckpointError if the newest checkpoint is of another model or
-    another place in the program; ChangedError if model, optimizer, loss or callbacks have other settings than
-    those of the newest checkpoint; ScopeError if the model was not compiled in the strategy's scope.
+    `fit` raises ConfigError if another job saves checkpoints in the folder, if the replicas, threads, seed or
+    backend differ from the checkpoint's, if the command has `--checkpoint`, and if `every` or `keep` is
+    invalid; CheckpointError if the newest checkpoint belongs to another model or place in the program;
+    ChangedError if settings of the model, optimizer, loss or callbacks differ from those of the newest
+    checkpoint; ScopeError if the model was not compiled in the strategy's scope.
 
     Args:
-        folder: of the checkpoints; one job at a time keeps its there.
-        every: how often: a number of steps, or a time such as "30s", "10m" or "1h".
-        keep: how many are kept, the newest.
-        accept_changes: resume even if the settings of model, optimizer, loss or callbacks differ.
+        folder: of the checkpoints; one job at a time can use it.
+        every: the interval: a number of steps, or a time such as "30s", "10m" or "1h".
+        keep: how many checkpoints to keep.
+        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Refuse: the strategy takes it away from the calls that it keeps checkpoints of."""
         raise ScopeError(
             f"model {self.model.name!r} was not compiled in the scope of a "
-            "lockstep.MultiWorkerMirroredStrategy, so lockstep.callbacks.Checkpoint cannot keep it; build "
+            "lockstep.MultiWorkerMirroredStrategy, so lockstep.callbacks.Checkpoint cannot save it; build "
             "and compile it under `with strategy.scope():`"
         )
 
@@ -121,13 +120,13 @@ class Keeping:
         if self._folder is not None or self._job.checkpoints.scheduler is not None:
             where = f"in {self._folder}" if self._folder else "where --checkpoint says"
             raise ConfigError(
-                f"lockstep.callbacks.Checkpoint asks for checkpoints in {folder}, and they are kept {where} "
-                "already: ask for them once"
+                f"lockstep.callbacks.Checkpoint names {folder}, but checkpoints are already saved {where}; "
+                "configure checkpoints in one place"
             )
         if len(self._calls.stack) > 2:
             raise ConfigError(
                 f"lockstep.callbacks.Checkpoint is given to {self._calls.current.name}: give it to the call "
-                "that is in no other"
+                "that is not inside another"
             )
         every, keep = _every(asked.every), _keep(asked.keep)
         if asked.accept_changes:
@@ -187,7 +186,7 @@ class Keeping:
                     None,
                     [
                         note_on_versions(path, facts),
-                        f"training goes on from {path}",
+                        f"resuming training from {path}",
                         note_if_finished(folder, contents.step),
                     ],
                 )

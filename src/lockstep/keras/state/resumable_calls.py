@@ -177,7 +177,7 @@ class ResumableCalls:
             return SkipTo(resumption.steps)
         if self._job.joins:
             raise DisagreementError(
-                f"{self._calls.current.name} of this worker, which is to join, is a call that the others "
+                f"{self._calls.current.name} of this worker, which is joining, is a call that the others "
                 f"have not made; {ADVICE_ON_CALLS}"
             )
         return Fresh()
@@ -199,24 +199,23 @@ class ResumableCalls:
         """
         facts = unpack(contents.manifest.get("training"), contents.arrays)
         if not isinstance(facts, dict):
-            raise CheckpointError(f"the checkpoint of step {contents.step} was not kept by a training")
+            raise CheckpointError(f"the checkpoint of step {contents.step} was not saved by a training run")
         if facts.get("since", self._since) != self._since:
             raise CheckpointError(
-                f"the checkpoint of step {contents.step} was kept by {_origin(facts['since'])}, and the job "
-                f"goes on with {_origin(self._since)}, where other calls have finished: ask for checkpoints "
-                "as before, or begin in another folder"
+                f"the checkpoint of step {contents.step} was saved by {_origin(facts['since'])}, and the job "
+                f"resumes with {_origin(self._since)}, where other calls have finished: configure "
+                "checkpoints as before, or start over in another folder"
             )
         if wrong := [name for name, kind in _PARTS.items() if not isinstance(facts.get(name), kind)]:
             raise CheckpointError(
-                f"the checkpoint of step {contents.step} lacks what a training keeps, or has something else "
-                f"in its place: {', '.join(wrong)}; remove it, to go on from the one before"
+                f"the checkpoint of step {contents.step} lacks state of the training, or has something else "
+                f"in its place: {', '.join(wrong)}; remove it to resume from the previous one"
             )
         try:
             self._resumption = Resumption.of(contents, facts)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"what the checkpoint of step {contents.step} says of finished calls is not understood: "
-                f"{error!r}"
+                f"cannot read the finished calls in the checkpoint of step {contents.step}: {error!r}"
             ) from error
 
     @contextmanager
@@ -359,9 +358,9 @@ class ResumableCalls:
     def _not_there(self, call: KerasCall, how: str) -> str:
         assert self._resumption is not None
         return (
-            f"the training resumes after step {self._resumption.steps} of {call.name}, and in this script "
-            f"{how}: the script is another one, or reads other data, than the one that kept the checkpoint; "
-            "take the change back, or begin in another folder"
+            f"training resumes after step {self._resumption.steps} of {call.name}, but in this script "
+            f"{how}: the script or its data differs from when the checkpoint was saved; "
+            "undo the change, or start over in another folder"
         )
 
     def _refuse_another(self, call: str) -> None:
@@ -369,8 +368,8 @@ class ResumableCalls:
         own = self._calls.current.name
         if call and call != own:
             raise CheckpointError(
-                f"call {self._calls.outermost} of this script is {own}, and was {call} when the checkpoint "
-                "was kept: undo the change, or begin in another folder"
+                f"call {self._calls.outermost} of this script is {own}, but was {call} when the checkpoint "
+                "was saved: undo the change, or start over in another folder"
             )
 
 

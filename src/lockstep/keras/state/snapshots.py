@@ -186,8 +186,8 @@ class Snapshots:
             set_random_states(facts["random"])
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"what the checkpoint of step {contents.step} says of callbacks and random states is not "
-                f"understood: {error!r}"
+                f"cannot read the callbacks and random states in the checkpoint of step {contents.step}: "
+                f"{error!r}"
             ) from error
         self.resumable.arrive()
         if facts.get("heard"):
@@ -228,8 +228,8 @@ class Snapshots:
         if found and not self._job.checkpoints.accepts_changes:
             raise ChangedError(
                 f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Undo "
-                "the change for the bits of an undisturbed run, give --accept-changes to resume with the new "
-                "settings, or begin in another folder"
+                "the change for the bits of an uninterrupted run, give --accept-changes to resume with the "
+                "new settings, or start over in another folder"
             )
         if (found or sources) and self._job.is_chief:
             what = f"with other settings: {found}" if found else "with the same settings"
