@@ -20,7 +20,10 @@ import xxhash
 
 from lockstep.collectives.contract import Span
 from lockstep.collectives.plan import ReducePlan
-from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.communicator import SharedCommunicator
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.topology import place
 from turns import PORTS, Turns, pin
 
@@ -58,10 +61,12 @@ class Exchange(Protocol):
 
 
 class Lockstep:
-    def __init__(self, position: int, members: int, arena: int, pool: int) -> None:
+    def __init__(self, position: int, members: int, segment: int, pool: int) -> None:
         plan = ReducePlan.of(place(members, tuple(range(members))))
         self._span = Span(position, position + 1)
-        self._communicator = SharedCommunicator(Arena.attach(arena), Room(Pool.attach(pool)), position, plan)
+        self._communicator = SharedCommunicator(
+            ControlSegment.attach(segment), Buffers(SharedPool.attach(pool)), position, plan
+        )
 
     def barrier(self) -> None:
         self._communicator.barrier()
@@ -143,12 +148,12 @@ class Member:
 
 def start_lockstep(members: int, turns: int) -> None:
     """Start the members of Lockstep, which inherit the memory that they share, and wait for them."""
-    arena, pool = Arena.create(members), Pool.create()
+    segment, pool = ControlSegment.create(members), SharedPool.create()
     children = []
     for position in range(members):
-        words = [__file__, LOCKSTEP, members, turns, position, arena.fd, pool.fd]
+        words = [__file__, LOCKSTEP, members, turns, position, segment.fd, pool.fd]
         command = [sys.executable, *map(str, words)]
-        children.append(subprocess.Popen(command, pass_fds=[arena.fd, pool.fd]))
+        children.append(subprocess.Popen(command, pass_fds=[segment.fd, pool.fd]))
     sys.exit(max(abs(child.wait()) for child in children))
 
 

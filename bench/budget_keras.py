@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lockstep import job
+from lockstep.worker import job
 from turns import Turns, pin
 
 NAME, MODEL = sys.argv[1:3]
@@ -36,10 +36,10 @@ from budget_parts import (  # noqa: E402
     WAITING_LAST,
 )
 from ledger import Ledger  # noqa: E402
-from lockstep.collectives.meeting import Meeting  # noqa: E402
-from lockstep.collectives.shared import SharedCommunicator  # noqa: E402
-from lockstep.keras.exchange import Exchange  # noqa: E402
+from lockstep.collectives.shared.barrier import Barrier  # noqa: E402
+from lockstep.collectives.shared.communicator import SharedCommunicator  # noqa: E402
 from lockstep.keras.input.inputs import GlobalInput  # noqa: E402
+from lockstep.keras.replica_step import ReplicaStep  # noqa: E402
 from models import MODELS  # noqa: E402
 
 ledger = Ledger(KERAS)
@@ -118,11 +118,11 @@ class Turn(keras.callbacks.Callback):
 
 for kind in GlobalInput.__subclasses__():
     replace(kind, "batches", wrap_input)
-replace(Exchange, "__init__", wrap_exchange)
-replace(Exchange, "advance", lambda advance: ledger.timed(LOCKSTEP, advance))
+replace(ReplicaStep, "__init__", wrap_exchange)
+replace(ReplicaStep, "advance", lambda advance: ledger.timed(LOCKSTEP, advance))
 replace(SharedCommunicator, "reduce", lambda reduce: ledger.timed(PUBLISHING, reduce))
 for meeting in ("meet", "sync"):
-    replace(Meeting, meeting, wrap_meeting)
+    replace(Barrier, meeting, wrap_meeting)
 for name in ("on_train_batch_begin", "on_train_batch_end"):
     replace(keras.callbacks.CallbackList, name, lambda call: ledger.timed(CALLBACKS, call))
 

@@ -31,18 +31,18 @@ import keras  # noqa: E402
 import lockstep  # noqa: E402
 from blocked import AT, PATIENCE_SECONDS, STEPS, figures  # noqa: E402
 from large_model import BATCH, examples, keras_model  # noqa: E402
-from lockstep import job  # noqa: E402
-from lockstep.checkpoint.keeper import Keeper  # noqa: E402
+from lockstep.checkpoint.scheduler import CheckpointScheduler  # noqa: E402
+from lockstep.worker import job  # noqa: E402
 
 
 def timed(keep: Callable[..., None]) -> Callable[..., None]:
-    """Return a `Keeper.after_step` that notes how long it takes where a checkpoint is due."""
+    """Return a `CheckpointScheduler.after_step` that notes how long it takes where a checkpoint is due."""
 
-    def after_step(keeper: Keeper, taken: int, *rest: Any) -> None:
+    def after_step(scheduler: CheckpointScheduler, taken: int, *rest: Any) -> None:
         if taken % STEPS == 0:
-            turn.call = seconds(lambda: keep(keeper, taken, *rest))
+            turn.call = seconds(lambda: keep(scheduler, taken, *rest))
         else:
-            keep(keeper, taken, *rest)
+            keep(scheduler, taken, *rest)
 
     return after_step
 
@@ -80,8 +80,8 @@ class Turn(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._taken += STEPS
         if job.is_chief() and LOCKSTEP:
-            keeper = job.current().keeper
-            if keeper is None or not keeper.close(PATIENCE_SECONDS):
+            scheduler = job.current().scheduler
+            if scheduler is None or not scheduler.close(PATIENCE_SECONDS):
                 sys.exit("the checkpoint is not on disk")
         if self._turns is not None:
             self._turns.send(figures(self._times, self.call, self._bytes()))
@@ -103,7 +103,7 @@ with strategy.scope() if strategy else contextlib.nullcontext():
     model = keras_model(keras)
 x, y = examples(STEPS * BATCH * replicas)
 turn = Turn()
-Keeper.after_step = timed(Keeper.after_step)  # type: ignore[method-assign]
+CheckpointScheduler.after_step = timed(CheckpointScheduler.after_step)  # type: ignore[method-assign]
 options = {"batch_size": BATCH * replicas, "shuffle": False, "verbose": 0}
 # Checkpoints are due every STEPS steps: this moves them into the middle of the epochs that follow.
 model.fit(x, y, steps_per_epoch=STEPS - AT, **options)

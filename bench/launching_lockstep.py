@@ -9,7 +9,7 @@ from pathlib import Path
 import keras
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 from models import MODELS
 from steps import Steps
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import large_model
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 from models import MODELS
 from steps import Steps
 

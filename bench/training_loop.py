@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from lockstep import job
+from lockstep.worker import job
 from turns import Turns, pin
 
 NAME, MODEL = sys.argv[1:3]

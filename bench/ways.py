@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config import _MALLOC
+from lockstep.system.environment import _MALLOC
 from models import MODELS
 from turns import Program
 

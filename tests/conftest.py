@@ -7,7 +7,7 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 # What TensorFlow writes when it is imported has times and process numbers.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-_LONG = ("training", "byhand", "launching", "fuzz")
+_LONG = ("training", "byhand", "notebook", "fuzz")
 """Folders whose files take minutes: processes that share the tests begin with them, and end together."""
 
 

@@ -13,16 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep import config, program
-from lockstep.checkpoint.parcel import unpack_parcel
-from lockstep.cluster import hosts, tf_config
+from lockstep.checkpoint.state_transfer import unpack_state
+from lockstep.cli.run import PARTS
+from lockstep.cluster import slurm, tf_config
 from lockstep.cluster.slurm import SlurmClusterResolver
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
-from lockstep.control import arrivals, birth, devices, foresight, jobs, messages, orders
-from lockstep.control.door import address
+from lockstep.coordinator import admin_client
+from lockstep.coordinator.admin_socket import address
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.run_command import PARTS
+from lockstep.launcher import devices, import_scan
+from lockstep.protocol import admin as admin_messages
+from lockstep.protocol import fork as fork_messages
+from lockstep.protocol import rendezvous as rendezvous_messages
+from lockstep.protocol import worker as worker_messages
+from lockstep.system import environment, invocation
 
 quick = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 words = st.text(max_size=6) | st.sampled_from(
@@ -148,26 +153,26 @@ def use_cluster(cluster: Any) -> None:
 
 def read_settings(data: bytes, folder: Path) -> None:
     (folder / "keras.json").write_bytes(data)
-    _, configured = config.keras_backend({"KERAS_HOME": str(folder)})
+    _, configured = environment.keras_backend({"KERAS_HOME": str(folder)})
     assert configured is None or type(configured) is str
 
 
 def foresee(source: str, folder: Path) -> None:
     for name in ("script.py", "beside.py"):
         (folder / name).write_bytes(source.encode(errors="surrogatepass"))
-    foresight.foresee(folder / "script.py", folder, {})
+    import_scan.scan_imports(folder / "script.py", folder, {})
 
 
 def show_jobs(packet: bytes) -> None:
-    reply = orders.decode_reply(packet)
-    if isinstance(reply, orders.Status):
-        assert len(jobs.table([reply], 0.0)) == 2
+    reply = admin_messages.decode_reply(packet)
+    if isinstance(reply, admin_messages.Status):
+        assert len(admin_client.table([reply], 0.0)) == 2
 
 
 def unpack(data: bytes) -> None:
     descriptor = os.memfd_create("parcel")
     os.write(descriptor, data)
-    unpack_parcel(descriptor)
+    unpack_state(descriptor)
 
 
 def ask_resolver(text: str) -> None:
@@ -188,8 +193,8 @@ def find_jobs(data: bytes, folder: Path) -> None:
     start = b"0000000000000000: 00000002 00000000 00010000 0005 01 1 @" + address("").removeprefix(b"\0")
     (folder / "unix").write_bytes(b"\n".join([*lines, *(start + line for line in lines)]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jobs, "_SOCKETS", folder / "unix")
-        found = jobs.running_jobs(0.01)
+        patch.setattr(admin_client, "_SOCKETS", folder / "unix")
+        found = admin_client.running_jobs(0.01)
     assert not found.running
 
 
@@ -214,16 +219,16 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "index of TF_CONFIG": (anything, tf_config.parse_index, (ConfigError,)),
     "resolver": (clusters, ask_resolver, ()),
     "ClusterSpec": (anything | st.dictionaries(leaves, anything), use_cluster, (TypeError, ValueError)),
-    "hosts": (hosts_texts, hosts.expand_hosts, (ConfigError,)),
-    "counts": (hosts_texts, hosts.expand_counts, (ConfigError,)),
-    "worker": (environments, lambda given: config.read_worker(variables | given), (ConfigError,)),
-    "messages": (packets, messages.decode, (ValueError,)),
-    "orders": (packets, orders.decode_order, (ValueError,)),
+    "hosts": (hosts_texts, slurm.expand_hosts, (ConfigError,)),
+    "counts": (hosts_texts, slurm.expand_counts, (ConfigError,)),
+    "worker": (environments, lambda given: environment.read_worker(variables | given), (ConfigError,)),
+    "messages": (packets, worker_messages.decode, (ValueError,)),
+    "orders": (packets, admin_messages.decode_order, (ValueError,)),
     "replies": (packets, show_jobs, (ValueError,)),
-    "arrivals": (packets, arrivals.decode_arrival, (ValueError,)),
-    "answers": (packets, arrivals.decode_answer, (ValueError,)),
-    "births": (packets, birth.decode_birth, (ValueError,)),
-    "upbringings": (texts, birth.Upbringing.read, (ConfigError,)),
+    "arrivals": (packets, rendezvous_messages.decode_arrival, (ValueError,)),
+    "answers": (packets, rendezvous_messages.decode_answer, (ValueError,)),
+    "births": (packets, fork_messages.decode_fork, (ValueError,)),
+    "upbringings": (texts, fork_messages.ForkServerSetup.read, (ConfigError,)),
     "parcels": (packets | st.builds(bytes.__add__, lengths, packets), unpack, (CheckpointError,)),
     "Slurm": (st.dictionaries(st.sampled_from(SLURM), variable_texts), ask_slurm, (ConfigError, ValueError)),
     "numbers": (
@@ -231,7 +236,7 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
         lambda text: PARTS.convert(text, None, None),
         (click.BadParameter,),
     ),
-    "programs": (commands, program.parse, ()),
+    "programs": (commands, invocation.parse, ()),
     "devices": (
         st.text() | st.text("0123+,-GPU") | st.just("9" * 5000),
         devices.parse_devices,
@@ -272,7 +277,7 @@ def test_a_backend_in_keras_json_that_is_no_name(tmp_path: Path) -> None:
 def test_arrays_that_a_parcel_has_no_room_for_take_no_memory() -> None:
     for kind, shape in (("float32", (2**40,)), ("float32", (-1, -1)), ("nix", (1,)), ("float32", (2**63, 0))):
         header = parcel_header(kind, shape)
-        with pytest.raises(CheckpointError, match="cannot read the state that another worker gave"):
+        with pytest.raises(CheckpointError, match="cannot read the state from another worker"):
             unpack(len(header).to_bytes(8, "little") + header + bytes(100))
 
 

@@ -6,10 +6,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import lockstep
-from lockstep.control.provenance import provenance
-from lockstep.control.script import Script
-from lockstep.control.spec import JobSpec
-from lockstep.control.tally import Tally
+from lockstep.coordinator.job_summary import JobSummary
+from lockstep.coordinator.provenance import provenance
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.worker.script import Script
 
 SOURCE = Path(lockstep.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "run-folder.md"
@@ -46,7 +46,7 @@ def names(call: ast.Call) -> list[str]:
 def test_every_event_is_described_with_its_fields() -> None:
     expected = written()
     expected["job"] |= {field.name for field in fields(JobSpec)} | set(provenance(Script("a.py", False)))
-    expected["finished"] |= Tally().fields(0.0).keys()
+    expected["finished"] |= JobSummary().fields(0.0).keys()
     expected["trained"] |= {"steps", "model", "digest"}
     page = described()
     assert page.keys() == expected.keys()

@@ -7,14 +7,13 @@ if TYPE_CHECKING:
     from lockstep import callbacks, cluster_resolver
     from lockstep.cluster.spec import ClusterSpec
     from lockstep.data.input_context import InputContext
-    from lockstep.job import is_chief
-    from lockstep.keras.evaluating import SidecarEvaluator
-    from lockstep.keras.functions.values import DistributedValues
     from lockstep.keras.input.distribution import DistributedDataset, DistributedIterator
     from lockstep.keras.input.showing import show_input
+    from lockstep.keras.replica_run.values import DistributedValues
+    from lockstep.keras.sidecar_evaluator import SidecarEvaluator
     from lockstep.keras.state.digest import digest
     from lockstep.keras.state.loading import load_checkpoint
-    from lockstep.launching import launch
+    from lockstep.notebook.launch import launch
     from lockstep.strategy.context import (
         ReplicaContext,
         get_replica_context,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from lockstep.strategy.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
     from lockstep.strategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
     from lockstep.strategy.strategy import Strategy
+    from lockstep.worker.job import is_chief
 
 __version__ = "0.1.0.dev0"
 __all__ = [
@@ -63,22 +63,22 @@ _HOMES = {
     "CommunicationOptions": "lockstep.strategy.options",
     "DistributedDataset": "lockstep.keras.input.distribution",
     "DistributedIterator": "lockstep.keras.input.distribution",
-    "DistributedValues": "lockstep.keras.functions.values",
+    "DistributedValues": "lockstep.keras.replica_run.values",
     "InputContext": "lockstep.data.input_context",
     "MirroredStrategy": "lockstep.strategy.mirrored",
     "MultiWorkerMirroredStrategy": "lockstep.strategy.mirrored",
     "OneDeviceStrategy": "lockstep.strategy.default",
     "ReduceOp": "lockstep.strategy.options",
     "ReplicaContext": "lockstep.strategy.context",
-    "SidecarEvaluator": "lockstep.keras.evaluating",
+    "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",
     "Strategy": "lockstep.strategy.strategy",
     "digest": "lockstep.keras.state.digest",
     "get_replica_context": "lockstep.strategy.context",
     "get_strategy": "lockstep.strategy.context",
     "has_strategy": "lockstep.strategy.context",
     "in_cross_replica_context": "lockstep.strategy.context",
-    "is_chief": "lockstep.job",
-    "launch": "lockstep.launching",
+    "is_chief": "lockstep.worker.job",
+    "launch": "lockstep.notebook.launch",
     "load_checkpoint": "lockstep.keras.state.loading",
     "show_input": "lockstep.keras.input.showing",
 }

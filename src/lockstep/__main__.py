@@ -1,6 +1,6 @@
 """`python -m lockstep`: the same as the command `lockstep`."""
 
-from lockstep.cli import main
+from lockstep.cli.main import main
 
 if __name__ == "__main__":
     main()

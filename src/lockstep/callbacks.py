@@ -1,5 +1,5 @@
 """Callbacks for a program's own `fit`."""
 
-from lockstep.keras.state.keeping import Checkpoint
+from lockstep.keras.state.checkpoint_callback import Checkpoint
 
 __all__ = ["Checkpoint"]

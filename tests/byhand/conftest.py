@@ -103,7 +103,10 @@ class Desk:
             if entry.name.isdigit():
                 try:
                     command = (entry / "cmdline").read_bytes()
-                    if b"lockstep.coordinator" in command and str(self.ports[0]).encode() in command:
+                    if (
+                        b"lockstep.rendezvous.coordinator_main" in command
+                        and str(self.ports[0]).encode() in command
+                    ):
                         found.append(os.pidfd_open(int(entry.name)))
                 except (FileNotFoundError, ProcessLookupError):
                     continue

@@ -23,7 +23,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 HOW = sys.argv[1]
 TASK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep import membership
 from lockstep.checkpoint import folder
-from lockstep.checkpoint.keeper import Keeper
-from lockstep.collectives import futex, meeting, shared
+from lockstep.checkpoint.scheduler import CheckpointScheduler
 from lockstep.collectives.contract import Span
-from lockstep.collectives.packets import Packets
-from lockstep.collectives.room import Room
-from lockstep.membership import AgentMembership
+from lockstep.collectives.shared import barrier, communicator, futex
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.packed_reduce import PackedReduce
+from lockstep.worker import membership
+from lockstep.worker.membership import AgentMembership
 
 POINTS = (
     "before publishing",
@@ -103,7 +103,7 @@ def strike(kind: str) -> None:
 
 def prepare(faults: Faults) -> None:
     """Let the protocol's own code pass the points."""
-    run = shared.run
+    run = communicator.run
     runs = [0]
 
     def halfway(tasks: Any, *rest: Any) -> None:
@@ -135,9 +135,9 @@ def prepare(faults: Faults) -> None:
         faults.passing("after reduce")
         return total
 
-    publish, add_up = Packets.publish, Packets.sum
+    publish, add_up = PackedReduce.publish, PackedReduce.sum
 
-    def published(self: Packets, partials: Mapping[Span, Any], adder: Any) -> None:
+    def published(self: PackedReduce, partials: Mapping[Span, Any], adder: Any) -> None:
         spans = list(partials)
         middle = len(spans) // 2
         publish(self, {span: partials[span] for span in spans[:middle]}, adder)
@@ -145,7 +145,7 @@ def prepare(faults: Faults) -> None:
         publish(self, {span: partials[span] for span in spans[middle:]}, adder)
         faults.passing("published")
 
-    def summed(self: Packets, adder: Any) -> None:
+    def summed(self: PackedReduce, adder: Any) -> None:
         middle = len(self.total) // 2
         add_up(replace(self, total=self.total[:middle]), adder)
         faults.passing("halfway through summing")
@@ -163,20 +163,20 @@ def prepare(faults: Faults) -> None:
 
         return arrived
 
-    reduce = shared.SharedCommunicator.reduce
-    shared.SharedCommunicator.reduce = restart  # type: ignore[method-assign]
-    shared.run = halfway  # type: ignore[attr-defined]
-    Packets.publish = published  # type: ignore[method-assign]
-    Packets.sum = summed  # type: ignore[method-assign]
+    reduce = communicator.SharedCommunicator.reduce
+    communicator.SharedCommunicator.reduce = restart  # type: ignore[method-assign]
+    communicator.run = halfway  # type: ignore[attr-defined]
+    PackedReduce.publish = published  # type: ignore[method-assign]
+    PackedReduce.sum = summed  # type: ignore[method-assign]
     futex.adder = arriving
-    around(Room, "map", before="growing the memory")
-    around(shared.SharedCommunicator, "gather", before="in a gather")
-    around(meeting.Meeting, "_receive", before="in a gather")
+    around(Buffers, "map", before="growing the memory")
+    around(communicator.SharedCommunicator, "gather", before="in a gather")
+    around(barrier.Barrier, "_receive", before="in a gather")
     around(AgentMembership, "next_place", before="told of a loss", after="in the next view")
     around(AgentMembership, "hand_over", before="giving the state", after="given")
-    around(membership, "pack_parcel", after="halfway through giving")
+    around(membership, "pack_state", after="halfway through giving")
     around(AgentMembership, "position", before="asking where", after="knowing where")
     around(AgentMembership, "join", before="asking to be let in", after="let in")
-    around(shared.SharedCommunicator, "barrier", before="waiting for the change")
-    around(Keeper, "after_step", before="keeping a checkpoint")
+    around(communicator.SharedCommunicator, "barrier", before="waiting for the change")
+    around(CheckpointScheduler, "after_step", before="keeping a checkpoint")
     around(folder, "save_file", before="writing a checkpoint")

@@ -10,8 +10,8 @@ from chaos_faults import Faults
 
 from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Communicator, Span
-from lockstep.job import Job
 from lockstep.topology import View, split_evenly
+from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
 # Small and large totals take different ways.
@@ -92,11 +92,11 @@ def train(job: Job, steps: int, faults: Faults) -> str:
         faults.step = step
         now = packed(step, state, chain)
         job.between_steps(lambda whole, now=now: now)  # type: ignore[misc]
-        if job.keeper is not None and job.is_chief:
-            job.keeper.after_step(step, lambda now=now: now)  # type: ignore[misc]
+        if job.scheduler is not None and job.is_chief:
+            job.scheduler.after_step(step, lambda now=now: now)  # type: ignore[misc]
     job.exchange(lambda view, communicator: communicator.barrier())
-    if job.keeper is not None:
-        assert job.keeper.close(10)
+    if job.scheduler is not None:
+        assert job.scheduler.close(10)
     return digest(state, chain)
 
 

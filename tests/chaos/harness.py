@@ -36,28 +36,29 @@ from chaos_faults import (
     prepare,
 )
 
+from lockstep.agent.agent import Agent
+from lockstep.agent.console import Console
+from lockstep.agent.starter import LocalStarter
+from lockstep.agent.views import ExchangeHandle, Views
 from lockstep.checkpoint.store import Store, load
-from lockstep.clock import SystemClock
-from lockstep.collectives.shared import Arena, Pool
-from lockstep.config import Checkpoints, read_worker
-from lockstep.control.agent import Agent
-from lockstep.control.client import Client
-from lockstep.control.console import Console
-from lockstep.control.launcher import Launch, LocalHandle
-from lockstep.control.output import Sink
-from lockstep.control.spec import JobSpec
-from lockstep.control.starter import LocalStarter
-from lockstep.control.state import Limits, Size, State
-from lockstep.control.views import Exchange, Views
-from lockstep.events import EventLog
-from lockstep.job import Job, by_itself
-from lockstep.membership import AgentMembership, wait_policy
-from lockstep.paths import RunPaths
-from lockstep.persistence import open_keeper
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.launcher.launcher import Launch, LocalHandle
+from lockstep.observability.event_log import EventLog
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.system.clock import SystemClock
+from lockstep.system.environment import Checkpoints, read_worker
+from lockstep.system.output import Sink
+from lockstep.system.paths import RunPaths
 from lockstep.topology import place
+from lockstep.worker.agent_client import AgentClient
+from lockstep.worker.checkpoints import open_scheduler
+from lockstep.worker.job import Job, by_itself
+from lockstep.worker.membership import AgentMembership, wait_policy
 
 STEPS = 12
-LIMITS = Limits(timeout=5.0, blame=0.05, look=0.05, pause=0.001, longest_pause=0.01)
+LIMITS = TimeLimits(timeout=5.0, blame=0.05, look=0.05, pause=0.001, longest_pause=0.01)
 
 
 @dataclass
@@ -104,16 +105,16 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = read_worker(launch.environment(connection.fileno()))
     config = replace(config, pool=os.dup(config.pool))
-    client = Client(connection)
+    client = AgentClient(connection)
     faults = Faults([fault for fault in given if fault.worker == config.worker])
     prepare(faults)
     membership = AgentMembership(config, client, wait_policy(config.timeout))
-    if config.arena is None:
+    if config.segment is None:
         view = place(config.replicas, (config.worker,))
         communicator = by_itself(view)
     else:
         view = place(config.replicas, tuple(range(config.workers)))
-        communicator = membership.enter(view, os.dup(config.arena))
+        communicator = membership.enter(view, os.dup(config.segment))
     entered = Job(
         view,
         config.worker,
@@ -124,7 +125,7 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
         None,
         membership,
         joins=config.joins,
-        keeper=open_keeper(config, client),
+        scheduler=open_scheduler(config, client),
         began_with=config.workers,
     )
     client.started()
@@ -183,7 +184,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
     )
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = ForkLauncher(job.faults)
-    pool = Pool.create()
+    pool = SharedPool.create()
     with (
         (folder / "out").open("wb", 0) as out,
         EventLog.open(paths.events, SystemClock(), print) as events,
@@ -203,7 +204,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
                 frozenset(range(job.workers)),
                 LIMITS,
                 view=spec.view,
-                size=Size.of(job.workers, spec.min_workers, spec.max_restarts),
+                size=JobSize.of(job.workers, spec.min_workers, spec.max_restarts),
                 next_worker=job.workers,
             ),
         )
@@ -225,9 +226,9 @@ def wrong_checkpoints(folder: Path, expected: list[str]) -> list[str]:
     return wrong
 
 
-def open_exchange(members: int) -> Exchange:
-    arena = Arena.create(members)
-    return Exchange(arena.fd, arena.abort, arena.leave_notice, arena.close)
+def open_exchange(members: int) -> ExchangeHandle:
+    segment = ControlSegment.create(members)
+    return ExchangeHandle(segment.fd, segment.abort, segment.leave_notice, segment.close)
 
 
 def drawn(random_: random.Random, point: str | None) -> Drawn:

@@ -12,7 +12,7 @@ import numpy as np
 from chaos_faults import Fault, Faults, prepare
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 FOLDER = Path(sys.argv[1])
 

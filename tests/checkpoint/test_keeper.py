@@ -5,7 +5,7 @@ import pytest
 from checkpoint_faults import room_for
 from checkpoint_samples import sample, steps
 
-from lockstep.checkpoint.keeper import Every, Keeper, open_keeper
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, open_scheduler
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.checkpoint.writer import Writer
 
@@ -59,14 +59,14 @@ class Kept:
         self.writer = Steps(self.clock, takes)
         self.ends: list[int | str] = []
         writer = cast(Writer, self.writer)
-        self.keeper = Keeper(writer, every, self.clock, self.ends.append, self.ends.append)
+        self.scheduler = CheckpointScheduler(writer, every, self.clock, self.ends.append, self.ends.append)
 
     def step(self, step: int, seconds: float = 0.0) -> None:
         self.clock.time += seconds
-        self.keeper.after_step(step, lambda: Contents(step, {}, {}))
+        self.scheduler.after_step(step, lambda: Contents(step, {}, {}))
 
     def hold(self, step: int) -> None:
-        self.keeper.hold(step, lambda: Contents(step, {}, {}))
+        self.scheduler.hold(step, lambda: Contents(step, {}, {}))
 
 
 def keep(every: Every, steps: range, seconds: float = 0.0, takes: float = 0.0) -> list[int]:
@@ -97,7 +97,7 @@ def test_each_that_steps_ask_for_is_kept_and_a_slow_disk_is_told_of_once(
     (said,) = capsys.readouterr().err.splitlines()
     assert said == (
         "lockstep: the disk is slower than the steps: it writes a checkpoint in 1.5 s, and training has "
-        "waited 2.0 s in all for 4 of them; keep them less often to train faster"
+        "waited 2.0 s in all for 4 of them; save them less often to train faster"
     )
 
 
@@ -113,8 +113,8 @@ def test_a_disk_that_hangs_costs_a_checkpoint_and_not_the_training(
     kept.step(2)
     assert (kept.writer.steps, kept.clock.time) == ([1], 60.0)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "lockstep: training waits for the disk, which writes a checkpoint: 10 of 60 s"
-    assert said[-2] == "lockstep: no checkpoint of step 2 is kept: the disk still writes the one before"
+    assert said[0] == "lockstep: training waits for the disk to write a checkpoint: 10 of 60 s"
+    assert said[-2] == "lockstep: skipping the checkpoint of step 2: the previous one is still being written"
     kept.step(3, seconds=10.0)
     assert kept.writer.steps == [1, 3]
 
@@ -125,7 +125,7 @@ def test_the_last_step_is_kept_when_the_program_ends() -> None:
         kept.step(step)
         kept.hold(step)
     assert kept.writer.steps == []
-    kept.keeper.finish()
+    kept.scheduler.finish()
     assert (kept.writer.steps, kept.ends) == ([2], [2])
 
 
@@ -134,7 +134,7 @@ def test_what_is_kept_already_is_not_kept_again() -> None:
     for step in (1, 2):
         kept.step(step)
         kept.hold(step)
-    kept.keeper.finish()
+    kept.scheduler.finish()
     assert (kept.writer.steps, kept.ends) == ([2], [2])
 
 
@@ -142,14 +142,14 @@ def test_a_job_is_finished_only_if_its_last_step_is_kept() -> None:
     kept = Kept(Every(steps=2))
     for step in (1, 2, 3):
         kept.step(step)
-    kept.keeper.finish()
+    kept.scheduler.finish()
     assert (kept.writer.steps, kept.ends) == ([2], [])
     kept = Kept(Every(steps=2))
-    kept.keeper.resumed(4)
-    kept.keeper.finish()
+    kept.scheduler.resumed(4)
+    kept.scheduler.finish()
     assert (kept.writer.steps, kept.ends) == ([], [4])
-    kept.keeper.follow(5)
-    kept.keeper.finish()
+    kept.scheduler.follow(5)
+    kept.scheduler.finish()
     assert kept.ends == [4]
 
 
@@ -158,7 +158,7 @@ def test_the_end_of_a_call_is_kept_now_and_then() -> None:
     for step in (1, 2, 3):
         kept.step(step, seconds=40.0)
         kept.hold(step)
-        kept.keeper.end_call()
+        kept.scheduler.end_call()
     assert kept.writer.steps == [1, 3]
 
 
@@ -171,21 +171,21 @@ def test_what_is_held_late_is_taken_before_it_changes_or_not_at_all() -> None:
 
     for step in (1, 2, 3):
         kept.step(step)
-        kept.keeper.hold_late(step, lambda step=step: take(step))  # type: ignore[misc]
+        kept.scheduler.hold_late(step, lambda step=step: take(step))  # type: ignore[misc]
         if step == 2:
-            kept.keeper.drop()
+            kept.scheduler.drop()
     assert taken == []
-    kept.keeper.settle()
-    kept.keeper.settle()
+    kept.scheduler.settle()
+    kept.scheduler.settle()
     assert taken == [3]
-    kept.keeper.finish()
+    kept.scheduler.finish()
     assert (kept.writer.steps, kept.ends) == ([3], [3])
 
 
 def test_an_end_that_cannot_be_kept_is_told() -> None:
     kept = Kept(Every(steps=1), takes=1000.0)
     kept.step(1)
-    kept.keeper.finish()
+    kept.scheduler.finish()
     assert kept.ends == ["not written within 600 s after the end of the script"]
 
 
@@ -194,23 +194,21 @@ def test_a_checkpoint_that_makes_room_or_fails_is_told(
 ) -> None:
     room_for(2, tmp_path, monkeypatch.setattr)
     events: list[tuple[str, dict[str, Any]]] = []
-    keeper = open_keeper(
+    scheduler = open_scheduler(
         Store(tmp_path), Every(steps=1), lambda event, **fields: events.append((event, fields))
     )
     for step in (1, 2, 3):
-        keeper.after_step(step, lambda step=step: sample(step))  # type: ignore[misc]
-        assert keeper.close(30)
+        scheduler.after_step(step, lambda step=step: sample(step))  # type: ignore[misc]
+        assert scheduler.close(30)
     room_for(0, tmp_path, monkeypatch.setattr)
-    keeper.after_step(4, lambda: sample(4))
-    assert keeper.close(30)
+    scheduler.after_step(4, lambda: sample(4))
+    assert scheduler.close(30)
     told = [event for event, _ in events]
     assert told[:4] == ["checkpoint", "checkpoint", "checkpoint removed", "checkpoint"]
     assert told[4:] == ["checkpoint removed", "checkpoint failed"]
     assert [fields["path"][-1] for event, fields in events if event == "checkpoint removed"] == ["1", "2"]
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.startswith(
-        "lockstep: the disk has no room for another checkpoint, so the oldest is removed: "
-    )
+    assert first.startswith("lockstep: the disk has no space for another checkpoint; removing the oldest: ")
     assert last.startswith("lockstep: a checkpoint was not written: cannot write the checkpoint ")
     assert last.endswith("; training continues")
     assert steps(tmp_path) == [3]

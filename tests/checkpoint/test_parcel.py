@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.folder import Contents
-from lockstep.checkpoint.parcel import Memory, memory_for, pack_parcel, unpack_parcel
+from lockstep.checkpoint.state_transfer import StateMemory, memory_for, pack_state, unpack_state
 from lockstep.errors import CheckpointError
 
 ARRAYS = {
@@ -30,9 +30,9 @@ def test_contents_come_as_they_were(how: str) -> None:
     before = descriptors()
     ready = None
     if how != "at once":
-        ready = memory_for(CONTENTS) if how == "ready" else Memory(100)
+        ready = memory_for(CONTENTS) if how == "ready" else StateMemory(100)
         ready.make_ready()
-    found = unpack_parcel(pack_parcel(CONTENTS, ready))
+    found = unpack_state(pack_state(CONTENTS, ready))
     assert found.step == 7
     assert repr(found.manifest) == repr(CONTENTS.manifest)
     assert found.arrays.keys() == ARRAYS.keys()
@@ -60,17 +60,17 @@ def test_memory_that_is_not_used_is_given_back() -> None:
 def test_too_little_memory_is_an_error() -> None:
     before = descriptors()
     with pytest.raises(CheckpointError, match="does not fit into memory: it needs"):
-        pack_parcel(CONTENTS, Memory(2**62))
+        pack_state(CONTENTS, StateMemory(2**62))
     assert descriptors() == before
 
 
 def test_what_no_checkpoint_can_hold_is_an_error() -> None:
     with pytest.raises(CheckpointError, match="complex"):
-        pack_parcel(Contents(1, {}, {"a": np.zeros(3, "complex64")}))
+        pack_state(Contents(1, {}, {"a": np.zeros(3, "complex64")}))
 
 
 def test_a_parcel_cannot_shrink_under_its_reader() -> None:
-    descriptor = pack_parcel(CONTENTS)
+    descriptor = pack_state(CONTENTS)
     with pytest.raises(PermissionError):
         os.ftruncate(descriptor, 0)
     os.close(descriptor)

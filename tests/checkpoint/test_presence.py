@@ -8,15 +8,14 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import sample
 
-from lockstep.checkpoint.claim import Claim
-from lockstep.checkpoint.presence import announce, is_training, last_sign
+from lockstep.checkpoint.folder_lock import FolderLock, announce, is_training, last_sign
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 
 TRAINS = r"""
 import os, sys
 from pathlib import Path
-from lockstep.checkpoint.presence import announce
+from lockstep.checkpoint.folder_lock import announce
 announce(Path(sys.argv[1]))
 if sys.argv[2:] and not os.fork():
     # A process that the job has left behind: it says what its parent could, and does not end with it.
@@ -115,7 +114,7 @@ def test_a_folder_that_every_user_may_write_to_is_refused(tmp_path: Path) -> Non
 def test_folders_are_not_for_every_user_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        Store(tmp_path / "a" / "b", claim=Claim(tmp_path / "a" / "b")).write(sample(1))
+        Store(tmp_path / "a" / "b", claim=FolderLock(tmp_path / "a" / "b")).write(sample(1))
     finally:
         os.umask(before)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o775
@@ -124,7 +123,7 @@ def test_folders_are_not_for_every_user_whatever_the_umask(tmp_path: Path) -> No
 def use(folder: Path) -> None:
     """Do what a job does with a folder of checkpoints."""
     announce(folder)
-    claim = Claim(folder)
+    claim = FolderLock(folder)
     try:
         Store(folder, claim=claim).write(sample(1))
     finally:

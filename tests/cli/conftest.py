@@ -42,18 +42,18 @@ class Done:
 class Running:
     """A run that has been started."""
 
-    def __init__(self, process: "subprocess.Popen[str]", folder: Path, births: int) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", folder: Path, pending: int) -> None:
         self.process = process
         self.folder = folder
-        self._births = births
+        self._pending = pending
         self._text = b""
 
     def born(self, count: int) -> dict[str, list[int]]:
         """Wait until `count` processes have called `announce`, and return pidfds by their names."""
         deadline = time.monotonic() + PATIENCE
         while self._text.count(b"\n") < count:
-            assert select.select([self._births], [], [], deadline - time.monotonic())[0]
-            self._text += os.read(self._births, 4096)
+            assert select.select([self._pending], [], [], deadline - time.monotonic())[0]
+            self._text += os.read(self._pending, 4096)
         named: dict[str, list[int]] = {}
         for line in self._text.decode().splitlines():
             name, pid = line.split()
@@ -85,7 +85,7 @@ def gone(pidfds: list[int], within: float) -> bool:
 
 ANNOUNCE = """
 import os, signal, subprocess, sys
-from lockstep import job
+from lockstep.worker import job
 me = job.current().worker
 barrier = job.current().communicator.barrier
 def announce(name):
@@ -113,9 +113,9 @@ def escape():
 class Lockstep:
     """Runs the command in `folder`."""
 
-    def __init__(self, folder: Path, births: int) -> None:
+    def __init__(self, folder: Path, pending: int) -> None:
         self.folder = folder
-        self._births = births
+        self._pending = pending
         self._started: list[subprocess.Popen[str]] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
@@ -139,7 +139,7 @@ class Lockstep:
             process_group=process_group,
         )
         self._started.append(process)
-        return Running(process, self.folder / run, self._births)
+        return Running(process, self.folder / run, self._pending)
 
     def run(self, *arguments: str, run: str = "run", **environment: str) -> Done:
         """Run `lockstep run` to its end."""
@@ -154,11 +154,11 @@ class Lockstep:
 @pytest.fixture
 def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
     os.mkfifo(tmp_path / "births")
-    births = os.open(tmp_path / "births", os.O_RDWR)
-    made = Lockstep(tmp_path, births)
+    pending = os.open(tmp_path / "births", os.O_RDWR)
+    made = Lockstep(tmp_path, pending)
     yield made
     made.close()
-    os.close(births)
+    os.close(pending)
 
 
 @pytest.fixture

@@ -15,12 +15,15 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.clock import SystemClock
 from lockstep.collectives.contract import Communicator, Waiting, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
-from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
-from lockstep.memory import available_memory
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.communicator import SharedCommunicator
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.system.clock import SystemClock
+from lockstep.system.memory import available_memory
 from lockstep.topology import place
 
 DEADLINE = 20.0
@@ -196,18 +199,18 @@ class Processes:
         while len(self._members) < plan.members:
             self._members.append(_start())
         members = self._members[: plan.members]
-        arena, pool = Arena.create(plan.members), Pool.create()
+        segment, pool = ControlSegment.create(plan.members), SharedPool.create()
         for position, (process, connection) in enumerate(members):
-            send_handle(connection, arena.fd, process.pid)
+            send_handle(connection, segment.fd, process.pid)
             send_handle(connection, pool.fd, process.pid)
             connection.send((plan, position, settings or Settings(), script, args))
         try:
-            return self._listen(_ProcessControl(arena, members), plan, listen, absent)
+            return self._listen(_ProcessControl(segment, members), plan, listen, absent)
         except BaseException:
             self.close()
             raise
         finally:
-            arena.close()
+            segment.close()
             pool.close()
 
     def _listen(
@@ -253,18 +256,20 @@ class Processes:
 
 
 class _ProcessControl:
-    def __init__(self, arena: Arena, members: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
-        self._arena = arena
+    def __init__(
+        self, segment: ControlSegment, members: list[tuple[subprocess.Popen[bytes], Connection]]
+    ) -> None:
+        self._segment = segment
         self._members = members
 
     def release(self, position: int) -> None:
         self._members[position][1].send("proceed")
 
     def abort(self, reason: str) -> None:
-        self._arena.abort(reason)
+        self._segment.abort(reason)
 
     def leave_notice(self, notice: int) -> None:
-        self._arena.leave_notice(notice)
+        self._segment.leave_notice(notice)
 
     def signal(self, position: int, number: int) -> None:
         process, _ = self._members[position]
@@ -302,13 +307,13 @@ def _take_part(connection: Connection, fd: int, pool_fd: int) -> None:
         waits.append(waiting)
         connection.send(waiting)
 
-    arena = Arena.attach(fd)
+    segment = ControlSegment.attach(fd)
     clock = TickingClock(settings.clock_step) if settings.clock_step else None
-    pool = Pool.attach(pool_fd, lambda: settings.available or available_memory())
-    communicator = SharedCommunicator(arena, Room(pool), position, plan, settings.policy, observe, clock)
+    pool = SharedPool.attach(pool_fd, lambda: settings.available or available_memory())
+    communicator = SharedCommunicator(segment, Buffers(pool), position, plan, settings.policy, observe, clock)
     member = Member(communicator, plan, position, connection.recv)
     outcome = perform(script, member, args, waits)
     communicator.close()
-    arena.close()
+    segment.close()
     pool.close()
     connection.send(outcome)

@@ -10,12 +10,12 @@ from collective_twin import DTYPES, FLOATS, leaves_of, sha, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.collectives import packets
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
-from lockstep.collectives.packets import Packets
-from lockstep.collectives.places import Places, Work, run
 from lockstep.collectives.plan import ReducePlan, Step, Sum, cover, halves
+from lockstep.collectives.shared import packed_reduce
+from lockstep.collectives.shared.packed_reduce import PackedReduce
+from lockstep.collectives.shared.slice_reduce import SliceReduce, SliceWork, run
 from lockstep.collectives.summing import Adder, Bytes, flat, merge
 from lockstep.errors import InternalError
 from lockstep.topology import View
@@ -120,12 +120,12 @@ def nans(size: int) -> Bytes:
 def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
     """Run all members' work one after the other in memory that starts as NaNs; return the totals' digests."""
     layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
-    places = Places.of(layout, plan)
+    places = SliceReduce.of(layout, plan)
     memory = nans(layout.size), nans(places.size)
     adder, works, owns = Adder(), [], []
     for position in range(plan.members):
         partials = partials_of(plan, position, case)
-        works.append(Work.of(layout, plan, places, position, tuple(partials), memory))
+        works.append(SliceWork.of(layout, plan, places, position, tuple(partials), memory))
         owns.append({span: flat(leaves) for span, leaves in partials.items()})
     with np.errstate(all="ignore"):
         for work, own in zip(works, owns, strict=True):
@@ -138,12 +138,12 @@ def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
 def simulate_packets(plan: ReducePlan, case: Reduce) -> list[str]:
     """The same with packets."""
     layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
-    totals, shared = [nans(layout.size) for _ in plan.workers], nans(packets.size(layout, plan))
+    totals, shared = [nans(layout.size) for _ in plan.workers], nans(packed_reduce.size(layout, plan))
     adder, works = Adder(), []
     with np.errstate(all="ignore"):
         for position, total in enumerate(totals):
             partials = partials_of(plan, position, case)
-            works.append(Packets.of(layout, plan, position, tuple(partials), (total, shared)))
+            works.append(PackedReduce.of(layout, plan, position, tuple(partials), (total, shared)))
             works[-1].publish({span: flat(leaves) for span, leaves in partials.items()}, adder)
         for work in works:
             work.sum(adder)

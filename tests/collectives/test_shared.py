@@ -17,16 +17,16 @@ from collective_scripts import (
 from collective_twin import sha
 from test_contract import CALLS, each, quick_reports, values
 
-from lockstep.collectives import arena as arenas
-from lockstep.collectives import futex
-from lockstep.collectives.arena import REASON_LIMIT
-from lockstep.collectives.calls import Call
+from lockstep.collectives.calls import CollectiveCall
 from lockstep.collectives.contract import Waiting
-from lockstep.collectives.meeting import Meeting
-from lockstep.collectives.shared import Arena, Pool, Room, SharedCommunicator
-from lockstep.collectives.slots import decode, encode
+from lockstep.collectives.shared import control_segment, futex
+from lockstep.collectives.shared.barrier import Barrier
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.communicator import SharedCommunicator
+from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment, decode, encode
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
-from lockstep.memory import available_memory, cgroup_rooms
+from lockstep.system.memory import available_memory, cgroup_rooms
 
 SMALL = Reduce(1, ((100,),), ("float32",))
 BIG = Reduce(2, ((1_000_000,),), ("float32",))
@@ -42,7 +42,7 @@ def test_a_killed_member(processes: Processes, kind: str, options: dict[str, obj
         if waiting == {0, 1}:
             waiting.add(2)
             control.signal(2, signal.SIGKILL)
-            control.abort("worker 2 was ended by signal 9 (SIGKILL)")
+            control.abort("worker 2 was killed by signal 9 (SIGKILL)")
 
     calls = [each(kind, options, position) for position in (0, 1)]
     outcomes = processes.run(
@@ -51,7 +51,7 @@ def test_a_killed_member(processes: Processes, kind: str, options: dict[str, obj
     assert outcomes[2].error is ProcessLookupError
     for outcome in outcomes[:2]:
         assert outcome.error is PeerLostError
-        assert outcome.message == "worker 2 was ended by signal 9 (SIGKILL)"
+        assert outcome.message == "worker 2 was killed by signal 9 (SIGKILL)"
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)
@@ -104,41 +104,41 @@ def test_nothing_is_left_behind(processes: Processes) -> None:
         return len(list(Path("/proc/self/fd").iterdir()))
 
     before = files(), descriptors()
-    arena = Arena.create(2)
-    other = Arena.attach(os.dup(arena.fd))
+    segment = ControlSegment.create(2)
+    other = ControlSegment.attach(os.dup(segment.fd))
     assert files() == before[0]
-    arena.close()
-    arena.close()
+    segment.close()
+    segment.close()
     other.close()
     assert (files(), descriptors()) == before
 
 
 def test_an_arena_is_inherited_only_where_it_is_passed_on() -> None:
-    arena = Arena.create(1)
-    assert not os.get_inheritable(arena.fd)
-    copy = os.dup(arena.fd)
+    segment = ControlSegment.create(1)
+    assert not os.get_inheritable(segment.fd)
+    copy = os.dup(segment.fd)
     os.set_inheritable(copy, True)
-    other = Arena.attach(copy)
+    other = ControlSegment.attach(copy)
     assert not os.get_inheritable(copy)
     other.close()
-    arena.close()
+    segment.close()
 
 
 def test_a_pool_is_used_by_one_view_after_another() -> None:
-    pool = Pool.create()
-    room = Room(Pool.attach(os.dup(pool.fd)))
+    pool = SharedPool.create()
+    room = Buffers(SharedPool.attach(os.dup(pool.fd)))
     sizes = []
     for replicas, shape in ((1, (1000,)), (3, (1000,)), (1, (10,)), (2, (5000,))):
-        arena = Arena.create(1)
+        segment = ControlSegment.create(1)
         plan = plan_of(replicas, 1)
-        communicator = SharedCommunicator(arena, room, 0, plan)
+        communicator = SharedCommunicator(segment, room, 0, plan)
         for seed in (1, 2):
             case = Reduce(seed, (shape,), ("float32",))
             total = communicator.reduce(partials_of(plan, 0, case))
             assert sha(total) == expected(plan, case)
         sizes.append(os.fstat(pool.fd).st_size)
         communicator.close()
-        arena.close()
+        segment.close()
     assert sizes[0] < sizes[3]
     assert sizes[0] == sizes[1] == sizes[2]
     pool.close()
@@ -147,18 +147,18 @@ def test_a_pool_is_used_by_one_view_after_another() -> None:
 
 def test_what_is_no_pool_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file, pytest.raises(InternalError, match="no pool"):
-        Pool.attach(file.fileno())
+        SharedPool.attach(file.fileno())
 
 
 def test_abort_keeps_the_first_reason_and_cuts_it_off() -> None:
-    arena = Arena.create(2)
-    other = Arena.attach(os.dup(arena.fd))
+    segment = ControlSegment.create(2)
+    other = ControlSegment.attach(os.dup(segment.fd))
     assert other.reason() is None
-    arena.abort("x" + "ä" * REASON_LIMIT)
+    segment.abort("x" + "ä" * REASON_LIMIT)
     other.abort("later")
     assert other.reason() == "x" + "ä" * ((REASON_LIMIT - 1) // 2)
-    arena.close()
-    arena.abort("closed: nothing happens")
+    segment.close()
+    segment.abort("closed: nothing happens")
     other.close()
 
 
@@ -167,51 +167,51 @@ def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
         file = tmp_path / "file"
         file.write_bytes(content)
         fd = os.open(file, os.O_RDWR)
-        with pytest.raises(InternalError, match="no arena"):
-            Arena.attach(fd)
+        with pytest.raises(InternalError, match="no control segment"):
+            ControlSegment.attach(fd)
         os.close(fd)
 
 
 def test_too_little_memory_for_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
-    monkeypatch.setattr(arenas, "available_memory", lambda: 1000)
+    monkeypatch.setattr(control_segment, "available_memory", lambda: 1000)
     with pytest.raises(SharedMemoryError, match=r"needs \d+ bytes .*1000 bytes are available"):
-        Arena.create(2)
+        ControlSegment.create(2)
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_an_arena_cannot_shrink_under_its_members() -> None:
-    arena = Arena.create(1)
+    segment = ControlSegment.create(1)
     with pytest.raises(PermissionError):
-        os.ftruncate(arena.fd, 0)
-    arena.close()
+        os.ftruncate(segment.fd, 0)
+    segment.close()
 
 
 def test_arrivals_are_counted_beyond_32_bits() -> None:
-    arena = Arena.create(1)
-    meeting = Meeting(arena, 0, [0], quick_reports(), None, None)  # type: ignore[arg-type]
+    segment = ControlSegment.create(1)
+    meeting = Barrier(segment, 0, [0], quick_reports(), None, None)  # type: ignore[arg-type]
     meeting._arrival = 2**32 - 2
     for _ in range(4):
-        assert meeting.meet(Call("gather", "gather"), b"x") == [b"x"]
+        assert meeting.meet(CollectiveCall("gather", "gather"), b"x") == [b"x"]
     assert meeting._arrival == 2
-    arena.close()
+    segment.close()
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        Call("barrier", ""),
-        Call("broadcast", "epoch 3", root=7),
-        Call("reduce", "step ä", b"\0" * 64, 0, b"\1" * 16),
-        Call("reduce", "", b"\0", 0, b"\0" * 16),
+        CollectiveCall("barrier", ""),
+        CollectiveCall("broadcast", "epoch 3", root=7),
+        CollectiveCall("reduce", "step ä", b"\0" * 64, 0, b"\1" * 16),
+        CollectiveCall("reduce", "", b"\0", 0, b"\0" * 16),
     ],
 )
-def test_a_slot_keeps_a_call(call: Call) -> None:
+def test_a_slot_keeps_a_call(call: CollectiveCall) -> None:
     assert decode(encode(call, 2**40) + b"rest") == (call, 2**40)
 
 
 def test_a_slot_cuts_a_long_name() -> None:
-    found, _ = decode(encode(Call("barrier", "ä" * 600), 0))
+    found, _ = decode(encode(CollectiveCall("barrier", "ä" * 600), 0))
     assert found.what == "ä" * 256
 
 
@@ -235,11 +235,11 @@ def test_room_under_cgroup_limits(tmp_path: Path) -> None:
 
 def test_a_word_is_confirmed_where_loads_are_not_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futex, "LOADS_IN_ORDER", False)
-    arena = Arena.create(1)
+    segment = ControlSegment.create(1)
     for _ in range(3):
-        futex.confirm(arena.address(0), arena.arrivals(0))
-        futex.adder(arena.address(0))()
-    assert arena.arrivals(0) == 3
-    arena.close()
+        futex.confirm(segment.address(0), segment.arrivals(0))
+        futex.adder(segment.address(0))()
+    assert segment.arrivals(0) == 3
+    segment.close()
     with pytest.raises(OSError, match="futex: "):
         futex.wake(1)

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from lockstep.cluster.tf_config import parse
-from lockstep.config import tf_config
-from lockstep.control.places import check_free, resolve
-from lockstep.control.waiting import Patient
 from lockstep.doctor import addresses
 from lockstep.doctor.addresses import LONGEST_WAIT, Place, examine_tf_config, judge
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Rating
 from lockstep.errors import ConfigError, PeerStuckError
+from lockstep.rendezvous.addresses import check_free, resolve
+from lockstep.rendezvous.waiting import WaitNotices
+from lockstep.system.environment import tf_config
 
 HOSTS = {"localhost": "127.0.0.1", "here": "127.0.0.1", "elsewhere": "192.0.2.1", "127.0.0.1": "127.0.0.1"}
 """192.0.2.1 is no machine's."""
@@ -41,7 +41,7 @@ def rows(text: str | None, **options: Any) -> dict[str, Finding]:
     findings = examine_tf_config(text, **{"resolve": find, **options})
     assert {finding.section for finding in findings} <= {"environment"}
     for finding in findings:
-        assert bool(finding.remedy) == (finding.verdict is Verdict.WARNING)
+        assert bool(finding.remedy) == (finding.rating is Rating.WARNING)
         json.dumps(finding.facts)
     return {finding.name: finding for finding in findings}
 
@@ -76,16 +76,16 @@ def test_a_fault_is_named_as_a_script_would(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     finding = rows(text)["TF_CONFIG"]
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert finding.reason == str(caught.value)
 
 
 def test_two_workers_of_this_machine(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"here:{free()}", f"here:{free()}"]}, index=1))
     assert list(found) == ["TF_CONFIG", "TF_CONFIG: addresses"]
-    assert found["TF_CONFIG: addresses"].reason == "all 2 are this machine's, and their ports free"
+    assert found["TF_CONFIG: addresses"].reason == "all 2 belong to this machine, and their ports are free"
     finding = found["TF_CONFIG"]
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert "worker 1, one of 2 tasks that train: a script that is started by hand waits for worker 0" in (
         finding.reason
     )
@@ -94,7 +94,7 @@ def test_two_workers_of_this_machine(free: Callable[[], int]) -> None:
 
 
 def test_a_script_waits_as_long_as_is_said() -> None:
-    patient = Patient("worker 0", 0.0)
+    patient = WaitNotices("worker 0", 0.0)
     patient.line(LONGEST_WAIT - 1)
     with pytest.raises(PeerStuckError):
         patient.line(LONGEST_WAIT)
@@ -103,7 +103,7 @@ def test_a_script_waits_as_long_as_is_said() -> None:
 def test_other_addresses_of_this_machine_are_meant() -> None:
     config = parse(written({"worker": ["a:1", "b:1"]}))
     places = [Place("worker 0", "a:1", "10.0.0.1"), Place("worker 1", "b:1", "127.0.0.1")]
-    assert [finding.verdict for finding in judge(config, places)] == [Verdict.FINE] * 2
+    assert [finding.rating for finding in judge(config, places)] == [Rating.FINE] * 2
     assert judge(config, places)[0].reason.startswith(
         "this process is worker 0, one of 2 tasks that train: a "
     )
@@ -120,21 +120,21 @@ def test_a_job_of_lockstep_run_has_left_it() -> None:
         raise AssertionError(host)
 
     [finding] = rows(tf_config(0, 2), resolve=never).values()
-    assert finding.verdict is Verdict.WARNING
-    assert finding.reason.startswith("comes from inside a job of lockstep run")
+    assert finding.rating is Rating.WARNING
+    assert finding.reason.startswith("it was set in a job of lockstep run")
 
 
 def test_a_cluster_of_one(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"localhost:{free()}"]}))
-    assert found["TF_CONFIG"].verdict is Verdict.WARNING
+    assert found["TF_CONFIG"].rating is Rating.WARNING
     assert found["TF_CONFIG"].reason.startswith("worker 0 is the only task that trains")
-    assert found["TF_CONFIG: addresses"].verdict is Verdict.FINE
+    assert found["TF_CONFIG: addresses"].rating is Rating.FINE
 
 
 def test_an_address_that_nobody_uses_does_no_harm() -> None:
     with listening() as port:
         found = rows(written({"worker": ["nowhere:1"], "ps": [f"here:{port}", "elsewhere:1"]}))
-    assert [finding.verdict for finding in found.values()] == [Verdict.WARNING] + [Verdict.FINE] * 3
+    assert [finding.rating for finding in found.values()] == [Rating.WARNING] + [Rating.FINE] * 3
     for name in ("worker 0", "ps 0", "ps 1"):
         assert found[f"TF_CONFIG: {name}"].reason.endswith("; Lockstep does not use this address")
 
@@ -142,31 +142,31 @@ def test_an_address_that_nobody_uses_does_no_harm() -> None:
 def test_a_parameter_server_and_an_evaluator() -> None:
     cluster = {"worker": ["here:1", "here:2"], "ps": ["here:3"]}
     finding = rows(written(cluster, "ps"))["TF_CONFIG"]
-    assert finding.verdict is Verdict.WARNING
-    assert finding.reason.startswith("this process is ps 0, for which there is nothing to do")
+    assert finding.rating is Rating.WARNING
+    assert finding.reason.startswith("this process is ps 0, which does nothing")
     finding = rows(written(cluster, "evaluator", 3))["TF_CONFIG"]
-    assert finding.verdict is Verdict.FINE
+    assert finding.rating is Rating.FINE
     assert finding.reason.startswith("this process is the evaluator")
 
 
 def test_a_host_without_an_address(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"here:{free()}", "nowhere:2"]}))
     finding = found["TF_CONFIG: worker 1"]
-    assert finding.verdict is Verdict.WARNING
-    assert finding.reason.startswith("nowhere:2: the host is not known here (Name or service not known)")
+    assert finding.rating is Rating.WARNING
+    assert finding.reason.startswith("nowhere:2: the host cannot be resolved (Name or service not known)")
     assert "waits" not in found["TF_CONFIG"].reason
     assert "TF_CONFIG: worker 0" not in found
 
 
 def test_a_reserved_name_has_no_address() -> None:
     finding = rows(written({"worker": ["host.invalid:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
-    assert finding["TF_CONFIG: worker 0"].verdict is Verdict.WARNING
+    assert finding["TF_CONFIG: worker 0"].rating is Rating.WARNING
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
 def test_a_name_that_cannot_be_one(host: str) -> None:
     found = rows(written({"worker": [f"{host}:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
-    assert "the host is not known here" in found["TF_CONFIG: worker 0"].reason
+    assert "the host cannot be resolved" in found["TF_CONFIG: worker 0"].reason
 
 
 def test_a_name_service_that_does_not_answer(free: Callable[[], int]) -> None:
@@ -182,7 +182,9 @@ def test_a_name_service_that_does_not_answer(free: Callable[[], int]) -> None:
         found = rows(written({"worker": ["slow:1", *hosts]}), resolve=slow, patience=0.5)
     finally:
         answer.set()
-    assert found["TF_CONFIG: worker 0"].reason.startswith("slow:1: no answer in 0.5 s")
+    assert found["TF_CONFIG: worker 0"].reason.startswith(
+        "slow:1: the host could not be resolved within 0.5 s"
+    )
     assert list(found) == ["TF_CONFIG", "TF_CONFIG: worker 0"]
 
 
@@ -201,9 +203,9 @@ def test_hosts_are_asked_for_at_once_and_once() -> None:
 def test_an_address_of_another_machine_is_refused_as_a_script_does() -> None:
     found = rows(written({"worker": ["here:1", "elsewhere:2"]}))
     finding = found["TF_CONFIG: worker 1"]
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert finding.reason.startswith(
-        "elsewhere:2 is no address of this machine: workers that are started by hand"
+        "elsewhere:2 is not an address of this machine: workers that are started by hand"
     )
     assert finding.facts["here"] is False
     with pytest.raises(ConfigError, match="is not one of this host"):
@@ -217,7 +219,7 @@ def test_a_port_that_is_taken_and_by_whom(free: Callable[[], int], index: int) -
         with pytest.raises(ConfigError, match="is in use by"):
             check_free(f"127.0.0.1:{port}", "worker 1")
     finding = found["TF_CONFIG: worker 1"]
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     name = psutil.Process().name()
     assert finding.reason.startswith(f"here:{port} is in use by {name} (process {os.getpid()}): worker 1, ")
     assert "TF_CONFIG: worker 0" not in found
@@ -256,13 +258,13 @@ def test_whose_port_it_is_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(psutil, "net_connections", lambda kind: mine)
         assert "by a process of another user" in rows(text)["TF_CONFIG: worker 0"].reason
         monkeypatch.setattr(psutil, "net_connections", lambda kind: [])
-        assert "by another program, which cannot be seen" in rows(text)["TF_CONFIG: worker 0"].reason
+        assert "by another program that is not visible" in rows(text)["TF_CONFIG: worker 0"].reason
 
         def refuse(kind: str) -> None:
             raise psutil.AccessDenied
 
         monkeypatch.setattr(psutil, "net_connections", refuse)
-        assert "by another program, which cannot be seen" in rows(text)["TF_CONFIG: worker 0"].reason
+        assert "by another program that is not visible" in rows(text)["TF_CONFIG: worker 0"].reason
 
 
 def test_a_port_that_was_only_left_is_free(free: Callable[[], int]) -> None:
@@ -282,5 +284,5 @@ def test_an_ipv6_address(free: Callable[[], int]) -> None:
     if not Path("/proc/net/if_inet6").exists():
         assert "cannot be used here" in found["TF_CONFIG: worker 0"].reason
         return
-    assert found["TF_CONFIG: addresses"].verdict is Verdict.FINE
+    assert found["TF_CONFIG: addresses"].rating is Rating.FINE
     assert "loopback" in found["TF_CONFIG"].reason

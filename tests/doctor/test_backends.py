@@ -9,11 +9,11 @@ import pytest
 
 from lockstep.doctor import backends, training
 from lockstep.doctor.backends import Answer
-from lockstep.doctor.finding import Finding, Verdict
-from lockstep.doctor.gpus import Reading
+from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.gpus import GpuReading
 from lockstep.doctor.programs import Ended
 
-NO_GPU = Reading(None, (), "no NVIDIA driver", "")
+NO_GPU = GpuReading(None, (), "no NVIDIA driver", "")
 BUILT = {"built": {"version": "1.0", "cuda": None, "cudnn": None}}
 FOR_CUDA = {"built": {"version": "1.0", "cuda": "12.8", "cudnn": "91002"}}
 CPU = {"devices": ["cpu"]}
@@ -30,55 +30,55 @@ def judged(answer: Answer, gpus: int = 0, *, chosen: bool = True) -> list[Findin
 
 def test_a_backend_that_computes_is_fine() -> None:
     findings = judged(answer(BUILT, CPU, COMPUTED))
-    assert [finding.verdict for finding in findings] == [Verdict.FINE] * 2
+    assert [finding.rating for finding in findings] == [Rating.FINE] * 2
     assert findings[-1].name == "jax computes on cpu"
     assert findings[-1].reason == "the same bits twice"
 
 
-@pytest.mark.parametrize(("chosen", "verdict"), [(True, Verdict.FAILURE), (False, Verdict.WARNING)])
-def test_a_backend_that_cannot_be_imported(chosen: bool, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("chosen", "verdict"), [(True, Rating.FAILURE), (False, Rating.WARNING)])
+def test_a_backend_that_cannot_be_imported(chosen: bool, rating: Rating) -> None:
     (finding,) = judged(answer(status=1, errors="Traceback\nImportError: libfoo.so"), chosen=chosen)
-    assert finding.verdict == verdict
-    assert finding.reason == "when it was imported it ended with status 1: ImportError: libfoo.so"
+    assert finding.rating == rating
+    assert finding.reason == "during import it exited with status 1: ImportError: libfoo.so"
 
 
 @pytest.mark.parametrize(
     ("parts", "where"),
     [
-        ([BUILT], "when it was asked for its devices"),
-        ([BUILT, CPU], "when it computed on cpu"),
-        ([BUILT, CPU, COMPUTED], "at its end"),
+        ([BUILT], "while listing its devices"),
+        ([BUILT, CPU], "while computing on cpu"),
+        ([BUILT, CPU, COMPUTED], "at exit"),
     ],
 )
 def test_a_crash_is_a_row_that_says_how_far_it_came(parts: list[dict[str, Any]], where: str) -> None:
     finding = judged(answer(*parts, status=-11))[-1]
-    assert finding.verdict == Verdict.FAILURE
-    assert finding.reason == f"{where} it was ended by SIGSEGV"
+    assert finding.rating == Rating.FAILURE
+    assert finding.reason == f"{where} it was killed by SIGSEGV"
 
 
 def test_a_backend_that_hangs_is_told_with_the_time() -> None:
     finding = judged(answer(BUILT, status=None))[-1]
-    assert finding.reason == "when it was asked for its devices it had not ended after 14 s"
+    assert finding.reason == "while listing its devices it was still running after 14 s"
     assert "try again" in finding.remedy
-    assert finding.verdict == Verdict.FAILURE
+    assert finding.rating == Rating.FAILURE
 
 
 @pytest.mark.parametrize(("seconds", "slow"), [(14.0, False), (45.0, True)])
 def test_a_backend_that_is_slow_is_a_warning(seconds: float, slow: bool) -> None:
     told = answer(BUILT, CPU, COMPUTED)
     findings = judged(replace(told, ended=replace(told.ended, seconds=seconds)))
-    verdicts = {finding.name: finding.verdict for finding in findings}
-    assert verdicts.get("jax is slow") == (Verdict.WARNING if slow else None)
-    assert max(verdicts.values()) == (Verdict.WARNING if slow else Verdict.FINE)
+    verdicts = {finding.name: finding.rating for finding in findings}
+    assert verdicts.get("jax is slow") == (Rating.WARNING if slow else None)
+    assert max(verdicts.values()) == (Rating.WARNING if slow else Rating.FINE)
 
 
 def test_a_training_that_is_slow_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / training.RESULT).write_text('{"images_per_second": 5, "hash": "0"}')
     verdicts = [
-        training.judge("jax", Ended(status, "", "", seconds), tmp_path).verdict
+        training.judge("jax", Ended(status, "", "", seconds), tmp_path).rating
         for status, seconds in ((0, 5.0), (0, 45.0), (None, 60.0))
     ]
-    assert verdicts == [Verdict.FINE, Verdict.WARNING, Verdict.FAILURE]
+    assert verdicts == [Rating.FINE, Rating.WARNING, Rating.FAILURE]
 
 
 def test_half_a_line_is_no_part() -> None:
@@ -91,30 +91,30 @@ def test_a_device_that_fails_and_one_that_gives_other_bits() -> None:
     other = {"device": "cuda:1", "fault": "", "same": False}
     devices = {"devices": ["cuda:0", "cuda:1"]}
     first, second = judged(answer(BUILT, devices, failed, other))[-2:]
-    assert (first.verdict, first.reason) == (Verdict.FAILURE, "RuntimeError: no kernel image")
-    assert (second.verdict, second.name) == (Verdict.WARNING, "jax computes on cuda:1")
+    assert (first.rating, first.reason) == (Rating.FAILURE, "RuntimeError: no kernel image")
+    assert (second.rating, second.name) == (Rating.WARNING, "jax computes on cuda:1")
 
 
 def test_a_backend_for_cuda_that_does_not_see_a_gpu_that_is_shown() -> None:
     findings = {finding.name: finding for finding in judged(answer(FOR_CUDA, CPU, COMPUTED), 1)}
-    assert findings["jax sees the GPU"].verdict == Verdict.WARNING
+    assert findings["jax sees the GPU"].rating == Rating.WARNING
     assert "jax sees the GPU" not in {finding.name for finding in judged(answer(FOR_CUDA, CPU, COMPUTED))}
 
 
 @pytest.mark.parametrize(
     ("parts", "where"),
     [
-        ([], "when it was imported"),
-        ([BUILT], "when it was asked for its devices"),
-        ([BUILT, CPU], "when it computed on cpu"),
+        ([], "during import"),
+        ([BUILT], "while listing its devices"),
+        ([BUILT, CPU], "while computing on cpu"),
     ],
 )
 def test_an_end_without_an_error_before_all_is_told_is_no_good_end(
     parts: list[dict[str, Any]], where: str
 ) -> None:
     finding = judged(answer(*parts))[-1]
-    assert finding.verdict == Verdict.FAILURE
-    assert finding.reason == f"{where} it ended with status 0"
+    assert finding.rating == Rating.FAILURE
+    assert finding.reason == f"{where} it exited with status 0"
 
 
 def test_what_others_write_between_is_passed_over() -> None:
@@ -122,7 +122,7 @@ def test_what_others_write_between_is_passed_over() -> None:
     told = [json.dumps(part) for part in (BUILT, CPU, COMPUTED)]
     lines = [line for part in told for line in (*noise, part)]
     findings = judged(Answer.of(Ended(0, "\n".join(lines), "", 1.0)))
-    assert [finding.verdict for finding in findings] == [Verdict.FINE] * 2
+    assert [finding.rating for finding in findings] == [Rating.FINE] * 2
 
 
 def test_what_cannot_be_started_is_told() -> None:

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.slurm import SlurmClusterResolver
-from lockstep.config import device_variables, job_environment, switched_off
-from lockstep.doctor.environment import EFFECTS, examine_environment, leaves_out, without_secrets
-from lockstep.doctor.finding import Finding, Verdict
-from lockstep.doctor.shadows import hidden_modules
+from lockstep.doctor.environment import (
+    EFFECTS,
+    examine_environment,
+    hidden_modules,
+    leaves_out,
+    without_secrets,
+)
+from lockstep.doctor.finding import Finding, Rating
 from lockstep.errors import ConfigError
+from lockstep.system.environment import device_variables, job_environment, switched_off
 
 
 @pytest.fixture
@@ -33,15 +38,15 @@ def findings(folder: Path, variables: dict[str, str], **options: Any) -> list[Fi
 def single(folder: Path, variables: dict[str, str], **options: Any) -> Finding:
     [finding] = findings(folder, variables, **options)
     assert finding.section == "environment"
-    assert bool(finding.remedy) == (finding.verdict is not Verdict.FINE)
+    assert bool(finding.remedy) == (finding.rating is not Rating.FINE)
     json.dumps(finding.facts)
     return finding
 
 
 def test_nothing_is_set(tmp_path: Path) -> None:
     finding = single(tmp_path, {"HOME": "/home/me", "OMP_NUM_THREADS": ""})
-    assert (finding.name, finding.verdict) == ("variables", Verdict.FINE)
-    assert finding.reason == "none is set that acts on a job"
+    assert (finding.name, finding.rating) == ("variables", Rating.FINE)
+    assert finding.reason == "no variable that affects a job is set"
 
 
 def test_what_others_judge_is_not_nothing(tmp_path: Path) -> None:
@@ -55,18 +60,18 @@ def test_the_shell_of_this_test_is_judged() -> None:
 @pytest.mark.parametrize(
     ("value", "verdict", "said"),
     [
-        ("-1", Verdict.WARNING, "'-1' hides all GPUs: jobs compute on the CPU"),
-        ("", Verdict.WARNING, "'' hides all GPUs: jobs compute on the CPU"),
-        ("0", Verdict.FINE, "names 1 GPU (0)"),
-        ("1, GPU-8932f937", Verdict.FINE, "names 2 GPUs (1, GPU-8932f937)"),
-        ("0,-1,1", Verdict.WARNING, "'0,-1,1' shows 1 GPU, and hides what follows"),
-        ("0,", Verdict.WARNING, "'0,' shows 1 GPU, and hides what follows"),
+        ("-1", Rating.WARNING, "'-1' hides all GPUs: jobs compute on the CPU"),
+        ("", Rating.WARNING, "'' hides all GPUs: jobs compute on the CPU"),
+        ("0", Rating.FINE, "names 1 GPU (0)"),
+        ("1, GPU-8932f937", Rating.FINE, "names 2 GPUs (1, GPU-8932f937)"),
+        ("0,-1,1", Rating.WARNING, "'0,-1,1' shows 1 GPU, and hides those after"),
+        ("0,", Rating.WARNING, "'0,' shows 1 GPU, and hides those after"),
     ],
 )
-def test_visible_gpus(tmp_path: Path, value: str, verdict: Verdict, said: str) -> None:
+def test_visible_gpus(tmp_path: Path, value: str, rating: Rating, said: str) -> None:
     finding = single(tmp_path, {"CUDA_VISIBLE_DEVICES": value})
     assert said in finding.reason
-    assert (finding.name, finding.verdict) == ("CUDA_VISIBLE_DEVICES", verdict)
+    assert (finding.name, finding.rating) == ("CUDA_VISIBLE_DEVICES", rating)
 
 
 def test_gpus_that_are_hidden_are_counted(tmp_path: Path, driver: Path) -> None:
@@ -79,14 +84,14 @@ def test_what_lockstep_sets_itself_is_said(tmp_path: Path) -> None:
     own |= {"TF_NUM_INTEROP_THREADS", "NPROC", "PYTHONHASHSEED"}
     for name in own:
         finding = single(tmp_path, {name: "77"})
-        assert finding.verdict is Verdict.FINE
+        assert finding.rating is Rating.FINE
         assert finding.reason.startswith("77: Lockstep sets its own for workers")
         assert job_environment(0, 1, {name: "77"})[name] != "77"
 
 
 def test_what_workers_inherit_is_said(tmp_path: Path) -> None:
     for name in ("XLA_FLAGS", "JAX_ENABLE_X64"):
-        assert "workers have it too" in single(tmp_path, {name: "77"}).reason
+        assert "applies to workers too" in single(tmp_path, {name: "77"}).reason
         assert job_environment(0, 1, {name: "77"})[name] == "77"
 
 
@@ -109,15 +114,15 @@ def test_where_workers_share_a_gpu(tmp_path: Path, name: str, shared: bool) -> N
 def test_deterministic_operations_switched_off(tmp_path: Path, name: str, value: str) -> None:
     assert switched_off({name: value}) == (name,)
     finding = single(tmp_path, {name: value})
-    assert (finding.name, finding.verdict) == (name, Verdict.WARNING)
-    assert finding.reason.startswith(f"'{value}' switches deterministic operations off")
+    assert (finding.name, finding.rating) == (name, Rating.WARNING)
+    assert finding.reason.startswith(f"'{value}' disables deterministic operations")
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("TF_DETERMINISTIC_OPS", "1"), ("CUBLAS_WORKSPACE_CONFIG", ":16:8")]
 )
 def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: str) -> None:
-    assert single(tmp_path, {name: value}).verdict is Verdict.FINE
+    assert single(tmp_path, {name: value}).rating is Rating.FINE
 
 
 @pytest.mark.parametrize(
@@ -127,45 +132,45 @@ def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: 
             "JAX_PLATFORMS",
             "cpu",
             True,
-            Verdict.WARNING,
-            "cpu: JAX computes on the CPU, though 2 GPUs can be seen",
+            Rating.WARNING,
+            "cpu: JAX computes on the CPU despite 2 visible GPUs",
         ),
-        ("JAX_PLATFORM_NAME", "CPU", True, Verdict.WARNING, "CPU: JAX computes on the CPU"),
-        ("JAX_PLATFORMS", "cpu,cuda", True, Verdict.WARNING, "JAX computes on the CPU"),
-        ("JAX_PLATFORMS", "cpu", False, Verdict.FINE, "cpu: where JAX computes"),
-        ("JAX_PLATFORMS", "cuda", True, Verdict.FINE, "cuda: where JAX computes"),
+        ("JAX_PLATFORM_NAME", "CPU", True, Rating.WARNING, "CPU: JAX computes on the CPU"),
+        ("JAX_PLATFORMS", "cpu,cuda", True, Rating.WARNING, "JAX computes on the CPU"),
+        ("JAX_PLATFORMS", "cpu", False, Rating.FINE, "cpu: where JAX computes"),
+        ("JAX_PLATFORMS", "cuda", True, Rating.FINE, "cuda: where JAX computes"),
         (
             "JAX_PLATFORMS",
             "cuda",
             False,
-            Verdict.WARNING,
-            "nothing but GPUs, and fails, since none can be seen",
+            Rating.WARNING,
+            "JAX uses only GPUs and fails because none is visible",
         ),
-        ("JAX_PLATFORM_NAME", "gpu", False, Verdict.WARNING, "nothing but GPUs, and fails"),
-        ("JAX_PLATFORMS", "cuda,cpu", False, Verdict.FINE, "where JAX computes"),
+        ("JAX_PLATFORM_NAME", "gpu", False, Rating.WARNING, "JAX uses only GPUs and fails"),
+        ("JAX_PLATFORMS", "cuda,cpu", False, Rating.FINE, "where JAX computes"),
     ],
 )
 def test_platforms_of_jax(
-    tmp_path: Path, driver: Path, name: str, value: str, gpus: bool, verdict: Verdict, said: str
+    tmp_path: Path, driver: Path, name: str, value: str, gpus: bool, rating: Rating, said: str
 ) -> None:
     finding = single(tmp_path, {name: value}, driver=driver if gpus else tmp_path / "none")
     assert said in finding.reason
-    assert (finding.name, finding.verdict) == (name, verdict)
+    assert (finding.name, finding.rating) == (name, rating)
 
 
 def test_gpus_that_are_hidden_from_jax_too(tmp_path: Path, driver: Path) -> None:
     variables = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cuda"}
     hidden, platforms = findings(tmp_path, variables, driver=driver)
     assert (hidden.name, platforms.name) == ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
-    assert platforms.verdict is Verdict.WARNING
+    assert platforms.rating is Rating.WARNING
 
 
 def test_the_part_of_a_gpus_memory(tmp_path: Path) -> None:
     name, other = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
-    assert single(tmp_path, {name: ".5"}).verdict is Verdict.FINE
-    assert "'half' is no number: JAX fails on a GPU" in single(tmp_path, {name: "half"}).reason
+    assert single(tmp_path, {name: ".5"}).rating is Rating.FINE
+    assert "'half' is not a number: JAX fails on a GPU" in single(tmp_path, {name: "half"}).reason
     both = findings(tmp_path, {name: ".5", other: ".5"})
-    assert [finding.verdict for finding in both] == [Verdict.WARNING] * 2
+    assert [finding.rating for finding in both] == [Rating.WARNING] * 2
 
 
 def test_a_long_value_is_shortened_and_harmless(tmp_path: Path) -> None:
@@ -226,18 +231,18 @@ def test_python_path(tmp_path: Path) -> None:
         folder.mkdir()
     (bad / "numpy.py").write_text("")
     finding = single(tmp_path, {"PYTHONPATH": f"{good}:{absent}"})
-    assert finding.verdict is Verdict.FINE
-    assert finding.reason.endswith(f"; {absent} is not there")
+    assert finding.rating is Rating.FINE
+    assert finding.reason.endswith(f"; {absent} does not exist")
     finding = single(tmp_path, {"PYTHONPATH": f"{good}:{bad}"})
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert finding.reason.startswith(f"{bad} has a module numpy")
-    assert single(tmp_path, {"PYTHONPATH": f"{bad}"}, installed=[bad]).verdict is Verdict.FINE
+    assert single(tmp_path, {"PYTHONPATH": f"{bad}"}, installed=[bad]).rating is Rating.FINE
 
 
 def test_a_script_beside_a_module_of_that_name(tmp_path: Path) -> None:
     (tmp_path / "keras.py").write_text("")
     finding = single(tmp_path, {})
-    assert (finding.name, finding.verdict) == ("current folder", Verdict.WARNING)
+    assert (finding.name, finding.rating) == ("current folder", Rating.WARNING)
     assert finding.facts["modules"] == ["keras"]
 
 
@@ -246,16 +251,16 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert single(Path(), {"PYTHONPATH": "here::"}).verdict is Verdict.FINE
+    assert single(Path(), {"PYTHONPATH": "here::"}).rating is Rating.FINE
 
 
 def test_libraries_that_are_loaded_first(tmp_path: Path) -> None:
     there, absent = tmp_path / "there.so", tmp_path / "absent.so"
     there.write_text("")
-    assert single(tmp_path, {"LD_PRELOAD": f"{there} libc.so.6:$LIB/x.so"}).verdict is Verdict.FINE
+    assert single(tmp_path, {"LD_PRELOAD": f"{there} libc.so.6:$LIB/x.so"}).rating is Rating.FINE
     finding = single(tmp_path, {"LD_PRELOAD": f"{there} {absent}"})
-    assert finding.verdict is Verdict.WARNING
-    assert finding.reason.startswith(f"{absent} is not there")
+    assert finding.rating is Rating.WARNING
+    assert finding.reason.startswith(f"{absent} does not exist")
     assert single(tmp_path, {"LD_PRELOAD": " "}).name == "variables"
 
 
@@ -293,7 +298,7 @@ def test_what_is_asked_for_at_a_proxy(tmp_path: Path, no_proxy: str, out: list[s
     for name in ("no_proxy", "NO_PROXY"):
         finding = single(tmp_path, {"http_proxy": "http://proxy:1", name: no_proxy})
         assert finding.name == "proxies"
-        assert finding.verdict is (Verdict.WARNING if out else Verdict.FINE)
+        assert finding.rating is (Rating.WARNING if out else Rating.FINE)
         assert finding.facts["left_out"] == out
 
 
@@ -303,8 +308,8 @@ def test_no_proxy_alone_does_nothing(tmp_path: Path) -> None:
 
 def test_variables_of_a_worker_are_left_over(tmp_path: Path) -> None:
     finding = single(tmp_path, {"LOCKSTEP_WORKER": "1", "LOCKSTEP_SEED": "0"})
-    assert finding.verdict is Verdict.WARNING
-    assert finding.reason.startswith("LOCKSTEP_SEED, LOCKSTEP_WORKER: only workers are told these")
+    assert finding.rating is Rating.WARNING
+    assert finding.reason.startswith("LOCKSTEP_SEED, LOCKSTEP_WORKER: these are for workers only")
     assert "LOCKSTEP_WORKER" not in job_environment(0, 1, {"LOCKSTEP_WORKER": "1"})
 
 
@@ -318,14 +323,14 @@ STEP = {
 
 def test_a_task_of_slurm(tmp_path: Path) -> None:
     finding = single(tmp_path, STEP)
-    assert finding.verdict is Verdict.FINE
-    assert "this is worker 2 of 3 on 2 hosts" in finding.reason
+    assert finding.rating is Rating.FINE
+    assert "takes this for worker 2 of 3 on 2 hosts" in finding.reason
 
 
 def test_an_allocation_of_slurm_without_a_step(tmp_path: Path) -> None:
     finding = single(tmp_path, {"SLURM_JOB_ID": "1"})
-    assert finding.verdict is Verdict.FINE
-    assert "misses SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST" in finding.reason
+    assert finding.rating is Rating.FINE
+    assert "needs SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST" in finding.reason
 
 
 @pytest.mark.parametrize(
@@ -344,7 +349,7 @@ def test_what_the_resolver_refuses(
 ) -> None:
     broken = STEP | {f"SLURM_{name}": value}
     finding = single(tmp_path, broken)
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert said in finding.reason
     for variable, text in broken.items():
         monkeypatch.setenv(variable, text)
@@ -355,7 +360,7 @@ def test_what_the_resolver_refuses(
 @pytest.mark.parametrize("value", ["1", "True"])
 def test_the_keras_of_before_is_a_trap(tmp_path: Path, value: str) -> None:
     finding = single(tmp_path, {"TF_USE_LEGACY_KERAS": value})
-    assert finding.verdict is Verdict.FAILURE
+    assert finding.rating is Rating.FAILURE
     assert "tf.keras is Keras 2" in finding.reason
 
 

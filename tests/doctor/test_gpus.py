@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.doctor.finding import Finding, Verdict
-from lockstep.doctor.gpus import Driver, Gpu, Memory, Process, Reading, describe, judge, judge_build
+from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process, describe, judge, judge_build
 
 GIB = 2**30
 DRIVER = Driver("570.124.06", (12, 8))
@@ -15,8 +15,8 @@ H100 = Gpu(
     "NVIDIA H100",
     "GPU-aa",
     "00000000:1B:00.0",
-    Memory(80 * GIB, 20 * GIB, 60 * GIB),
-    Memory(128 * GIB, GIB, 127 * GIB),
+    GpuMemory(80 * GIB, 20 * GIB, 60 * GIB),
+    GpuMemory(128 * GIB, GIB, 127 * GIB),
     34,
     75.5,
     700.0,
@@ -31,16 +31,16 @@ DENIED = Gpu(0, fault="this process may not use it", denied=True)
 
 
 def judged(*gpus: Gpu, listed: str | None = None, order: str | None = None) -> dict[str, Finding]:
-    findings = judge(Reading(DRIVER, gpus), listed, order)
+    findings = judge(GpuReading(DRIVER, gpus), listed, order)
     assert {finding.section for finding in findings} == {"gpus"}
     for finding in findings:
         json.dumps(finding.facts)
-        assert bool(finding.remedy) == (finding.verdict > Verdict.FINE)
+        assert bool(finding.remedy) == (finding.rating > Rating.FINE)
     return {finding.name: finding for finding in findings}
 
 
 def built(cuda: str | None, *gpus: Gpu, driver: Driver | None = DRIVER, backend: str = "jax") -> Finding:
-    finding = judge_build(Reading(driver, gpus or (H100,)), backend, cuda, "9.10.2" if cuda else None)
+    finding = judge_build(GpuReading(driver, gpus or (H100,)), backend, cuda, "9.10.2" if cuda else None)
     assert finding.section == "backends"
     json.dumps(finding.facts)
     return finding
@@ -57,7 +57,7 @@ def test_several_gpus_of_different_kinds() -> None:
         "utilization 3 %, processes 41 python (12.0 GiB), 42"
     )
     assert rows["GPU 1"].reason == "GeForce GT 710, temperature 41 C, processes none"
-    assert {row.verdict for row in rows.values()} == {Verdict.FINE}
+    assert {row.rating for row in rows.values()} == {Rating.FINE}
 
 
 def test_the_facts_are_everything() -> None:
@@ -73,50 +73,50 @@ def test_the_facts_are_everything() -> None:
 
 
 def test_a_gpu_that_tells_nothing() -> None:
-    assert describe(Gpu(3)) == "a kind that it does not tell"
-    assert judged(Gpu(0))["GPU 0"].verdict == Verdict.FINE
+    assert describe(Gpu(3)) == "an unknown model"
+    assert judged(Gpu(0))["GPU 0"].rating == Rating.FINE
 
 
 def test_no_gpu_is_fine() -> None:
-    (only,) = judge(Reading(None), None)
-    assert (only.verdict, only.reason) == (Verdict.FINE, "no GPU; workers compute on the CPU")
-    (only,) = judge(Reading(None, (), "none on the PCI bus, and no driver"), "0")
+    (only,) = judge(GpuReading(None), None)
+    assert (only.rating, only.reason) == (Rating.FINE, "no GPU; workers compute on the CPU")
+    (only,) = judge(GpuReading(None, (), "none on the PCI bus, and no driver"), "0")
     assert only.reason == "no GPU (none on the PCI bus, and no driver); workers compute on the CPU"
 
 
 def test_a_gpu_without_a_driver_is_not() -> None:
-    (only,) = judge(Reading(None, (), "there is a device, but no driver", "install it"), None)
-    assert (only.verdict, only.remedy) == (Verdict.WARNING, "install it")
+    (only,) = judge(GpuReading(None, (), "there is a device, but no driver", "install it"), None)
+    assert (only.rating, only.remedy) == (Rating.WARNING, "install it")
     assert only.reason == "there is a device, but no driver; workers compute on the CPU"
 
 
 def test_a_driver_that_shows_no_gpu() -> None:
-    driver, gpus = judge(Reading(DRIVER, (), "the driver does not take it", "look"), None)
-    assert (driver.verdict, gpus.verdict) == (Verdict.FINE, Verdict.WARNING)
-    assert judge(Reading(Driver("570.124.06", None)), None)[0].reason == "570.124.06"
+    driver, gpus = judge(GpuReading(DRIVER, (), "the driver does not support it", "look"), None)
+    assert (driver.rating, gpus.rating) == (Rating.FINE, Rating.WARNING)
+    assert judge(GpuReading(Driver("570.124.06", None)), None)[0].reason == "570.124.06"
 
 
 def test_a_gpu_off_the_bus_while_others_work() -> None:
     rows = judged(H100, LOST)
     lost = rows["GPU 1"]
-    assert lost.verdict == Verdict.FAILURE
+    assert lost.rating == Rating.FAILURE
     assert lost.reason == "NVIDIA H100 at 00000000:2B:00.0: it has fallen off the bus"
     assert "dmesg" in lost.remedy
     assert "until then name the UUIDs of the others" in lost.remedy
-    assert rows["GPU 0"].verdict == Verdict.FINE
+    assert rows["GPU 0"].rating == Rating.FINE
     assert "until then" not in judged(replace(LOST, index=0))["GPU 0"].remedy
 
 
 def test_a_gpu_off_the_bus_that_jobs_do_not_get() -> None:
     lost = judged(H100, LOST, listed="GPU-aa")["GPU 1"]
-    assert lost.verdict == Verdict.WARNING
+    assert lost.rating == Rating.WARNING
     assert lost.reason.endswith("CUDA_VISIBLE_DEVICES hides it")
 
 
 def test_gpus_that_others_got_from_the_cluster() -> None:
     mine = replace(H100, index=1)
     rows = judged(DENIED, mine, listed="0")
-    assert rows["GPU 0"].verdict == Verdict.FINE
+    assert rows["GPU 0"].rating == Rating.FINE
     assert rows["GPU 0"].reason == "this process may not use it"
     # CUDA counts only those that it may use.
     assert rows["CUDA_VISIBLE_DEVICES"].facts["shown"] == [1]
@@ -126,28 +126,28 @@ def test_gpus_that_others_got_from_the_cluster() -> None:
 def test_no_gpu_may_be_used() -> None:
     rows = judged(DENIED, replace(DENIED, index=1), listed="0")
     assert "CUDA_VISIBLE_DEVICES" not in rows
-    assert rows["GPU 1"].verdict == Verdict.WARNING
+    assert rows["GPU 1"].rating == Rating.WARNING
     assert "/dev/nvidia1" in rows["GPU 1"].remedy
 
 
 @pytest.mark.parametrize(
     ("gpu", "reason", "remedy"),
     [
-        (replace(H100, temperature=89), "so hot that it slows down (from 89 C on)", "fans"),
-        (replace(H100, hot=True, slowdown=None), "so hot that it slows down", "fans"),
-        (replace(H100, repair_pending=True), "waits to be replaced", "--gpu-reset -i 0"),
-        (replace(H100, repair_failed=True), "could not be replaced", "exchanged"),
-        (replace(H100, instances=()), "has no instance", "-mig 0"),
+        (replace(H100, temperature=89), "throttled because it is hot (from 89 C)", "fans"),
+        (replace(H100, hot=True, slowdown=None), "throttled because it is hot", "fans"),
+        (replace(H100, repair_pending=True), "is pending replacement", "--gpu-reset -i 0"),
+        (replace(H100, repair_failed=True), "could not be replaced", "replace the GPU"),
+        (replace(H100, instances=()), "no instance exists", "-mig 0"),
     ],
 )
 def test_a_gpu_that_is_not_as_it_should_be(gpu: Gpu, reason: str, remedy: str) -> None:
     row = judged(gpu)["GPU 0"]
-    assert row.verdict == Verdict.WARNING
+    assert row.rating == Rating.WARNING
     assert row.reason.startswith("NVIDIA H100, memory 20.0 of 80.0 GiB")
     assert reason in row.reason
     assert remedy in row.remedy
     # Nobody minds where no job gets it.
-    assert judged(gpu, listed="")["GPU 0"].verdict == Verdict.FINE
+    assert judged(gpu, listed="")["GPU 0"].rating == Rating.FINE
 
 
 @pytest.mark.parametrize(
@@ -157,18 +157,18 @@ def test_a_gpu_that_is_not_as_it_should_be(gpu: Gpu, reason: str, remedy: str) -
         replace(H100, temperature=99, slowdown=None),
         replace(H100, temperature=None),
         replace(H100, instances=("MIG-1",)),
-        replace(H100, memory=Memory(80 * GIB, 72 * GIB, 8 * GIB)),
+        replace(H100, memory=GpuMemory(80 * GIB, 72 * GIB, 8 * GIB)),
     ],
 )
 def test_a_gpu_that_is_just_as_it_should_be(gpu: Gpu) -> None:
-    assert judged(gpu)["GPU 0"].verdict == Verdict.FINE
+    assert judged(gpu)["GPU 0"].rating == Rating.FINE
 
 
 def test_memory_that_others_have() -> None:
-    full = replace(H100, memory=Memory(80 * GIB, 79 * GIB, GIB))
+    full = replace(H100, memory=GpuMemory(80 * GIB, 79 * GIB, GIB))
     row = judged(full)["GPU 0"]
-    assert row.verdict == Verdict.WARNING
-    assert row.reason.endswith("only 1.0 GiB of its memory are free: 41 python (12.0 GiB) and 42 have it")
+    assert row.rating == Rating.WARNING
+    assert row.reason.endswith("only 1.0 GiB of its memory is free: 41 python (12.0 GiB) and 42 use it")
     assert "kill 41 42; or name other GPUs in CUDA_VISIBLE_DEVICES" in row.remedy
     for unseen in (None, ()):
         assert "another container" in judged(replace(full, processes=unseen))["GPU 0"].remedy
@@ -177,7 +177,7 @@ def test_memory_that_others_have() -> None:
 def test_several_problems_are_all_told() -> None:
     row = judged(replace(H100, hot=True, repair_pending=True))["GPU 0"]
     assert "hot" in row.reason
-    assert "waits" in row.reason
+    assert "pending" in row.reason
     assert "fans" in row.remedy
     assert "reset" in row.remedy
 
@@ -185,22 +185,22 @@ def test_several_problems_are_all_told() -> None:
 @pytest.mark.parametrize(
     ("listed", "verdict", "reason"),
     [
-        ("-1", Verdict.FINE, "'-1' shows no GPU: workers compute on the CPU"),
-        ("", Verdict.FINE, "'' shows no GPU: workers compute on the CPU"),
-        ("1", Verdict.FINE, "'1' shows GPU 1"),
-        ("1,0", Verdict.FINE, "'1,0' shows GPU 1 and 0"),
-        ("0,7", Verdict.WARNING, "'7' is none of the 2 GPUs here, and CUDA stops there: it shows GPU 0"),
+        ("-1", Rating.FINE, "'-1' shows no GPU: workers compute on the CPU"),
+        ("", Rating.FINE, "'' shows no GPU: workers compute on the CPU"),
+        ("1", Rating.FINE, "'1' shows GPU 1"),
+        ("1,0", Rating.FINE, "'1,0' shows GPU 1 and 0"),
+        ("0,7", Rating.WARNING, "'7' is none of the 2 GPUs here, and CUDA stops there: it shows GPU 0"),
         (
             "GPU-zz",
-            Verdict.WARNING,
+            Rating.WARNING,
             "'GPU-zz' is none of the 2 GPUs here, and CUDA stops there: it shows no GPU",
         ),
-        ("0,0", Verdict.WARNING, "'0' is there twice, which CUDA takes for an error: it shows no GPU"),
+        ("0,0", Rating.WARNING, "'0' is listed twice, which CUDA treats as an error: it shows no GPU"),
     ],
 )
-def test_cuda_visible_devices(listed: str, verdict: Verdict, reason: str) -> None:
+def test_cuda_visible_devices(listed: str, rating: Rating, reason: str) -> None:
     row = judged(H100, replace(H100, index=1, uuid="GPU-bb"), listed=listed)["CUDA_VISIBLE_DEVICES"]
-    assert (row.verdict, row.reason) == (verdict, reason)
+    assert (row.rating, row.reason) == (rating, reason)
 
 
 def test_gpus_that_are_hidden_say_so() -> None:
@@ -213,34 +213,34 @@ def test_gpus_that_are_hidden_say_so() -> None:
 @pytest.mark.parametrize(
     ("listed", "order", "verdict"),
     [
-        ("0", None, Verdict.WARNING),
-        ("1,0", "FASTEST_FIRST", Verdict.WARNING),
-        ("0", "PCI_BUS_ID", Verdict.FINE),
-        ("0,1", None, Verdict.FINE),
-        ("GPU-bb", None, Verdict.FINE),
+        ("0", None, Rating.WARNING),
+        ("1,0", "FASTEST_FIRST", Rating.WARNING),
+        ("0", "PCI_BUS_ID", Rating.FINE),
+        ("0,1", None, Rating.FINE),
+        ("GPU-bb", None, Rating.FINE),
     ],
 )
-def test_numbers_of_different_kinds(listed: str, order: str | None, verdict: Verdict) -> None:
-    assert judged(H100, V100, listed=listed, order=order)["CUDA_VISIBLE_DEVICES"].verdict == verdict
+def test_numbers_of_different_kinds(listed: str, order: str | None, rating: Rating) -> None:
+    assert judged(H100, V100, listed=listed, order=order)["CUDA_VISIBLE_DEVICES"].rating == rating
 
 
 @pytest.mark.parametrize("cuda", ["12.8", "12.4", "12", "11.8", "10.2", "12.5.1"])
 def test_a_driver_runs_its_own_cuda_and_older_ones(cuda: str) -> None:
     finding = built(cuda)
-    assert finding.verdict == Verdict.FINE
+    assert finding.rating == Rating.FINE
     assert finding.reason == f"built for CUDA {cuda} and cuDNN 9.10.2, which the driver supports"
     assert not finding.remedy
 
 
 def test_a_newer_minor_version_works_without_ptx() -> None:
     finding = built("12.9")
-    assert finding.verdict == Verdict.FINE
+    assert finding.rating == Rating.FINE
     assert "but the driver knows it up to 12.8: all works except code" in finding.reason
 
 
 def test_a_newer_major_version_does_not_work() -> None:
     finding = built("13.0")
-    assert finding.verdict == Verdict.WARNING
+    assert finding.rating == Rating.WARNING
     assert finding.reason.endswith("which the driver, 570.124.06, does not support")
     assert finding.remedy == "install a driver, 580.65.06 or newer, or a jax built for CUDA 12"
     assert built("14.0").remedy == "install a newer driver, or a jax built for CUDA 12"
@@ -269,18 +269,18 @@ def test_the_oldest_driver_that_runs_a_build(
     version: str, newest: tuple[int, int] | None, cuda: str, works: bool
 ) -> None:
     finding = built(cuda, driver=Driver(version, newest))
-    assert (finding.verdict == Verdict.FINE) == works
+    assert (finding.rating == Rating.FINE) == works
     assert bool(finding.remedy) != works
 
 
 def test_a_build_that_has_no_code_for_a_gpu() -> None:
     driver = Driver("580.65.06", (13, 0))
     finding = built("13.0", H100, V100, driver=driver)
-    assert finding.verdict == Verdict.WARNING
+    assert finding.rating == Rating.WARNING
     assert finding.reason.endswith("which has no code for Tesla V100")
-    assert built("12.8", H100, V100, driver=driver).verdict == Verdict.FINE
-    assert built("13.0", H100, replace(V100, capability=None), driver=driver).verdict == Verdict.FINE
-    assert built("13.0", replace(V100, capability=(7, 5)), driver=driver).verdict == Verdict.FINE
+    assert built("12.8", H100, V100, driver=driver).rating == Rating.FINE
+    assert built("13.0", H100, replace(V100, capability=None), driver=driver).rating == Rating.FINE
+    assert built("13.0", replace(V100, capability=(7, 5)), driver=driver).rating == Rating.FINE
 
 
 @pytest.mark.parametrize(
@@ -298,17 +298,22 @@ def test_a_build_that_has_no_code_for_a_gpu() -> None:
 )
 def test_a_build_without_cuda_beside_a_gpu(backend: str, newest: tuple[int, int] | None, remedy: str) -> None:
     finding = built(None, H100, LOST, driver=Driver("570.124.06", newest), backend=backend)
-    assert finding.verdict == Verdict.WARNING
+    assert finding.rating == Rating.WARNING
     assert finding.reason == "built without CUDA, so it computes on the CPU, beside 1 GPU"
     assert finding.remedy == remedy
 
 
 @pytest.mark.parametrize("cuda", [None, "12.8", "13.0"])
 def test_without_a_gpu_that_works_every_build_is_fine(cuda: str | None) -> None:
-    for reading in (Reading(None), Reading(DRIVER), Reading(DRIVER, (LOST,)), Reading(None, (), "x", "y")):
+    for reading in (
+        GpuReading(None),
+        GpuReading(DRIVER),
+        GpuReading(DRIVER, (LOST,)),
+        GpuReading(None, (), "x", "y"),
+    ):
         finding = judge_build(reading, "jax", cuda, None)
-        assert (finding.verdict, finding.remedy) == (Verdict.FINE, "")
-        assert finding.reason.endswith("and there is no GPU that it could use")
+        assert (finding.rating, finding.remedy) == (Rating.FINE, "")
+        assert finding.reason.endswith("and there is no GPU for it to use")
 
 
 @pytest.mark.parametrize(
@@ -316,9 +321,9 @@ def test_without_a_gpu_that_works_every_build_is_fine(cuda: str | None) -> None:
     [("91002", "9.10.2"), ("8902", "8.9.2"), ("9.8.0.87", "9.8.0.87"), ("9", "9")],
 )
 def test_the_version_of_cudnn(given: str, shown: str) -> None:
-    reason = judge_build(Reading(DRIVER, (H100,)), "torch", "12.8", given).reason
+    reason = judge_build(GpuReading(DRIVER, (H100,)), "torch", "12.8", given).reason
     assert reason.startswith(f"built for CUDA 12.8 and cuDNN {shown}, ")
 
 
 def test_a_cuda_that_is_no_version_is_not_judged() -> None:
-    assert built("unknown").verdict == Verdict.FINE
+    assert built("unknown").rating == Rating.FINE

@@ -5,26 +5,26 @@ from typing import Any
 
 import pytest
 
-from lockstep.doctor.finding import Finding, Verdict, worst
+from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.machine import examine_machine, judge, judge_system
 from lockstep.doctor.resources import (
     Clocks,
     Cores,
     Disk,
-    Limits,
+    HostMemory,
     Machine,
-    Memory,
     Shared,
     System,
+    UserLimits,
 )
 
 LINUX = System("Linux", "x86_64", "6.1", "")
 GOOD = Machine(
     LINUX,
     Cores(8, 8, None),
-    Memory(32 * 10**9, 20 * 10**9, None),
+    HostMemory(32 * 10**9, 20 * 10**9, None),
     Shared(2**24, "", "", 8 * 10**9),
-    Limits(4096, 2**20, None, 30_000),
+    UserLimits(4096, 2**20, None, 30_000),
     Disk(False, "", 80 * 10**9),
     Clocks("tsc", 5e-8, 0.0, 1.8e9, 1.7e9),
 )
@@ -36,7 +36,7 @@ def row(machine: Machine, name: str) -> Finding:
 
 def test_a_good_machine() -> None:
     findings = judge(GOOD)
-    assert worst(findings) is Verdict.FINE
+    assert worst(findings) is Rating.FINE
     assert {finding.section for finding in findings} == {"machine"}
     assert not any(finding.remedy for finding in findings)
 
@@ -44,150 +44,165 @@ def test_a_good_machine() -> None:
 @pytest.mark.parametrize(
     ("changed", "name", "verdict", "said"),
     [
-        ({"cores": Cores(8, 4, None)}, "cores", Verdict.FINE, "4 of 8 cores"),
-        ({"cores": Cores(8, 8, 8.0)}, "cores", Verdict.FINE, "8 cores"),
-        ({"cores": Cores(1, 1, None)}, "cores", Verdict.WARNING, "1 core: all workers share one"),
-        ({"cores": Cores(8, 1, None)}, "cores", Verdict.WARNING, "1 of 8 cores: all workers share one"),
+        ({"cores": Cores(8, 4, None)}, "cores", Rating.FINE, "4 of 8 cores"),
+        ({"cores": Cores(8, 8, 8.0)}, "cores", Rating.FINE, "8 cores"),
+        ({"cores": Cores(1, 1, None)}, "cores", Rating.WARNING, "1 core: all workers share one"),
+        ({"cores": Cores(8, 1, None)}, "cores", Rating.WARNING, "1 of 8 cores: all workers share one"),
         (
             {"cores": Cores(8, 8, 2.5)},
             "cores",
-            Verdict.FINE,
+            Rating.FINE,
             "8 cores by affinity, of which the cgroup allows the time of 2.5",
         ),
-        ({"cores": Cores(8, 8, 1.9)}, "cores", Verdict.WARNING, "the time of 1.9: all workers share one"),
+        ({"cores": Cores(8, 8, 1.9)}, "cores", Rating.WARNING, "the time of 1.9: all workers share one"),
         (
-            {"memory": Memory(32 * 10**9, 20 * 10**9, 25 * 10**9)},
+            {"memory": HostMemory(32 * 10**9, 20 * 10**9, 25 * 10**9)},
             "memory",
-            Verdict.FINE,
+            Rating.FINE,
             "20.0 GB of 32.0 GB available",
         ),
         (
-            {"memory": Memory(32 * 10**9, 20 * 10**9, 10**9)},
+            {"memory": HostMemory(32 * 10**9, 20 * 10**9, 10**9)},
             "memory",
-            Verdict.WARNING,
+            Rating.WARNING,
             "1.0 GB of 32.0 GB left under the cgroup's limit: each worker",
         ),
         (
-            {"memory": Memory(10**9, 299 * 10**6, None)},
+            {"memory": HostMemory(10**9, 299 * 10**6, None)},
             "memory",
-            Verdict.FAILURE,
+            Rating.FAILURE,
             "299 MB of 1.0 GB available",
         ),
-        ({"memory": Memory(10**9, 10**9, -5)}, "memory", Verdict.FAILURE, "0 MB of 1.0 GB left under the"),
+        ({"memory": HostMemory(10**9, 10**9, -5)}, "memory", Rating.FAILURE, "0 MB of 1.0 GB left under the"),
         (
-            {"memory": Memory(9 * 10**9, 3 * 10**8, None)},
+            {"memory": HostMemory(9 * 10**9, 3 * 10**8, None)},
             "memory",
-            Verdict.WARNING,
+            Rating.WARNING,
             "300 MB of 9.0 GB available",
         ),
         (
-            {"memory": Memory(9 * 10**9, 2 * 10**9, None)},
+            {"memory": HostMemory(9 * 10**9, 2 * 10**9, None)},
             "memory",
-            Verdict.FINE,
+            Rating.FINE,
             "2.0 GB of 9.0 GB available",
         ),
-        ({"shared": Shared(2**24, "", "", None)}, "/dev/shm", Verdict.FINE, "no limit"),
+        ({"shared": Shared(2**24, "", "", None)}, "/dev/shm", Rating.FINE, "no limit"),
         (
             {"shared": Shared(2**24, "", "", 64 * 2**20)},
             "/dev/shm",
-            Verdict.WARNING,
-            "67 MB are left: Lockstep needs nothing there, but the workers of PyTorch's DataLoader",
+            Rating.WARNING,
+            "67 MB are free: Lockstep needs nothing there, but the workers of PyTorch's DataLoader",
         ),
         (
             {"shared": Shared(2**24, "No memory", "", None)},
             "shared memory",
-            Verdict.FAILURE,
-            "had: No memory",
+            Rating.FAILURE,
+            "fails: No memory",
         ),
-        ({"limits": Limits(None, None, None, None)}, "open files", Verdict.FINE, "no limit"),
-        ({"limits": Limits(1023, 4096, None, None)}, "open files", Verdict.WARNING, "1,023 a process"),
-        ({"limits": Limits(1024, 1024, None, None)}, "open files", Verdict.FINE, "1,024 a process"),
-        ({"limits": Limits(None, None, None, None)}, "processes and threads", Verdict.FINE, "no limit"),
-        ({"limits": Limits(None, None, 256, 9999)}, "processes and threads", Verdict.FINE, "256 more may be"),
-        ({"limits": Limits(None, None, 255, 9999)}, "processes and threads", Verdict.WARNING, "255 more may"),
-        ({"limits": Limits(None, None, 9999, 3)}, "processes and threads", Verdict.WARNING, "3 more may be"),
-        ({"disk": Disk(True, "", 10**9)}, "disk", Verdict.FINE, "1.0 GB are free in runs/ in the current"),
-        ({"disk": Disk(False, "", None)}, "disk", Verdict.FINE, "the current folder can be written to"),
-        ({"disk": Disk(False, "", 10**9 - 1)}, "disk", Verdict.WARNING, "1,000 MB are free in the current"),
+        ({"limits": UserLimits(None, None, None, None)}, "open files", Rating.FINE, "no limit"),
+        ({"limits": UserLimits(1023, 4096, None, None)}, "open files", Rating.WARNING, "1,023 per process"),
+        ({"limits": UserLimits(1024, 1024, None, None)}, "open files", Rating.FINE, "1,024 per process"),
+        ({"limits": UserLimits(None, None, None, None)}, "processes and threads", Rating.FINE, "no limit"),
+        (
+            {"limits": UserLimits(None, None, 256, 9999)},
+            "processes and threads",
+            Rating.FINE,
+            "256 more may start",
+        ),
+        (
+            {"limits": UserLimits(None, None, 255, 9999)},
+            "processes and threads",
+            Rating.WARNING,
+            "255 more may",
+        ),
+        (
+            {"limits": UserLimits(None, None, 9999, 3)},
+            "processes and threads",
+            Rating.WARNING,
+            "3 more may start",
+        ),
+        ({"disk": Disk(True, "", 10**9)}, "disk", Rating.FINE, "1.0 GB are free in runs/ in the current"),
+        ({"disk": Disk(False, "", None)}, "disk", Rating.FINE, "the current folder is writable"),
+        ({"disk": Disk(False, "", 10**9 - 1)}, "disk", Rating.WARNING, "1,000 MB are free in the current"),
         (
             {"clocks": Clocks("hpet", 1.5e-6, 0.0, 1.8e9, 1.7e9)},
             "monotonic clock",
-            Verdict.WARNING,
-            "hpet, 1,500 ns a reading: each has to ask the kernel",
+            Rating.WARNING,
+            "hpet, 1,500 ns per reading: each is a system call",
         ),
         (
             {"clocks": Clocks("", 5e-8, 0.0, 1.8e9, 1.7e9)},
             "monotonic clock",
-            Verdict.FINE,
-            "of an unknown source, 50 ns a reading",
+            Rating.FINE,
+            "of an unknown source, 50 ns per reading",
         ),
         (
             {"clocks": Clocks("tsc", 5e-8, 0.25, 2e9, 0)},
             "monotonic clock",
-            Verdict.WARNING,
+            Rating.WARNING,
             "went back by 0.25 s",
         ),
         (
             {"clocks": Clocks("tsc", 5e-8, 0.0, 1e9, 1e9 + 600)},
             "wall clock",
-            Verdict.FINE,
+            Rating.FINE,
             "2001-09-09 01:46 UTC",
         ),
         (
             {"clocks": Clocks("tsc", 5e-8, 0.0, 0.0, 1e9)},
             "wall clock",
-            Verdict.WARNING,
-            "it says 1970-01-01 00:00 UTC, but files installed here are of 2001-09-09 01:46 UTC",
+            Rating.WARNING,
+            "it says 1970-01-01 00:00 UTC, but installed files date from 2001-09-09 01:46 UTC",
         ),
     ],
 )
-def test_what_is_found_is_judged(changed: dict[str, Any], name: str, verdict: Verdict, said: str) -> None:
+def test_what_is_found_is_judged(changed: dict[str, Any], name: str, rating: Rating, said: str) -> None:
     finding = row(replace(GOOD, **changed), name)
     assert said in finding.reason
-    assert finding.verdict is verdict
-    assert bool(finding.remedy) == (verdict is not Verdict.FINE)
+    assert finding.rating is rating
+    assert bool(finding.remedy) == (rating is not Rating.FINE)
     others = [each for each in judge(replace(GOOD, **changed)) if each.name != name]
-    assert worst(others) is Verdict.FINE
+    assert worst(others) is Rating.FINE
 
 
 @pytest.mark.parametrize(
     ("system", "verdict", "said"),
     [
-        (replace(LINUX, processor="aarch64"), Verdict.FINE, "Linux 6.1 on aarch64"),
-        (System("Darwin", "arm64", "24.1", "gone"), Verdict.FAILURE, "this is Darwin on arm64"),
+        (replace(LINUX, processor="aarch64"), Rating.FINE, "Linux 6.1 on aarch64"),
+        (System("Darwin", "arm64", "24.1", "gone"), Rating.FAILURE, "this is Darwin on arm64"),
         (
             replace(LINUX, processor="riscv64"),
-            Verdict.FAILURE,
+            Rating.FAILURE,
             "on x86_64 and aarch64; this is Linux on riscv64",
         ),
         (
             System("Linux", "x86_64", "4.18", "Function not implemented"),
-            Verdict.FAILURE,
+            Rating.FAILURE,
             "pidfd_open says 'Function not implemented' (kernel 4.18)",
         ),
     ],
 )
-def test_systems(system: System, verdict: Verdict, said: str) -> None:
+def test_systems(system: System, rating: Rating, said: str) -> None:
     finding = judge_system(system)
     assert said in finding.reason
-    assert finding.verdict is verdict
+    assert finding.rating is rating
 
 
 def test_of_another_system_nothing_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.delattr("os.sched_getaffinity")
-    assert [(each.name, each.verdict) for each in examine_machine()] == [("system", Verdict.FAILURE)]
+    assert [(each.name, each.rating) for each in examine_machine()] == [("system", Rating.FAILURE)]
 
 
 @pytest.mark.parametrize(
     ("hard", "remedy"), [(None, "ulimit -n 65536"), (4096, "ulimit -n 4096"), (512, "raise the hard limit")]
 )
 def test_open_files_can_be_raised_as_far_as_it_is_allowed(hard: int | None, remedy: str) -> None:
-    limits = Limits(256, hard, None, None)
+    limits = UserLimits(256, hard, None, None)
     assert row(replace(GOOD, limits=limits), "open files").remedy.startswith(remedy)
 
 
 def test_the_limit_that_is_near_is_to_be_raised() -> None:
-    user, group = Limits(None, None, 3, 9), Limits(None, None, 9, 3)
+    user, group = UserLimits(None, None, 3, 9), UserLimits(None, None, 9, 3)
     assert "ulimit -u" in row(replace(GOOD, limits=user), "processes and threads").remedy
     assert "--pids-limit" in row(replace(GOOD, limits=group), "processes and threads").remedy

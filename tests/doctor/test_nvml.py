@@ -9,7 +9,7 @@ import psutil
 import pynvml
 import pytest
 
-from lockstep.doctor.gpus import Driver, Gpu, Memory, Process, Reading
+from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process
 from lockstep.doctor.nvml import load, read, reader
 
 from .standin_nvml import (
@@ -63,7 +63,7 @@ def test_a_gpu_tells_everything() -> None:
         h100(0, nvmlDeviceGetComputeRunningProcesses=running),
         nvmlSystemGetProcessName={NOBODY: "/usr/bin/python3", NOBODY + 1: b"train"},
     )
-    assert read(library, Path("none")) == Reading(
+    assert read(library, Path("none")) == GpuReading(
         Driver("570.124.06", (12, 8)),
         (
             Gpu(
@@ -71,8 +71,8 @@ def test_a_gpu_tells_everything() -> None:
                 "NVIDIA H100 80GB HBM3",
                 "GPU-00000000-1111-2222-3333-444444444444",
                 "00000000:1B:00.0",
-                Memory(80 * GIB, 20 * GIB, 60 * GIB),
-                Memory(128 * GIB, GIB, 127 * GIB),
+                GpuMemory(80 * GIB, 20 * GIB, 60 * GIB),
+                GpuMemory(128 * GIB, GIB, 127 * GIB),
                 34,
                 75.5,
                 700.0,
@@ -93,7 +93,7 @@ def test_an_old_gpu_tells_little_in_bytes() -> None:
         "NVIDIA GeForce GT 710",
         "GPU-19999999-1111-2222-3333-444444444444",
         "00000000:2B:00.0",
-        Memory(2 * GIB, 0, 2 * GIB),
+        GpuMemory(2 * GIB, 0, 2 * GIB),
         temperature=41,
         capability=(3, 5),
     )
@@ -153,7 +153,7 @@ def test_a_gpu_that_does_not_answer_at_all() -> None:
         NO_PERMISSION,
     )
     assert reset.fault == "it must be reset before it can be used again"
-    assert unknown.fault == "it does not answer: Unknown Error"
+    assert unknown.fault == "it does not respond: Unknown Error"
     assert [each.denied for each in (reset, unknown, denied)] == [False, False, True]
 
 
@@ -221,7 +221,7 @@ def test_a_driver_that_does_not_tell_its_cuda() -> None:
 @pytest.mark.parametrize("kind", ["LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED"])
 def test_no_driver_where_there_is_no_gpu_is_as_it_should_be(kind: str) -> None:
     library = StandIn(refusal=pynvml.NVMLError(getattr(pynvml, f"NVML_ERROR_{kind}")))
-    assert read(library, Path("none")) == Reading(None, (), "none on the PCI bus, and no driver")
+    assert read(library, Path("none")) == GpuReading(None, (), "none on the PCI bus, and no driver")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_no_driver_where_there_is_no_gpu_is_as_it_should_be(kind: str) -> None:
         ("DRIVER_NOT_LOADED", "not loaded", "sudo modprobe nvidia"),
         ("LIB_RM_VERSION_MISMATCH", "has another version than its library", "reboot"),
         ("NO_PERMISSION", "this user may not use", "/dev/nvidiactl"),
-        ("UNKNOWN", "does not answer: Unknown Error", "nvidia-smi"),
+        ("UNKNOWN", "does not respond: Unknown Error", "nvidia-smi"),
     ],
 )
 def test_a_gpu_without_a_driver_that_works(pci: Path, kind: str, missing: str, remedy: str) -> None:
@@ -251,8 +251,8 @@ def test_a_driver_that_refuses_is_told_wherever_the_gpu_is(kind: str) -> None:
 def test_a_gpu_that_the_driver_does_not_take(pci: Path) -> None:
     found = read(StandIn(), pci)
     assert found.driver is not None
-    assert found.missing.endswith("but the driver does not take it")
-    assert read(StandIn(), Path("none")) == Reading(found.driver)
+    assert found.missing.endswith("but the driver does not support it")
+    assert read(StandIn(), Path("none")) == GpuReading(found.driver)
 
 
 def test_a_gpu_for_a_virtual_machine_is_not_for_this_one(pci: Path) -> None:

@@ -6,11 +6,11 @@ import json
 from rich.console import Console
 
 from lockstep.doctor import report
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Rating
 
-FINE = Finding("versions", "Keras", Verdict.FINE, "3.15.1", "", {"version": "3.15.1"})
-WARNING = Finding("environment", "TF_CONFIG", Verdict.WARNING, "is left over [here]", "unset TF_CONFIG")
-FAILURE = Finding("training", "2 workers on jax", Verdict.FAILURE, "it ended with status 1", "look above")
+FINE = Finding("versions", "Keras", Rating.FINE, "3.15.1", "", {"version": "3.15.1"})
+WARNING = Finding("environment", "TF_CONFIG", Rating.WARNING, "is left over [here]", "unset TF_CONFIG")
+FAILURE = Finding("training", "2 workers on jax", Rating.FAILURE, "it exited with status 1", "look above")
 
 
 def shown(*findings: Finding) -> str:
@@ -28,7 +28,7 @@ def test_a_row_has_the_verdict_the_reason_and_the_remedy() -> None:
 
 
 def test_the_last_line_sums_up() -> None:
-    assert shown(FINE).splitlines()[-1] == "this machine is fit"
+    assert shown(FINE).splitlines()[-1] == "this machine is ready"
     assert shown(FINE, WARNING).splitlines()[-1] == "jobs work here: 1 warning"
     assert (
         shown(FAILURE, WARNING, WARNING).splitlines()[-1]
@@ -50,7 +50,7 @@ def test_json_has_the_exit_status_and_all_rows() -> None:
 
 
 def test_what_a_terminal_would_obey_is_not_shown() -> None:
-    assert "\x1b" not in shown(Finding("backends", "jax\x1b[31m", Verdict.FAILURE, "\x1b]0;x\x07", "\x1b[2J"))
+    assert "\x1b" not in shown(Finding("backends", "jax\x1b[31m", Rating.FAILURE, "\x1b]0;x\x07", "\x1b[2J"))
 
 
 def test_a_narrow_terminal_shows_the_reasons_too() -> None:

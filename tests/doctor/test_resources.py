@@ -9,25 +9,25 @@ from typing import Any
 
 import pytest
 
-from lockstep.cgroups import cpu_quota, processes_left
-from lockstep.clock import VirtualClock
-from lockstep.control.limits import threads_of
 from lockstep.doctor import resources
-from lockstep.doctor.finding import Finding, Verdict, worst
+from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.resources import Places, look, look_at_system
+from lockstep.doctor.resources import SystemPaths, look, look_at_system
+from lockstep.system.cgroups import cpu_quota, processes_left
+from lockstep.system.clock import VirtualClock
+from lockstep.system.process_limits import threads_of
 
 NOW = 2e9
 
 
 def found(name: str, **places: Any) -> Finding:
     """What is said of this machine, seen from other places."""
-    findings = examine_machine(Places(**places), VirtualClock(NOW))
+    findings = examine_machine(SystemPaths(**places), VirtualClock(NOW))
     return {finding.name: finding for finding in findings}[name]
 
 
 def test_this_machine_works(tmp_path: Path) -> None:
-    assert worst(examine_machine(Places(folder=tmp_path))) < Verdict.FAILURE
+    assert worst(examine_machine(SystemPaths(folder=tmp_path))) < Rating.FAILURE
     system = look_at_system()
     assert system.name == "Linux"
     machine = look(system)
@@ -93,8 +93,8 @@ def test_a_container_with_limits(tmp_path: Path) -> None:
     assert "allows the time of 0.5" in cores.reason
     assert "the time of 0.5: all workers share one" in cores.reason
     assert memory.reason.startswith("1.0 GB of ")
-    assert "60 more may be started" in threads.reason
-    assert {cores.verdict, memory.verdict, threads.verdict} == {Verdict.WARNING}
+    assert "60 more may start" in threads.reason
+    assert {cores.rating, memory.rating, threads.rating} == {Rating.WARNING}
 
 
 def test_a_limit_that_is_none_is_not_shown(tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_affinity_is_what_counts() -> None:
         finding = found("cores")
     finally:
         os.sched_setaffinity(0, allowed)
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert finding.facts["usable"] == 1
 
 
@@ -133,20 +133,20 @@ def limited(limits: str, name: str) -> Finding:
         "print(int(finding.verdict), finding.reason, finding.remedy, sep='|')"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    verdict, reason, remedy = result.stdout.strip().split("|")
-    return Finding("machine", name, Verdict(int(verdict)), reason, remedy)
+    rating, reason, remedy = result.stdout.strip().split("|")
+    return Finding("machine", name, Rating(int(rating)), reason, remedy)
 
 
 def test_too_few_open_files() -> None:
     finding = limited("resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))", "open files")
-    assert finding.verdict is Verdict.WARNING
-    assert finding.reason.startswith("100 a process")
+    assert finding.rating is Rating.WARNING
+    assert finding.reason.startswith("100 per process")
     assert finding.remedy.startswith("raise the hard limit")
 
 
 def test_shared_memory_that_cannot_be_had() -> None:
     finding = limited("resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))", "shared memory")
-    assert finding.verdict is Verdict.FAILURE
+    assert finding.rating is Rating.FAILURE
     assert "File too large" in finding.reason
     assert "ulimit -f" in finding.remedy
 
@@ -155,7 +155,7 @@ def test_shared_memory_that_cannot_be_had() -> None:
 def test_a_user_with_few_processes() -> None:
     limits = "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50)); os.setuid(61234)"
     finding = limited(limits, "processes and threads")
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert finding.reason.startswith("49 more")
 
 
@@ -177,7 +177,7 @@ def test_a_sandbox_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(resources.os, "memfd_create", refuse)
     finding = found("shared memory")
-    assert finding.verdict is Verdict.FAILURE
+    assert finding.rating is Rating.FAILURE
     assert "memfd_create: Operation not permitted" in finding.reason
 
 
@@ -192,28 +192,28 @@ def test_nothing_is_left_of_the_probe() -> None:
 
 def test_no_place_for_files_in_memory(tmp_path: Path) -> None:
     finding = found("/dev/shm", shm=tmp_path / "absent")
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert finding.reason.startswith("No such file or directory: Lockstep needs nothing there")
 
 
 def test_a_file_in_the_place_of_the_folder_for_runs(tmp_path: Path) -> None:
-    assert found("disk", folder=tmp_path).verdict is Verdict.FINE
+    assert found("disk", folder=tmp_path).rating is Rating.FINE
     (tmp_path / "runs").write_text("")
     finding = found("disk", folder=tmp_path)
-    assert finding.verdict is Verdict.FAILURE
-    assert finding.reason.startswith("nothing can be written to runs/ in the current folder")
+    assert finding.rating is Rating.FAILURE
+    assert finding.reason.startswith("cannot write to runs/ in the current folder")
     assert finding.reason.endswith("Not a directory")
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
 def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
-    assert found("disk", folder=tmp_path).verdict is Verdict.FAILURE
+    assert found("disk", folder=tmp_path).rating is Rating.FAILURE
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     finding = found("disk", folder=tmp_path / "absent")
-    assert finding.verdict is Verdict.FAILURE
+    assert finding.rating is Rating.FAILURE
     assert finding.reason.endswith("No such file or directory")
 
 
@@ -223,8 +223,8 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(gone)
     gone.rmdir()
     finding = found("disk")
-    assert finding.verdict is Verdict.FAILURE
-    assert finding.reason.startswith("nothing can be written to the current folder")
+    assert finding.rating is Rating.FAILURE
+    assert finding.reason.startswith("cannot write to the current folder")
 
 
 def test_looking_leaves_no_file(tmp_path: Path) -> None:
@@ -235,10 +235,10 @@ def test_looking_leaves_no_file(tmp_path: Path) -> None:
 def test_a_slow_clock(tmp_path: Path) -> None:
     source = tmp_path / "current_clocksource"
     source.write_text("acpi_pm\n")
-    assert found("monotonic clock", clock_source=source).verdict is Verdict.WARNING
+    assert found("monotonic clock", clock_source=source).rating is Rating.WARNING
     source.write_text("kvm-clock\n")
-    assert found("monotonic clock", clock_source=source).verdict is Verdict.FINE
-    assert found("monotonic clock", clock_source=tmp_path / "absent").verdict is Verdict.FINE
+    assert found("monotonic clock", clock_source=source).rating is Rating.FINE
+    assert found("monotonic clock", clock_source=tmp_path / "absent").rating is Rating.FINE
 
 
 class Jumping(VirtualClock):
@@ -255,12 +255,12 @@ class Jumping(VirtualClock):
 
 
 @pytest.mark.parametrize(
-    ("jump", "verdict"), [(-0.5, Verdict.WARNING), (-0.0005, Verdict.FINE), (0.5, Verdict.FINE)]
+    ("jump", "verdict"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
 )
-def test_a_clock_that_goes_back(jump: float, verdict: Verdict) -> None:
+def test_a_clock_that_goes_back(jump: float, rating: Rating) -> None:
     finding = {each.name: each for each in examine_machine(clock=Jumping(jump))}["monotonic clock"]
-    assert finding.verdict is verdict
-    assert ("it went back by 0.5 s" in finding.reason) == (verdict is Verdict.WARNING)
+    assert finding.rating is rating
+    assert ("it went back by 0.5 s" in finding.reason) == (rating is Rating.WARNING)
     assert finding.facts["seconds_back"] == pytest.approx(max(0.0, -jump), abs=1e-5)
 
 
@@ -269,7 +269,7 @@ def test_a_clock_that_is_behind_the_installation(tmp_path: Path) -> None:
     for file, age in ((new, NOW + 3600), (old, NOW - 3600)):
         file.write_text("")
         os.utime(file, (age, age))
-    assert found("wall clock", installed=(old, tmp_path / "absent")).verdict is Verdict.FINE
+    assert found("wall clock", installed=(old, tmp_path / "absent")).rating is Rating.FINE
     finding = found("wall clock", installed=(old, new))
-    assert finding.verdict is Verdict.WARNING
+    assert finding.rating is Rating.WARNING
     assert time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(NOW + 3600)) in finding.reason

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.doctor.finding import Finding, Verdict, worst
+from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.versions import LOCKSTEP, Packages, Wish, examine_versions
 
 NEEDS = ("keras>=3.12", 'jax>=0.7; extra == "jax"', 'torch>=2.6; extra == "torch"', "numpy>=1.26")
@@ -31,7 +31,7 @@ def examine(
 def test_versions_that_fit_are_fine() -> None:
     findings, chosen = examine()
     assert chosen == "jax"
-    assert worst(findings.values()) == Verdict.FINE
+    assert worst(findings.values()) == Rating.FINE
     assert findings["Keras"].facts == {"version": "3.15.1"}
     assert findings["jax"].facts == {"installed": True, "chosen": True, "version": "0.10.2"}
     assert findings["torch"].reason == "not installed"
@@ -42,7 +42,7 @@ def test_metadata_that_cannot_be_read_are_a_warning() -> None:
     findings, chosen = examine_versions(packages, "/python", "3.11.7", NOTHING, having("jax"))
     (row,) = (finding for finding in findings if finding.name == "requirements")
     assert chosen == "jax"
-    assert row.verdict == Verdict.WARNING
+    assert row.rating == Rating.WARNING
     assert "jax 0.10.2 cannot be checked" in row.reason
 
 
@@ -56,21 +56,21 @@ def test_an_installation_that_was_broken_off_is_passed_over(
 
 def test_a_keras_that_is_too_old_is_a_failure_with_the_remedy() -> None:
     findings, _ = examine({**VERSIONS, "keras": "3.11.3"})
-    assert findings["Keras"].verdict == Verdict.FAILURE
+    assert findings["Keras"].rating == Rating.FAILURE
     assert findings["Keras"].reason == "3.11.3, but Lockstep needs keras>=3.12"
     assert findings["Keras"].remedy == "pip install 'keras>=3.12'"
 
 
 def test_without_keras_nothing_works() -> None:
     versions = {name: version for name, version in VERSIONS.items() if name != "keras"}
-    assert examine(versions)[0]["Keras"].verdict == Verdict.FAILURE
+    assert examine(versions)[0]["Keras"].rating == Rating.FAILURE
 
 
-@pytest.mark.parametrize(("variable", "verdict"), [("torch", Verdict.FAILURE), ("jax", Verdict.WARNING)])
-def test_a_backend_that_is_too_old_fails_a_job_only_if_it_is_chosen(variable: str, verdict: Verdict) -> None:
+@pytest.mark.parametrize(("variable", "verdict"), [("torch", Rating.FAILURE), ("jax", Rating.WARNING)])
+def test_a_backend_that_is_too_old_fails_a_job_only_if_it_is_chosen(variable: str, rating: Rating) -> None:
     findings, chosen = examine({**VERSIONS, "torch": "2.1.0"}, Wish(variable, None), ("jax", "torch"))
     assert chosen == variable
-    assert findings["torch"].verdict == verdict
+    assert findings["torch"].rating == rating
     assert "needs torch>=2.6" in findings["torch"].reason
 
 
@@ -78,7 +78,7 @@ def test_a_backend_that_is_too_old_fails_a_job_only_if_it_is_chosen(variable: st
 def test_a_backend_that_cannot_be_had_is_a_failure(variable: str) -> None:
     findings, chosen = examine(wish=Wish(variable, None))
     assert chosen is None
-    assert findings["chosen backend"].verdict == Verdict.FAILURE
+    assert findings["chosen backend"].rating == Rating.FAILURE
     assert f"KERAS_BACKEND={variable}" in findings["chosen backend"].reason
 
 
@@ -86,16 +86,17 @@ def test_who_chooses_the_backend_is_said() -> None:
     both = ("jax", "torch")
     versions = {**VERSIONS, "torch": "2.13.0"}
     assert (
-        "KERAS_BACKEND says so" in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
+        "KERAS_BACKEND selects it"
+        in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
     )
-    assert "keras.json says so" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
+    assert "keras.json selects it" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
     text = examine(versions, Wish(None, "tensorflow"), both)[0]["chosen backend"].reason
     assert text.startswith("jax, because it is the first installed of TensorFlow, JAX and PyTorch")
 
 
 def test_packages_that_do_not_find_what_they_ask_for_are_named() -> None:
     findings, _ = examine({**VERSIONS, "jaxlib": "0.9.0"})
-    assert findings["requirements"].verdict == Verdict.WARNING
+    assert findings["requirements"].rating == Rating.WARNING
     assert findings["requirements"].facts["unmet"] == ["jax 0.10.2 needs jaxlib<=0.10.2,>=0.10.2, not 0.9.0"]
 
 

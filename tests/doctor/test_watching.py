@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.clock import VirtualClock
-from lockstep.doctor.gpus import Driver, Gpu, Memory, Process, Reading
+from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process
 from lockstep.doctor.watching import Host, host_now, log_once, watch
 from lockstep.errors import ConfigError, UnfitError
+from lockstep.system.clock import VirtualClock
 
 GIB = 2**30
 START = 1_700_000_000.0
@@ -26,8 +26,8 @@ H100 = Gpu(
     "NVIDIA [h100]",
     "GPU-aa",
     "00000000:1B:00.0",
-    Memory(80 * GIB, 20 * GIB, 60 * GIB),
-    Memory(128 * GIB, GIB, 127 * GIB),
+    GpuMemory(80 * GIB, 20 * GIB, 60 * GIB),
+    GpuMemory(128 * GIB, GIB, 127 * GIB),
     34,
     75.54,
     700.0,
@@ -35,8 +35,8 @@ H100 = Gpu(
     (Process(41, "a, [b]", 12 * GIB), Process(42, "", None)),
 )
 LOST = Gpu(1, fault="it has fallen off the bus")
-BOTH = Reading(Driver("570.124.06", (12, 8)), (H100, LOST))
-NONE = Reading(None, (), "none on the PCI bus, and no driver")
+BOTH = GpuReading(Driver("570.124.06", (12, 8)), (H100, LOST))
+NONE = GpuReading(None, (), "none on the PCI bus, and no driver")
 
 
 class Terminal(io.StringIO):
@@ -83,7 +83,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 
 
 def watched(
-    readings: Sequence[Reading | Exception],
+    readings: Sequence[GpuReading | Exception],
     *,
     seconds: float = 2.0,
     log: Path | None = None,
@@ -93,10 +93,10 @@ def watched(
     """Watch as long as there are readings; return what was shown, and the pauses."""
     clock = VirtualClock(START)
     sleep = Sleep(clock, len(readings))
-    left: Iterator[Reading | Exception] = iter(readings)
+    left: Iterator[GpuReading | Exception] = iter(readings)
     out = io.StringIO() if out is None else out
 
-    def read() -> Reading:
+    def read() -> GpuReading:
         clock.advance(took)
         reading = next(left)
         if isinstance(reading, Exception):
@@ -134,7 +134,7 @@ def test_without_a_gpu_it_says_so_and_shows_the_host() -> None:
 
 
 def test_on_a_terminal_it_is_shown_in_place(terminal: Terminal) -> None:
-    hot = Reading(BOTH.driver, (replace(H100, temperature=99), LOST))
+    hot = GpuReading(BOTH.driver, (replace(H100, temperature=99), LOST))
     watched([BOTH, hot, BOTH, hot], out=terminal)
     host, headings, first, *_, last, end = screen(terminal.getvalue())
     assert host.endswith("cores 12 %, memory 3.0 of 8.0 GiB")
@@ -281,7 +281,7 @@ def test_a_disk_that_becomes_full_is_told_and_the_cursor_is_back(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return len(data)
 
-    monkeypatch.setattr("lockstep.files.os.write", write)
+    monkeypatch.setattr("lockstep.system.files.os.write", write)
     with pytest.raises(UnfitError, match="No space left on device"):
         watched([BOTH] * 3, log=tmp_path / "gpus.csv", out=terminal)
     assert len(lines) == 3
@@ -292,7 +292,7 @@ def test_a_disk_that_becomes_full_is_told_and_the_cursor_is_back(
 def test_a_name_with_commas_and_quotes_comes_back(tmp_path: Path) -> None:
     log = tmp_path / "gpus.csv"
     name = 'a "b", c; d'
-    log_once(log, Reading(BOTH.driver, (Gpu(0, name),)))
+    log_once(log, GpuReading(BOTH.driver, (Gpu(0, name),)))
     assert rows(log)[0]["name"] == name
 
 

@@ -20,8 +20,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep import job
 from lockstep.errors import LockstepError, PeerError
+from lockstep.worker import job
 
 BACKEND = keras.backend.backend()
 

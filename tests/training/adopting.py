@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 X = np.random.default_rng(0).normal(size=(90, 6)).astype("float32")
 strategy = lockstep.MultiWorkerMirroredStrategy()

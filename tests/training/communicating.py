@@ -11,7 +11,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 
 class Stuck(keras.callbacks.Callback):  # type: ignore[misc]

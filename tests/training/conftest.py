@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lockstep import job
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
-from lockstep.job import Job
 from lockstep.topology import place
+from lockstep.worker import job
+from lockstep.worker.job import Job
 
 HERE = Path(__file__).parent
 

@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 ENTERED = job.current()
 FIRST, SECOND = 5, 40

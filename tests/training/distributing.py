@@ -17,8 +17,8 @@ import pytest
 import tensorflow as tf
 
 import lockstep
-from lockstep import job
 from lockstep.errors import DataError, DisagreementError
+from lockstep.worker import job
 
 FOLDER = Path(sys.argv[1])
 ROWS = 70

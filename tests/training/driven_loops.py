@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 BATCH = 16
 ROWS = np.random.default_rng(0).normal(size=(200, 6)).astype("float32")

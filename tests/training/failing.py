@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 x = np.linspace(-1, 1, 48, dtype="float32").reshape(12, 4)
 y = x.sum(axis=1)
@@ -55,7 +55,7 @@ def main() -> None:
     print("figure", lockstep.digest(model), np.random.random())
     entered = job.current()
     if entered.resumed is None:
-        assert entered.keeper is None or entered.keeper.close(30)
+        assert entered.scheduler is None or entered.scheduler.close(30)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 
 from lockstep.keras.backends import fused
-from lockstep.keras.backends.rounds import Update
+from lockstep.keras.backends.multi_update import Update
 
 SHAPES = ((3, 5), (5,), (70, 33), ())
 STEPS = 12

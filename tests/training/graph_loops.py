@@ -12,7 +12,7 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 BATCH = 8
 ROWS = np.random.default_rng(0).normal(size=(27, 6)).astype("float32")  # The last batch has three rows.
@@ -423,7 +423,7 @@ def saving() -> Any:
     """All workers save to the same path; one of them writes, and all find it."""
     made, again = Plain(), Plain()
     again.model.build((None, ROWS.shape[1]))
-    folder = lockstep.job.current().folder
+    folder = lockstep.worker.job.current().folder
     assert folder is not None
     checkpoint = tf.train.Checkpoint(model=made.model, optimizer=made.optimizer)
     manager = tf.train.CheckpointManager(checkpoint, folder / "checkpoints", max_to_keep=2)

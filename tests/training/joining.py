@@ -18,8 +18,8 @@ from typing import Any
 
 import resuming
 
-from lockstep import job
-from lockstep.membership import AgentMembership
+from lockstep.worker import job
+from lockstep.worker.membership import AgentMembership
 
 HOW, WHERE = sys.argv[1], " ".join(sys.argv[2:])
 ENTERED = job.current()

@@ -21,7 +21,7 @@ import keras  # noqa: E402
 import resuming  # noqa: E402
 
 import lockstep  # noqa: E402
-from lockstep import job  # noqa: E402
+from lockstep.worker import job  # noqa: E402
 
 
 class Model(keras.Sequential):  # type: ignore[misc]

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 layers, ops = keras.layers, keras.ops
 BACKEND = keras.backend.backend()

@@ -22,7 +22,7 @@ class Dies(keras.callbacks.Callback):
     """Worker 1 dies in the second epoch; that it may join again, the first is none of its replacement's."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        from lockstep.job import current
+        from lockstep.worker.job import current
 
         if HOW == "lost" and current().worker == 1 and self.model.optimizer.iterations == 5:
             os.kill(os.getpid(), signal.SIGKILL)

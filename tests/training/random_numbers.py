@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 IMAGES = Path(sys.argv[1])
 DIES = sys.argv[2:]

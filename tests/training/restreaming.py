@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 
 class Dying(keras.callbacks.Callback):  # type: ignore[misc]
@@ -26,9 +26,9 @@ class Dying(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
-        keeper = job.current().keeper
-        if self.steps == 8 and keeper is not None and job.current().resumed is None:
-            assert keeper.close(30)
+        scheduler = job.current().scheduler
+        if self.steps == 8 and scheduler is not None and job.current().resumed is None:
+            assert scheduler.close(30)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

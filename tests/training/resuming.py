@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 
 import lockstep
-from lockstep import job
+from lockstep.worker import job
 
 TABLE = Path(sys.argv.pop(1)) / "table.csv"
 HOW, WHERE = (sys.argv[1], " ".join(sys.argv[2:])) if sys.argv[1:] else ("", "")
@@ -29,9 +29,9 @@ def perhaps_die(where: str) -> None:
     if where != WHERE or job.current().resumed is not None:
         return
     if HOW == "killed":
-        keeper = job.current().keeper
+        scheduler = job.current().scheduler
         # What the chief has taken is on disk.
-        assert keeper is None or keeper.close(30)
+        assert scheduler is None or scheduler.close(30)
         os.kill(os.getpid(), signal.SIGKILL)
     elif lockstep.is_chief():
         agent = psutil.Process().parent()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.downloads import _digest
+from lockstep.worker.downloads import _digest
 
 BODY = bytes(100_000)
 

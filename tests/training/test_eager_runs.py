@@ -10,8 +10,8 @@ import pytest
 
 import lockstep
 from lockstep.errors import DataError, DisagreementError, ModelError
-from lockstep.job import Job, by_itself
 from lockstep.topology import place
+from lockstep.worker.job import Job, by_itself
 
 ops = keras.ops
 X = np.arange(12, dtype="float32").reshape(6, 2)
@@ -139,7 +139,7 @@ def test_gradients_do_not_pass_replicas_where_jax_traces(strategy: lockstep.Stra
     np.testing.assert_array_equal(found.values[2], np.full((2, 2), 3 * 2 * X.sum(), "float32"))
     constant = lockstep.get_replica_context
     for function in (jax.jit(summed), jax.vmap(summed), jax.jit(lambda x: constant().all_reduce("SUM", 1))):
-        with pytest.raises(ModelError, match="cannot meet within a function that JAX traces"):
+        with pytest.raises(ModelError, match="cannot synchronize in a function that JAX traces"):
             strategy.run(function, args=(batch,))
 
 
@@ -273,9 +273,9 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
         (lambda s: s.run(lambda: counter.assign(1)), "changes the int32 variable 'wanted'"),
         (lambda s: s.run(lambda: weight.assign(1.0)), "assigns the weight 'wanted' itself"),
         (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called within a function"),
-        (apply_in_a_traced_function, "cannot meet within a function that JAX traces"),
-        (return_different_nests, "replicas return nests of different kinds"),
-        (take_different_paths, r"replicas do not compute the same things \(.*metric/0/sum/total"),
+        (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
+        (return_different_nests, "replicas return nests of different structures"),
+        (take_different_paths, r"replicas compute different things \(.*metric/0/sum/total"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(strategy: lockstep.Strategy, act: Any, said: str) -> None:
@@ -317,7 +317,7 @@ def test_what_a_lost_worker_had_is_gone_once_something_has_changed(
     one_of_two.view = place(3, (0,))
     one_of_two.communicator = by_itself(one_of_two.view)
     counter.assign(1)
-    with pytest.raises(DataError, match="the value of replica 2 went with the worker that was lost"):
+    with pytest.raises(DataError, match="the value of replica 2 was on the lost worker"):
         strategy.gather(found, axis=0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import CheckpointError
-from lockstep.keras.calls import Calls
+from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state.failures import described, remade
 from lockstep.keras.state.snapshots import Snapshots
 
@@ -78,7 +78,7 @@ def test_errors_that_cannot_be_made_again_are_named() -> None:
         with pytest.raises(CheckpointError, match=f"fit 1 of the script .*{name}"):
             remade(described(error, "fit 1"))
     failure = dict(described(ValueError("no"), "fit 1"), **{"module": "os", "class": "system"})
-    with pytest.raises(CheckpointError, match="cannot raise that again"):
+    with pytest.raises(CheckpointError, match="cannot raise it again"):
         remade(failure)
 
 
@@ -90,8 +90,8 @@ class TestWhereTheTrainingGoesOn:
         """Make what goes on from step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
 
         def snapshots() -> Snapshots:
-            job: Any = SimpleNamespace(joins=False, keeper=None)
-            return Snapshots(job, SimpleNamespace(), Calls())  # type: ignore[arg-type]
+            job: Any = SimpleNamespace(joins=False, scheduler=None)
+            return Snapshots(job, SimpleNamespace(), CallStack())  # type: ignore[arg-type]
 
         def begin(**changed: Any) -> Snapshots:
             first = snapshots()
@@ -137,7 +137,7 @@ class TestWhereTheTrainingGoesOn:
             snapshots.finish(None)
         how = r"ended with IndexError\('row 9'\)" if raises else "ended after 2"
         with (
-            pytest.raises(CheckpointError, match=f"goes on after step 3 of fit 1, and .* {how}: the script"),
+            pytest.raises(CheckpointError, match=f"resumes after step 3 of fit 1, but .* {how}: the script"),
             snapshots.call("fit"),
         ):
             pass

@@ -6,12 +6,12 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep import job
-from lockstep.job import Job
-from lockstep.keras.calls import Calls
+from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state.variables import model_state
 from lockstep.topology import place
+from lockstep.worker import job
+from lockstep.worker.job import Job
 
 
 def process() -> tuple[Snapshots, list[Any]]:
@@ -20,7 +20,7 @@ def process() -> tuple[Snapshots, list[Any]]:
     view = place(3, (0,))
     own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
     backend: Any = SimpleNamespace(concrete=keras.ops.convert_to_numpy)
-    snapshots = Snapshots(own, backend, Calls())
+    snapshots = Snapshots(own, backend, CallStack())
     models = []
     for optimizer in ("adam", "sgd"):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

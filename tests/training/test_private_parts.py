@@ -17,7 +17,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import file_utils, module_utils, rng_utils
 
 from lockstep.data.batch import GlobalBatch
-from lockstep.keras.functions import assignments
+from lockstep.keras.replica_run import assignments
 from lockstep.keras.state.callback_states import KEPT
 
 CHANGED = f"Keras {keras.__version__} has changed a private part that {{}} stands on: {{}}"
@@ -34,10 +34,10 @@ def model() -> keras.Model:
     [
         ("downloads.py", file_utils, "get_file"),
         ("downloads.py", file_utils, "urlretrieve"),
-        ("keras/hook.py", keras.Model, "_symbolic_build"),
-        ("keras/hook.py", keras.Model, "make_train_function"),
-        ("keras/hook.py", keras.Model, "make_test_function"),
-        ("keras/hook.py", keras.Model, "make_predict_function"),
+        ("keras/patches.py", keras.Model, "_symbolic_build"),
+        ("keras/patches.py", keras.Model, "make_train_function"),
+        ("keras/patches.py", keras.Model, "make_test_function"),
+        ("keras/patches.py", keras.Model, "make_predict_function"),
         ("keras/backends/jax.py", keras.Model, "_flatten_layers"),
         ("keras/backends/jax.py", keras.Layer, "metrics_variables"),
         ("keras/backends/jax.py", keras.optimizers.Optimizer, "stateless_apply"),
@@ -47,7 +47,7 @@ def model() -> keras.Model:
         ("keras/backends/losses.py", losses, "reduce_values"),
         ("keras/backends/losses.py", losses, "apply_mask"),
         ("keras/backends/losses.py", losses, "scale_loss_for_distribution"),
-        ("keras/functions/assignments.py", keras.Variable, "_direct_assign"),
+        ("keras/replica_run/assignments.py", keras.Variable, "_direct_assign"),
         ("keras/input/inputs.py", array_slicing, "convert_to_sliceable"),
         ("keras/input/inputs.py", array_slicing, "train_validation_split"),
         ("keras/input/inputs.py", PyDatasetAdapter, "_standardize_batch"),
@@ -90,7 +90,7 @@ def test_whoever_listens_hears_of_variables_and_what_is_assigned_to_them() -> No
         variable = keras.Variable(np.zeros(2))
         variable.assign_add(np.ones(2))
     variable.assign(np.zeros(2))
-    changed = CHANGED.format("keras/functions/assignments.py", "Variable._direct_assign")
+    changed = CHANGED.format("keras/replica_run/assignments.py", "Variable._direct_assign")
     assert heard[0] == ("made", variable), changed
     assert heard[-1][0] == "assigned", changed
     assert np.asarray(heard[-1][1]).tolist() == [0, 0], changed
@@ -173,12 +173,12 @@ def test_a_data_adapter_may_be_given_as_the_input() -> None:
         num_batches = 1
 
     mine = Mine()
-    assert EpochIterator(mine).data_adapter is mine, CHANGED.format("keras/hook.py", "get_data_adapter")
+    assert EpochIterator(mine).data_adapter is mine, CHANGED.format("keras/patches.py", "get_data_adapter")
 
 
 def test_fit_validates_with_a_cached_input() -> None:
     source = inspect.getsource(inspect.unwrap(keras.Model.fit))
-    assert "_use_cached_eval_dataset" in source, CHANGED.format("keras/hook.py", "Trainer.fit")
+    assert "_use_cached_eval_dataset" in source, CHANGED.format("keras/patches.py", "Trainer.fit")
 
 
 def test_the_jax_train_step_applies_its_optimizer_without_state() -> None:

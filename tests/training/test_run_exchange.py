@@ -11,11 +11,11 @@ from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, ModelError
-from lockstep.job import Job
-from lockstep.keras.functions.exchange import RunExchange, RunRound, gathered_scalars, spread
-from lockstep.keras.functions.results import Results
-from lockstep.keras.functions.values import Returned, Spec
+from lockstep.keras.replica_run.exchange import RunExchange, RunRound, gathered_scalars, spread
+from lockstep.keras.replica_run.results import Results
+from lockstep.keras.replica_run.values import Returned, Spec
 from lockstep.topology import place
+from lockstep.worker.job import Job
 
 REPLICAS = 3
 
@@ -110,7 +110,7 @@ def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
 
     error, _ = together(act)
     assert isinstance(error, ModelError)
-    assert "do not compute the same things (metric/0)" in str(error)
+    assert "compute different things (metric/0)" in str(error)
 
 
 def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from keras.src.utils import module_utils
 
-from lockstep import job
 from lockstep.errors import ChangedError
-from lockstep.job import Job
-from lockstep.keras.calls import Calls
+from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state import settings
 from lockstep.keras.state.settings import differences, settings_of_call, settings_of_model, settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.topology import place
+from lockstep.worker import job
+from lockstep.worker.job import Job
 
 layers, optimizers, callbacks = keras.layers, keras.optimizers, keras.callbacks
 
@@ -84,7 +84,7 @@ def program(edit: Callable[[str], str] = str, **changes: Any) -> dict[str, str]:
         ({"rate": 0.5}, "layer dropout: rate was 0.2, and is 0.5"),
         ({"activation": "tanh"}, 'layer dense: activation was "relu", and is "tanh"'),
         ({"trainable": False}, "layer dense: trainable was true, and is false"),
-        ({"more": [layers.ReLU()]}, "layer re_lu: class was not there, and is ReLU"),
+        ({"more": [layers.ReLU()]}, "layer re_lu: class was absent and is ReLU"),
         ({"optimizer": optimizers.SGD(0.01)}, "optimizer: class was Adam, and is SGD"),
         ({"optimizer": optimizers.Adam(0.02)}, "optimizer: learning_rate was 0.0"),
         ({"optimizer": optimizers.Adam(0.01, clipnorm=1.0)}, "optimizer: clipnorm was null, and is 1.0"),
@@ -132,7 +132,7 @@ def test_parts_of_a_loop_have_settings() -> None:
 
 
 def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    view, calls = place(3, (0,)), Calls()
+    view, calls = place(3, (0,)), CallStack()
     own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
     snapshots = Snapshots(own, None, calls)  # type: ignore[arg-type]
     facts = {"settings": settings_of_parts({"net": layers.Dropout(0.2)}), "sources": {}}

@@ -5,7 +5,7 @@ from operator import attrgetter
 import tensorflow as tf
 
 from lockstep.errors import ConfigError
-from lockstep.tf_distribute import _STRATEGIES
+from lockstep.worker.tf_distribute_shim import _STRATEGIES
 
 print("default:", tf.distribute.get_strategy().num_replicas_in_sync, tf.distribute.has_strategy())
 for name in _STRATEGIES:

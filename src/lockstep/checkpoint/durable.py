@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from lockstep.errors import CheckpointError
-from lockstep.files import FOLDER_MODE
-from lockstep.locks import wait_for_lock
+from lockstep.system.files import FOLDER_MODE
+from lockstep.system.locks import wait_for_lock
 
 _PATIENCE_SECONDS = 60.0
 
@@ -74,7 +74,7 @@ def locked(path: Path) -> Iterator[None]:
     if descriptor is None:
         raise CheckpointError(
             f"another process has been writing checkpoints into {path.parent} for {_PATIENCE_SECONDS:.0f} s; "
-            "let it end, or give another folder"
+            "wait for it to end, or give another folder"
         )
     try:
         yield

@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError
 
-from lockstep.checkpoint.claim import Claim
 from lockstep.checkpoint.durable import is_full, locked, make_folder, reason, sync, write_file
 from lockstep.checkpoint.folder import Contents, check_names, load, read_outline, write_folder
-from lockstep.clock import SystemClock
+from lockstep.checkpoint.folder_lock import FolderLock
 from lockstep.errors import CheckpointError
-from lockstep.files import read_regular
+from lockstep.system.clock import SystemClock
+from lockstep.system.files import read_regular
 
 __all__ = ["Contents", "Entry", "Store", "load"]
 
@@ -64,7 +64,7 @@ class Store:
         claim: on the folder, which is taken before anything is written; None where somebody else has it.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, claim: Claim | None = None) -> None:
+    def __init__(self, folder: Path, keep: int = 3, claim: FolderLock | None = None) -> None:
         self._folder = folder
         self._keep = keep
         self._claim = claim
@@ -100,7 +100,7 @@ class Store:
                 self._prune(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot write the checkpoint {path}: {reason(error)}; make room there, or give another "
+                f"cannot write the checkpoint {path}: {reason(error)}; free space there, or give another "
                 "folder"
             ) from None
         return path
@@ -143,7 +143,7 @@ class Store:
             try:
                 return path, load(path)
             except CheckpointError as error:
-                report(f"{error}; this checkpoint is passed over")
+                report(f"{error}; skipping this checkpoint")
         return None
 
     def entries(self) -> list[Entry]:
@@ -176,7 +176,7 @@ class Store:
                 temporary.rename(path)
                 sync(self._folder)
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {reason(error)}; make room there") from None
+            raise CheckpointError(f"cannot write {path}: {reason(error)}; free space there") from None
 
     def finished(self) -> int | None:
         """Return the step of the checkpoint with which the job has come to its end; None if it has not.

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from lockstep.checkpoint.folder import Contents
 from lockstep.checkpoint.store import Store
-from lockstep.clock import SystemClock
 from lockstep.errors import CheckpointError
+from lockstep.system.clock import SystemClock
 
 
 class Writer:

@@ -7,15 +7,21 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lockstep.clock import Clock, SystemClock
-from lockstep.collectives.arguments import check_length, common_layout, outgoing
-from lockstep.collectives.calls import Call, compare, farewell
+from lockstep.collectives.calls import (
+    CollectiveCall,
+    check_length,
+    common_layout,
+    compare,
+    farewell,
+    outgoing,
+)
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
 from lockstep.collectives.summing import Adder, Array, flat
-from lockstep.collectives.waiting import Patience
+from lockstep.collectives.waiting import ObservedWait
 from lockstep.errors import InternalError, LockstepError, PeerLostError
+from lockstep.system.clock import Clock, SystemClock
 
 Result = TypeVar("Result")
 
@@ -24,7 +30,7 @@ Result = TypeVar("Result")
 class _Entry:
     """What a member brings to a meeting; `load` depends on the kind of the call."""
 
-    call: Call
+    call: CollectiveCall
     describe: Callable[[], list[str]]
     load: Any
 
@@ -129,9 +135,9 @@ class Hub:
         meeting.entries.clear()
         self._changed.notify_all()
 
-    def _wait(self, meeting: _Meeting, position: int, call: Call) -> None:
+    def _wait(self, meeting: _Meeting, position: int, call: CollectiveCall) -> None:
         workers = self.plan.workers
-        patience = Patience(lambda: str(call), self._policy, self._observe, self._clock)
+        patience = ObservedWait(lambda: str(call), self._policy, self._observe, self._clock)
         try:
             while not meeting.over:
                 if self._reason is not None:
@@ -196,23 +202,23 @@ class LoopbackCommunicator:
         """
         check_length(check)
         layout = common_layout(self._hub.plan, self._position, partials)
-        call = Call("reduce", what, check, layout=layout.digest)
+        call = CollectiveCall("reduce", what, check, layout=layout.digest)
         return self._meet(_Entry(call, layout.describe, partials), self._hub.add_up)
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members; see `Communicator`."""
-        return list(self._swap(Call("gather", what), blob))
+        return list(self._swap(CollectiveCall("gather", what), blob))
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at `root`; see `Communicator`."""
         blob = outgoing(blob, is_root=self._position == root)
-        return self._swap(Call("broadcast", what, root=root), blob)[root]
+        return self._swap(CollectiveCall("broadcast", what, root=root), blob)[root]
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""
-        self._swap(Call("barrier", what), b"")
+        self._swap(CollectiveCall("barrier", what), b"")
 
-    def _swap(self, call: Call, blob: bytes) -> list[bytes]:
+    def _swap(self, call: CollectiveCall, blob: bytes) -> list[bytes]:
         return self._meet(_Entry(call, list, blob), lambda entries: [each.load for each in entries])
 
     def _meet(self, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]) -> Result:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from lockstep.clock import Clock
 from lockstep.collectives.contract import Waiting, WaitObserver, WaitPolicy
 from lockstep.errors import PeerStuckError
-from lockstep.prose import name_workers
+from lockstep.system.clock import Clock
+from lockstep.system.prose import name_workers
 
 SLICE = 0.2
 """Seconds that a member blocks at most before it looks again whether its view has been aborted."""
 
 
-class Patience:
+class ObservedWait:
     """One wait of one member: reports and gives up as the policy says."""
 
     def __init__(
@@ -36,7 +36,7 @@ class Patience:
         waited, policy = self._clock.now() - self._start, self._policy
         if waited >= policy.timeout:
             raise PeerStuckError(
-                f"waited {waited:.1f} s for {name_workers(missing)} in {self._what()}. Look at what "
+                f"waited {waited:.1f} s for {name_workers(missing)} in {self._what()}. Check what "
                 f"{'it is' if len(missing) == 1 else 'they are'} doing (py-spy dump), or allow a longer wait"
             )
         if self._observe is not None and waited >= (self._reports + 1) * policy.report_every:

@@ -8,15 +8,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.doctor.finding import Finding, Verdict
-from lockstep.doctor.gpus import Reading, judge_build
+from lockstep.doctor.finding import Finding, Rating
+from lockstep.doctor.gpus import GpuReading, judge_build
 from lockstep.doctor.programs import Ended
 
 _SECTION = "backends"
-_COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.keras.probing"])
+_COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.doctor.backend_probe"])
 SLOW_SECONDS = 14.0
 """A backend that needs more to be imported and to compute is slow."""
-_AGAIN = f"run it by hand to see all that it says: {_COMMAND} {{}}"
+_AGAIN = f"run it yourself to see its whole output: {_COMMAND} {{}}"
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Answer:
 
     @classmethod
     def of(cls, ended: Ended) -> "Answer":
-        """Read what `lockstep.keras.probing` has written."""
+        """Read what `lockstep.doctor.backend_probe` has written."""
         built: dict[str, str | None] | None = None
         devices: tuple[str, ...] | None = None
         tried: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ class Answer:
         return self.ended.status == 0 and 0 < len(devices) <= len(self.tried)
 
 
-def judge(backend: str, answer: Answer, reading: Reading, gpus: int, *, chosen: bool) -> list[Finding]:
+def judge(backend: str, answer: Answer, reading: GpuReading, gpus: int, *, chosen: bool) -> list[Finding]:
     """Return the findings on one backend.
 
     Args:
@@ -68,7 +68,7 @@ def judge(backend: str, answer: Answer, reading: Reading, gpus: int, *, chosen: 
         gpus: how many of them CUDA shows.
         chosen: whether a job would use this backend.
     """
-    bad = Verdict.FAILURE if chosen else Verdict.WARNING
+    bad = Rating.FAILURE if chosen else Rating.WARNING
     findings = []
     if answer.built is not None:
         findings.append(judge_build(reading, backend, answer.built["cuda"], answer.built["cudnn"]))
@@ -86,10 +86,10 @@ def _slow(backend: str, seconds: float) -> Finding:
     return Finding(
         _SECTION,
         f"{backend} is slow",
-        Verdict.WARNING,
-        f"it took {seconds:.0f} s to be imported and to compute",
+        Rating.WARNING,
+        f"importing it and computing took {seconds:.0f} s",
         "the first import after an installation reads many files: try again; if it takes as long, the "
-        "disk or the cores are slow, and every job starts as slowly",
+        "disk or the cores are slow, and every job starts this slowly",
         {"seconds": seconds},
     )
 
@@ -98,18 +98,18 @@ def _sight(backend: str, devices: Sequence[str]) -> Finding:
     gpus = [device for device in devices if "cpu" not in device.lower()]
     name, facts = f"{backend} sees the GPU", {"devices": list(devices)}
     if gpus:
-        return Finding(_SECTION, name, Verdict.FINE, ", ".join(gpus), "", facts)
+        return Finding(_SECTION, name, Rating.FINE, ", ".join(gpus), "", facts)
     return Finding(
         _SECTION,
         name,
-        Verdict.WARNING,
+        Rating.WARNING,
         f"it was built for CUDA, but sees {', '.join(devices)} only: it would compute on the CPU",
         _AGAIN.format(backend),
         facts,
     )
 
 
-def _trial(backend: str, tried: dict[str, Any], bad: Verdict) -> Finding:
+def _trial(backend: str, tried: dict[str, Any], bad: Rating) -> Finding:
     name = f"{backend} computes on {tried['device']}"
     if tried["fault"]:
         return Finding(_SECTION, name, bad, tried["fault"], _AGAIN.format(backend), tried)
@@ -117,23 +117,23 @@ def _trial(backend: str, tried: dict[str, Any], bad: Verdict) -> Finding:
         return Finding(
             _SECTION,
             name,
-            Verdict.WARNING,
-            "the same computation gave other bits the second time",
-            "look for variables that switch deterministic operations off",
+            Rating.WARNING,
+            "the same computation gave different bits the second time",
+            "look for environment variables that disable deterministic operations",
             tried,
         )
-    return Finding(_SECTION, name, Verdict.FINE, "the same bits twice", "", tried)
+    return Finding(_SECTION, name, Rating.FINE, "the same bits twice", "", tried)
 
 
-def _end(backend: str, answer: Answer, bad: Verdict) -> Finding:
+def _end(backend: str, answer: Answer, bad: Rating) -> Finding:
     if answer.built is None:
-        where = "when it was imported"
+        where = "during import"
     elif answer.devices is None:
-        where = "when it was asked for its devices"
+        where = "while listing its devices"
     elif len(answer.tried) < len(answer.devices):
-        where = f"when it computed on {answer.devices[len(answer.tried)]}"
+        where = f"while computing on {answer.devices[len(answer.tried)]}"
     else:
-        where = "at its end"
+        where = "at exit"
     remedy = _AGAIN.format(backend)
     if answer.ended.fault:
         remedy = "raise the limits of this shell (ulimit -a) on files, processes and memory"

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 
-from lockstep.control.prctl import die_with
+from lockstep.system.prctl import die_with
 
 
 def main(parent: int, command: list[str]) -> None:

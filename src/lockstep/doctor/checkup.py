@@ -10,18 +10,18 @@ from pathlib import Path
 from platform import python_version
 from subprocess import SubprocessError
 
-from lockstep.config import device_variables, job_environment, visible_gpus
-from lockstep.control.backend import BACKENDS
 from lockstep.doctor import backends, training
 from lockstep.doctor.addresses import examine_tf_config
 from lockstep.doctor.environment import examine_environment
-from lockstep.doctor.finding import Finding, Verdict, worst
-from lockstep.doctor.gpus import Reading
+from lockstep.doctor.finding import Finding, Rating, worst
+from lockstep.doctor.gpus import GpuReading
 from lockstep.doctor.gpus import judge as judge_gpus
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.programs import Ended, Program, results
+from lockstep.doctor.programs import Ended, ProbeProgram, results
 from lockstep.doctor.shown import shown
 from lockstep.doctor.versions import Packages, Wish, examine_versions
+from lockstep.launcher.backend import BACKENDS
+from lockstep.system.environment import device_variables, job_environment, visible_gpus
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 PROBE_SECONDS = 60.0
@@ -29,7 +29,11 @@ PROBE_SECONDS = 60.0
 TRAINING_SECONDS = 60.0
 _GRACE = 1.0
 _UNTRAINED = Finding(
-    "training", "not tried", Verdict.FINE, "what has failed above would fail again", "mend that first"
+    "training",
+    "not tested",
+    Rating.FINE,
+    "the failures above would make it fail",
+    "fix the failures above first",
 )
 
 
@@ -48,7 +52,7 @@ class Surroundings:
     environment: Mapping[str, str]
     wish: Wish
     installed: Callable[[str], bool]
-    reading: Reading
+    reading: GpuReading
     say: Callable[[str], None]
 
 
@@ -69,7 +73,7 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
             for backend in filter(around.installed, BACKENDS)
         }
         for probe in probes.values():
-            if isinstance(probe, Program):
+            if isinstance(probe, ProbeProgram):
                 stack.callback(probe.end)
         listed = around.environment.get(_LISTED)
         findings += judge_gpus(around.reading, listed, around.environment.get("CUDA_DEVICE_ORDER"))
@@ -80,22 +84,22 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
             *examine_tf_config(around.environment.get("TF_CONFIG")),
         ]
         if probes:
-            around.say(f"asking {', '.join(probes)} to compute, which takes some seconds")
+            around.say(f"asking {', '.join(probes)} to compute; this takes a few seconds")
         gpus = len(shown(around.reading.gpus, listed).places)
         for backend, ended in _outcomes(probes, deadline, around.say).items():
             answer = backends.Answer.of(ended)
             findings += backends.judge(backend, answer, around.reading, gpus, chosen=backend == chosen)
     findings += surroundings
     if train:
-        able = chosen is not None and worst(findings) < Verdict.FAILURE
+        able = chosen is not None and worst(findings) < Rating.FAILURE
         findings.append(_train(chosen, around) if able and chosen else _UNTRAINED)
     return findings
 
 
 def _outcomes(
-    probes: Mapping[str, Program | Ended], deadline: float, say: Callable[[str], None]
+    probes: Mapping[str, ProbeProgram | Ended], deadline: float, say: Callable[[str], None]
 ) -> dict[str, Ended]:
-    running = {backend: probe for backend, probe in probes.items() if isinstance(probe, Program)}
+    running = {backend: probe for backend, probe in probes.items() if isinstance(probe, ProbeProgram)}
     names = list(running)
 
     def waits(places: Sequence[int], seconds: float) -> None:
@@ -112,7 +116,7 @@ def _waiting(what: str, seconds: float, limit: float) -> str:
 
 
 def _train(backend: str, around: Surroundings) -> Finding:
-    around.say(f"training on {backend} with {training.WORKERS} workers, which takes some seconds")
+    around.say(f"training on {backend} with {training.WORKERS} workers; this takes a few seconds")
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
         program = _started(training.command(backend, Path(name)), around.environment, _GRACE)
         if isinstance(program, Ended):
@@ -127,15 +131,17 @@ def _train(backend: str, around: Surroundings) -> Finding:
         return training.judge(backend, ended, Path(name))
 
 
-def _started(command: Sequence[str], environment: Mapping[str, str], grace: float = 0.0) -> Program | Ended:
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], grace: float = 0.0
+) -> ProbeProgram | Ended:
     try:
-        return Program.start(command, environment, grace)
+        return ProbeProgram.start(command, environment, grace)
     except (OSError, SubprocessError) as error:
         return Ended(None, "", "", 0.0, getattr(error, "strerror", None) or str(error))
 
 
 def _probe(backend: str) -> list[str]:
-    return [sys.executable, "-P", "-m", "lockstep.keras.probing", backend]
+    return [sys.executable, "-P", "-m", "lockstep.doctor.backend_probe", backend]
 
 
 def _as_in_a_job(environment: Mapping[str, str], backend: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 
-class Verdict(IntEnum):
+class Rating(IntEnum):
     """How well a job would go; the worst of a report is the exit status of the command."""
 
     FINE = 0
@@ -24,7 +24,7 @@ class Finding:
     Attributes:
         section: the part of the report: "versions", "gpus", "backends", "machine", "environment", "training".
         name: what was looked at.
-        verdict: `FAILURE` where a job would not work, `WARNING` where it works but something is not as it
+        rating: `FAILURE` where a job would not work, `WARNING` where it works but something is not as it
             should be.
         reason: what was found, in one sentence or less.
         remedy: what to do about it; empty where nothing is to be done.
@@ -33,7 +33,7 @@ class Finding:
 
     section: str
     name: str
-    verdict: Verdict
+    rating: Rating
     reason: str
     remedy: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
@@ -47,17 +47,17 @@ class Section:
 
     def fine(self, name: str, reason: str, **facts: Any) -> Finding:
         """Return a row on what is as it should be."""
-        return Finding(self.name, name, Verdict.FINE, reason, "", facts)
+        return Finding(self.name, name, Rating.FINE, reason, "", facts)
 
     def warning(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:
         """Return a row on what is not as it should be."""
-        return Finding(self.name, name, Verdict.WARNING, reason, remedy, facts)
+        return Finding(self.name, name, Rating.WARNING, reason, remedy, facts)
 
     def failure(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:
         """Return a row on what keeps jobs from working."""
-        return Finding(self.name, name, Verdict.FAILURE, reason, remedy, facts)
+        return Finding(self.name, name, Rating.FAILURE, reason, remedy, facts)
 
 
-def worst(findings: Iterable[Finding]) -> Verdict:
+def worst(findings: Iterable[Finding]) -> Rating:
     """Return the worst verdict, `FINE` if there is none."""
-    return max((finding.verdict for finding in findings), default=Verdict.FINE)
+    return max((finding.rating for finding in findings), default=Rating.FINE)

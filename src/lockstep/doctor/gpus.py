@@ -4,9 +4,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Rating
 from lockstep.doctor.shown import shown
-from lockstep.prose import count
+from lockstep.system.prose import count
 
 _SECTION = "gpus"
 _LISTED = "CUDA_VISIBLE_DEVICES"
@@ -25,7 +25,7 @@ _OLDEST_INSTALLED = 12
 
 
 @dataclass(frozen=True)
-class Memory:
+class GpuMemory:
     """Bytes."""
 
     total: int
@@ -78,8 +78,8 @@ class Gpu:
     name: str | None = None
     uuid: str | None = None
     bus: str | None = None
-    memory: Memory | None = None
-    bar1: Memory | None = None
+    memory: GpuMemory | None = None
+    bar1: GpuMemory | None = None
     temperature: int | None = None
     power: float | None = None
     power_limit: float | None = None
@@ -109,7 +109,7 @@ class Driver:
 
 
 @dataclass(frozen=True)
-class Reading:
+class GpuReading:
     """All that the driver tells.
 
     Attributes:
@@ -125,7 +125,7 @@ class Reading:
     remedy: str = ""
 
 
-def judge(reading: Reading, listed: str | None, order: str | None = None) -> list[Finding]:
+def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> list[Finding]:
     """Return a row for the driver, one for `CUDA_VISIBLE_DEVICES` where it is set, and one for each GPU.
 
     Args:
@@ -136,10 +136,10 @@ def judge(reading: Reading, listed: str | None, order: str | None = None) -> lis
     findings = []
     if (driver := reading.driver) is not None:
         reason = f"{driver.version}, for CUDA up to {_dotted(driver.cuda)}" if driver.cuda else driver.version
-        findings.append(Finding(_SECTION, "driver", Verdict.FINE, reason, "", asdict(driver)))
+        findings.append(Finding(_SECTION, "driver", Rating.FINE, reason, "", asdict(driver)))
     if not reading.gpus:
-        verdict = Verdict.WARNING if reading.remedy else Verdict.FINE
-        return [*findings, Finding(_SECTION, "GPUs", verdict, absence(reading), reading.remedy)]
+        rating = Rating.WARNING if reading.remedy else Rating.FINE
+        return [*findings, Finding(_SECTION, "GPUs", rating, absence(reading), reading.remedy)]
     # CUDA does not count those that this process may not use.
     counted = [gpu for gpu in reading.gpus if not gpu.denied]
     places, problem, by_number = shown(counted, listed)
@@ -152,7 +152,7 @@ def judge(reading: Reading, listed: str | None, order: str | None = None) -> lis
     return findings + [_judge_gpu(gpu, usable, is_shown=gpu.index in indices) for gpu in reading.gpus]
 
 
-def judge_build(reading: Reading, backend: str, cuda: str | None, cudnn: str | None) -> Finding:
+def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str | None) -> Finding:
     """Say whether a backend that was built for this CUDA can use the GPUs.
 
     A driver runs programs for its own CUDA, for every older one, and for newer ones of the same major version
@@ -170,17 +170,17 @@ def judge_build(reading: Reading, backend: str, cuda: str | None, cudnn: str | N
         built += f" and cuDNN {_show_cudnn(cudnn)}"
     driver = reading.driver
     if driver is None or not usable:
-        verdict, said, remedy = Verdict.FINE, "and there is no GPU that it could use", ""
+        rating, said, remedy = Rating.FINE, "and there is no GPU for it to use", ""
     elif cuda:
-        verdict, said, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
+        rating, said, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
     else:
         said = f"so it computes on the CPU, beside {count(len(usable), 'GPU')}"
-        verdict, remedy = Verdict.WARNING, _install(backend, driver)
+        rating, remedy = Rating.WARNING, _install(backend, driver)
     facts = {"cuda": cuda, "cudnn": cudnn, "driver": None if driver is None else asdict(driver)}
-    return Finding("backends", f"{backend} and the driver", verdict, f"{built}, {said}", remedy, facts)
+    return Finding("backends", f"{backend} and the driver", rating, f"{built}, {said}", remedy, facts)
 
 
-def absence(reading: Reading) -> str:
+def absence(reading: GpuReading) -> str:
     """Say that there is no GPU, and why; empty if there is one."""
     if reading.gpus:
         return ""
@@ -207,7 +207,7 @@ def describe(gpu: Gpu) -> str:
     if gpu.fault:
         return ": ".join(filter(None, (title(gpu), gpu.fault)))
     told = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
-    return ", ".join([gpu.name or "a kind that it does not tell", *told])
+    return ", ".join([gpu.name or "an unknown model", *told])
 
 
 def title(gpu: Gpu) -> str:
@@ -215,7 +215,7 @@ def title(gpu: Gpu) -> str:
     return " at ".join(filter(None, (gpu.name, gpu.bus if gpu.fault else None)))
 
 
-def _show_memory(memory: Memory | None) -> str:
+def _show_memory(memory: GpuMemory | None) -> str:
     return "" if memory is None else f"{memory.used / _GIB:.1f} of {memory.total / _GIB:.1f} GiB"
 
 
@@ -230,86 +230,92 @@ def _judge_list(listed: str, indices: Sequence[int], problem: str, counted: int,
     if problem:
         reason = f"{problem}: it shows {names}"
         remedy = f"name numbers from 0 to {counted - 1}, or UUIDs as nvidia-smi -L shows them, each once"
-        return Finding(_SECTION, _LISTED, Verdict.WARNING, reason, remedy, facts)
+        return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
     if guessed:
-        reason = f"{listed!r} may mean others than below: where kinds differ, CUDA counts the fastest first"
+        reason = (
+            f"{listed!r} may name other GPUs than below: where models differ, CUDA counts the fastest first"
+        )
         remedy = f"set CUDA_DEVICE_ORDER={_ORDER}, or name UUIDs"
-        return Finding(_SECTION, _LISTED, Verdict.WARNING, reason, remedy, facts)
+        return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
     reason = f"{listed!r} shows {names}" + ("" if indices else f": {_ON_CPU}")
-    return Finding(_SECTION, _LISTED, Verdict.FINE, reason, "", facts)
+    return Finding(_SECTION, _LISTED, Rating.FINE, reason, "", facts)
 
 
 def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
-    verdict, reasons = Verdict.FINE, [describe(gpu)]
+    rating, reasons = Rating.FINE, [describe(gpu)]
     remedies: list[str] = []
     if gpu.denied:
         # That is how a cluster gives some of a machine's GPUs to a job.
         if not usable:
-            verdict = Verdict.WARNING
+            rating = Rating.WARNING
             remedies.append(f"ask for access to /dev/nvidia{gpu.index}, or for GPUs for the job")
     elif gpu.fault:
-        verdict = Verdict.FAILURE if is_shown else Verdict.WARNING
+        rating = Rating.FAILURE if is_shown else Rating.WARNING
         remedies.append("look for its Xid in the kernel's log (sudo dmesg | grep -i xid), and reboot")
         if usable and is_shown:
             remedies.append(f"until then name the UUIDs of the others in {_LISTED}")
     elif is_shown and (problems := _problems(gpu)):
-        verdict = Verdict.WARNING
+        rating = Rating.WARNING
         reasons += [problem for problem, _ in problems]
         remedies += [remedy for _, remedy in problems]
     if not is_shown and not gpu.denied:
         reasons.append(f"{_LISTED} hides it")
     facts = asdict(gpu) | {"shown": is_shown}
-    return Finding(_SECTION, f"GPU {gpu.index}", verdict, "; ".join(reasons), "; ".join(remedies), facts)
+    return Finding(_SECTION, f"GPU {gpu.index}", rating, "; ".join(reasons), "; ".join(remedies), facts)
 
 
 def _problems(gpu: Gpu) -> list[tuple[str, str]]:
     """Return what is not as it should be, and what to do about it."""
     found: list[tuple[str, str]] = []
     if gpu.instances == ():
-        switch = f"make some with nvidia-smi mig, or switch MIG off: sudo nvidia-smi -i {gpu.index} -mig 0"
-        found.append(("it is divided by MIG, but has no instance, so CUDA cannot use it", switch))
+        switch = (
+            f"create instances with nvidia-smi mig, or disable MIG: sudo nvidia-smi -i {gpu.index} -mig 0"
+        )
+        found.append(("MIG is enabled but no instance exists, so CUDA cannot use it", switch))
     now, limit = gpu.temperature, gpu.slowdown
     if gpu.hot or (now is not None and limit is not None and now >= limit):
-        since = "" if limit is None else f" (from {limit} C on)"
-        found.append((f"it is so hot that it slows down{since}", "look after its fans and the air around it"))
+        since = "" if limit is None else f" (from {limit} C)"
+        found.append((f"it is throttled because it is hot{since}", "check its fans and its air flow"))
     if gpu.repair_failed:
-        found.append(("a defective part of its memory could not be replaced", "have the GPU exchanged"))
+        found.append(("a defective part of its memory could not be replaced", "replace the GPU"))
     if gpu.repair_pending:
         reset = f"when nothing uses it, sudo nvidia-smi --gpu-reset -i {gpu.index}, or reboot"
-        found.append(("a defective part of its memory waits to be replaced", reset))
+        found.append(("a defective part of its memory is pending replacement", reset))
     if gpu.memory is not None and gpu.memory.free < _LITTLE * gpu.memory.total:
         found.append(_used_up(gpu.processes or (), gpu.memory))
     return found
 
 
-def _used_up(processes: Sequence[Process], memory: Memory) -> tuple[str, str]:
-    reason = f"only {memory.free / _GIB:.1f} GiB of its memory are free"
+def _used_up(processes: Sequence[Process], memory: GpuMemory) -> tuple[str, str]:
+    reason = f"only {memory.free / _GIB:.1f} GiB of its memory is free"
     if processes:
-        reason += f": {' and '.join(map(_show_process, processes))} have it"
-        end = f"end them if they are not needed: kill {' '.join(str(process.pid) for process in processes)}"
+        reason += (
+            f": {' and '.join(map(_show_process, processes))} {'uses' if len(processes) == 1 else 'use'} it"
+        )
+        end = f"stop what is not needed: kill {' '.join(str(process.pid) for process in processes)}"
     else:
-        end = "end what uses it, which may be another user's, or in another container"
+        end = "stop the processes that use it; they may belong to another user or run in another container"
     return reason, f"{end}; or name other GPUs in {_LISTED}"
 
 
 def _compare(
     backend: str, wanted: tuple[int, ...], driver: Driver, usable: Sequence[Gpu]
-) -> tuple[Verdict, str, str]:
+) -> tuple[Rating, str, str]:
     if not _supports(driver, wanted):
         oldest = _OLDEST_DRIVERS.get(wanted[0])
         remedy = f"install a driver, {oldest} or newer" if oldest else "install a newer driver"
         remedy += f", or a {backend} built for CUDA {driver.cuda[0]}" if driver.cuda else ""
-        return Verdict.WARNING, f"which the driver, {driver.version}, does not support", remedy
+        return Rating.WARNING, f"which the driver, {driver.version}, does not support", remedy
     oldest_kind = _OLDEST_KINDS.get(wanted[0], (0, 0)) if wanted else (0, 0)
     left = [gpu for gpu in usable if gpu.capability is not None and gpu.capability < oldest_kind]
     if left:
         names = " and ".join(sorted({gpu.name or f"GPU {gpu.index}" for gpu in left}))
         remedy = f"install a {backend} built for an older CUDA"
-        return Verdict.WARNING, f"which has no code for {names}", remedy
+        return Rating.WARNING, f"which has no code for {names}", remedy
     if driver.cuda is not None and wanted > driver.cuda:
         known = f"but the driver knows it up to {_dotted(driver.cuda)}"
-        return Verdict.FINE, f"{known}: all works except code that the driver would have to make (PTX)", ""
-    return Verdict.FINE, "which the driver supports", ""
+        return Rating.FINE, f"{known}: all works except code that the driver must compile (PTX)", ""
+    return Rating.FINE, "which the driver supports", ""
 
 
 def _supports(driver: Driver, wanted: tuple[int, ...]) -> bool:

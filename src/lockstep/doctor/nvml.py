@@ -8,8 +8,8 @@ from typing import Any
 
 import psutil
 
-from lockstep.doctor.gpus import Driver, Gpu, Memory, Process, Reading
-from lockstep.prose import printable
+from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process
+from lockstep.system.prose import printable
 
 PCI = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"
@@ -30,7 +30,7 @@ _REFUSALS = {
     ),
     "NVMLError_LibRmVersionMismatch": (
         "the driver that is loaded has another version than its library: it was updated since it was loaded",
-        "reboot; for a container, start it anew",
+        "reboot; restart a container",
     ),
     "NVMLError_NoPermission": (
         "this user may not use NVIDIA's driver",
@@ -54,7 +54,7 @@ def load() -> Any | None:
         return None
 
 
-def read(library: Any | None, pci: Path = PCI) -> Reading:
+def read(library: Any | None, pci: Path = PCI) -> GpuReading:
     """Ask for everything once.
 
     Args:
@@ -64,10 +64,10 @@ def read(library: Any | None, pci: Path = PCI) -> Reading:
     devices = _devices(pci)
     if library is None:
         install = "pip install nvidia-ml-py"
-        why = "nvidia-ml-py, through which the driver is asked, is not installed"
+        why = "nvidia-ml-py, which reads the driver's data, is not installed"
         if devices:
             return _nothing(devices, why, install)
-        return Reading(None, (), f"{_NONE}, and {why}: {install}")
+        return GpuReading(None, (), f"{_NONE}, and {why}: {install}")
     try:
         library.nvmlInit()
     except library.NVMLError as error:
@@ -80,7 +80,7 @@ def read(library: Any | None, pci: Path = PCI) -> Reading:
 
 
 @contextmanager
-def reader(library: Any | None, pci: Path = PCI) -> Iterator[Callable[[], Reading]]:
+def reader(library: Any | None, pci: Path = PCI) -> Iterator[Callable[[], GpuReading]]:
     """Give a function that does what `read` does; in between the driver stays awake, so that it is quick."""
     awake = False
     if library is not None:
@@ -126,21 +126,21 @@ class _Questions:
         return None if told is None else _plain(told)
 
 
-def _without_driver(error: Exception, devices: tuple[str, ...]) -> Reading:
+def _without_driver(error: Exception, devices: tuple[str, ...]) -> GpuReading:
     kind = type(error).__name__
-    other = (f"NVIDIA's driver does not answer: {error}", "see what nvidia-smi says")
+    other = (f"NVIDIA's driver does not respond: {error}", "check the output of nvidia-smi")
     why, remedy = _REFUSALS.get(kind, other)
     if devices or kind not in _WITHOUT_DEVICE:
         return _nothing(devices, why, remedy)
-    return Reading(None, (), f"{_NONE}, and no driver")
+    return GpuReading(None, (), f"{_NONE}, and no driver")
 
 
-def _nothing(devices: tuple[str, ...], why: str, remedy: str, driver: Driver | None = None) -> Reading:
+def _nothing(devices: tuple[str, ...], why: str, remedy: str, driver: Driver | None = None) -> GpuReading:
     present = f"there is an NVIDIA device ({', '.join(devices)}), but " if devices else ""
-    return Reading(driver, (), f"{present}{why}", remedy)
+    return GpuReading(driver, (), f"{present}{why}", remedy)
 
 
-def _with_driver(library: Any, devices: tuple[str, ...]) -> Reading:
+def _with_driver(library: Any, devices: tuple[str, ...]) -> GpuReading:
     questions = _Questions(library)
     version = questions.text("nvmlSystemGetDriverVersion") or "of an unknown version"
     # The first asks the CUDA that programs would find, which may be a newer one than the driver came with.
@@ -150,8 +150,8 @@ def _with_driver(library: Any, devices: tuple[str, ...]) -> Reading:
     gpus = tuple(_gpu(library, index) for index in range(questions.ask("nvmlDeviceGetCount") or 0))
     if devices and not gpus:
         remedy = "the kernel's log says why: sudo dmesg | grep -i nvrm"
-        return _nothing(devices, "the driver does not take it", remedy, driver)
-    return Reading(driver, gpus)
+        return _nothing(devices, "the driver does not support it", remedy, driver)
+    return GpuReading(driver, gpus)
 
 
 def _gpu(library: Any, index: int) -> Gpu:
@@ -160,7 +160,7 @@ def _gpu(library: Any, index: int) -> Gpu:
     except library.NVMLError as error:
         if type(error).__name__ == "NVMLError_NoPermission":
             return Gpu(index, fault="this process may not use it", denied=True)
-        return Gpu(index, fault=_LOST.get(type(error).__name__, f"it does not answer: {error}"))
+        return Gpu(index, fault=_LOST.get(type(error).__name__, f"it does not respond: {error}"))
     questions = _Questions(library)
     ask, text = questions.ask, questions.text
     bus, rates = ask("nvmlDeviceGetPciInfo", handle), ask("nvmlDeviceGetUtilizationRates", handle)
@@ -226,8 +226,8 @@ def _instances(questions: _Questions, handle: Any) -> tuple[str, ...] | None:
     return tuple(name for name in names if name is not None)
 
 
-def _memory(told: Any, total: str = "total", used: str = "used", free: str = "free") -> Memory | None:
-    return None if told is None else Memory(*(int(getattr(told, name)) for name in (total, used, free)))
+def _memory(told: Any, total: str = "total", used: str = "used", free: str = "free") -> GpuMemory | None:
+    return None if told is None else GpuMemory(*(int(getattr(told, name)) for name in (total, used, free)))
 
 
 def _watts(milliwatts: int | None) -> float | None:

@@ -15,9 +15,9 @@ from typing import Self
 
 import psutil
 
-from lockstep.control.descendants import LinuxDescendants, children_now
-from lockstep.control.prctl import adopt_orphans
-from lockstep.control.wording import signal_name
+from lockstep.system.descendants import LinuxDescendants, children_now
+from lockstep.system.exit_status import signal_name
+from lockstep.system.prctl import adopt_orphans
 
 _ENDING = 1.0
 _LOOK_EVERY = 0.05
@@ -51,10 +51,10 @@ class Ended:
         if self.fault:
             return f"could not be started: {self.fault}"
         if self.status is None:
-            return f"had not ended after {self.seconds:.0f} s"
-        how = f"ended with status {self.status}"
+            return f"was still running after {self.seconds:.0f} s"
+        how = f"exited with status {self.status}"
         if self.status < 0:
-            how = f"was ended by {signal_name(-self.status)}"
+            how = f"was killed by {signal_name(-self.status)}"
         line = self._last_line()
         return f"{how}: {line}" if line else how
 
@@ -63,7 +63,7 @@ class Ended:
         return lines[-1][-_SHOWN:] if lines else ""
 
 
-class Program:
+class ProbeProgram:
     """A process that runs, and is killed with this one."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", begun: float, grace: float) -> None:
@@ -73,7 +73,7 @@ class Program:
         self._has_ended = False
         assert process.stdout is not None
         assert process.stderr is not None
-        self.streams = (_Stream(process.stdout.fileno()), _Stream(process.stderr.fileno()))
+        self.streams = (_ProbeOutput(process.stdout.fileno()), _ProbeOutput(process.stderr.fileno()))
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str], grace: float = 0.0) -> Self:
@@ -145,7 +145,7 @@ class Program:
 
 
 def results(
-    programs: Sequence[Program],
+    programs: Sequence[ProbeProgram],
     deadline: float,
     say: Callable[[Sequence[int], float], object] = lambda places, seconds: None,
 ) -> list[Ended]:
@@ -207,7 +207,7 @@ def nothing_left() -> Iterator[None]:
         LinuxDescendants(spare).end(grace=0)
 
 
-class _Stream:
+class _ProbeOutput:
     """What a program writes to a pipe: the beginning and the end of it."""
 
     def __init__(self, descriptor: int) -> None:

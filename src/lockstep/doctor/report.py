@@ -9,18 +9,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.doctor.finding import Finding, Verdict, worst
-from lockstep.prose import count, printable
+from lockstep.doctor.finding import Finding, Rating, worst
+from lockstep.system.prose import count, printable
 
 _MARKS = {
-    Verdict.FINE: ("ok", "green"),
-    Verdict.WARNING: ("warn", "yellow"),
-    Verdict.FAILURE: ("FAIL", "bold red"),
+    Rating.FINE: ("ok", "green"),
+    Rating.WARNING: ("warn", "yellow"),
+    Rating.FAILURE: ("FAIL", "bold red"),
 }
 _SUMMARY = {
-    Verdict.FINE: "this machine is fit",
-    Verdict.WARNING: "jobs work here",
-    Verdict.FAILURE: "jobs will not work here",
+    Rating.FINE: "this machine is ready",
+    Rating.WARNING: "jobs work here",
+    Rating.FAILURE: "jobs will not work here",
 }
 _LINES = "\n"
 _NAME_WIDTH = 34
@@ -36,7 +36,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         table.add_column(overflow="fold", width=min(_NAME_WIDTH, console.width // 3))
         table.add_column(overflow="fold")
         for finding in group:
-            text, style = _MARKS[finding.verdict]
+            text, style = _MARKS[finding.rating]
             # Programs that failed may have written parts of it.
             reason = Text(printable(finding.reason, _LINES))
             if finding.remedy:
@@ -55,12 +55,12 @@ def console(out: TextIO, is_terminal: bool) -> Console:
 def summary(findings: Sequence[Finding]) -> str:
     """Say in a line what all findings come to."""
     numbers = {
-        verdict: sum(finding.verdict == verdict for finding in findings)
-        for verdict in (Verdict.FAILURE, Verdict.WARNING)
+        rating: sum(finding.rating == rating for finding in findings)
+        for rating in (Rating.FAILURE, Rating.WARNING)
     }
-    counted = [count(number, str(verdict)) for verdict, number in numbers.items() if number]
-    verdict = _SUMMARY[worst(findings)]
-    return f"{verdict}: {' and '.join(counted)}" if counted else verdict
+    counted = [count(number, str(rating)) for rating, number in numbers.items() if number]
+    rating = _SUMMARY[worst(findings)]
+    return f"{rating}: {' and '.join(counted)}" if counted else rating
 
 
 def as_json(findings: Sequence[Finding]) -> str:
@@ -69,7 +69,7 @@ def as_json(findings: Sequence[Finding]) -> str:
         {
             "section": finding.section,
             "name": finding.name,
-            "verdict": str(finding.verdict),
+            "verdict": str(finding.rating),
             "reason": finding.reason,
             "remedy": finding.remedy,
             "facts": finding.facts,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import psutil
 
-from lockstep.cgroups import cpu_quota, processes_left, read
-from lockstep.clock import Clock, SystemClock
-from lockstep.control.limits import processes_of_user_left
-from lockstep.memory import cgroup_rooms
+from lockstep.system.cgroups import cpu_quota, processes_left, read
+from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.memory import cgroup_rooms
+from lockstep.system.process_limits import processes_of_user_left
 
 _PROBE = 2**24
 """Bytes of shared memory that are taken and given back."""
@@ -26,7 +26,7 @@ _READINGS = 5000
 
 
 @dataclass(frozen=True)
-class Places:
+class SystemPaths:
     """Where `look` looks.
 
     Attributes:
@@ -46,7 +46,7 @@ class Places:
     installed: tuple[Path, ...] = (Path(__file__), Path(psutil.__file__), Path(sys.executable))
 
 
-HERE = Places()
+HERE = SystemPaths()
 _CLOCK = SystemClock()
 
 
@@ -83,7 +83,7 @@ class Cores:
 
 
 @dataclass(frozen=True)
-class Memory:
+class HostMemory:
     """Memory, in bytes.
 
     Attributes:
@@ -120,7 +120,7 @@ class Shared:
 
 
 @dataclass(frozen=True)
-class Limits:
+class UserLimits:
     """How many there may be; None for no limit.
 
     Attributes:
@@ -176,9 +176,9 @@ class Machine:
 
     system: System
     cores: Cores
-    memory: Memory
+    memory: HostMemory
     shared: Shared
-    limits: Limits
+    limits: UserLimits
     disk: Disk
     clocks: Clocks
 
@@ -188,7 +188,7 @@ def look_at_system() -> System:
     return System(platform.system(), platform.machine(), platform.release(), _unwatched())
 
 
-def look(system: System, places: Places = HERE, clock: Clock = _CLOCK) -> Machine:
+def look(system: System, places: SystemPaths = HERE, clock: Clock = _CLOCK) -> Machine:
     """Look at a Linux."""
     membership = places.proc / "self" / "cgroup"
     memory = _memory(membership, places.cgroups)
@@ -211,11 +211,11 @@ def _unwatched() -> str:
     return ""
 
 
-def _memory(membership: Path, mount: Path) -> Memory:
+def _memory(membership: Path, mount: Path) -> HostMemory:
     machine = psutil.virtual_memory()
     # Version 1 writes a limit that is none as the greatest number.
     rooms = [room for room in cgroup_rooms(membership, mount) if room < machine.total]
-    return Memory(int(machine.total), int(machine.available), min(rooms, default=None))
+    return HostMemory(int(machine.total), int(machine.available), min(rooms, default=None))
 
 
 def _shared(shm: Path, usable: int) -> Shared:
@@ -252,9 +252,9 @@ def _files_in_memory(shm: Path) -> tuple[str, int | None]:
     return "", found.f_bavail * found.f_frsize if found.f_blocks else None
 
 
-def _limits(proc: Path, group_left: int | None) -> Limits:
+def _limits(proc: Path, group_left: int | None) -> UserLimits:
     files, most_files = map(_number, resource.getrlimit(resource.RLIMIT_NOFILE))
-    return Limits(files, most_files, processes_of_user_left(proc), group_left)
+    return UserLimits(files, most_files, processes_of_user_left(proc), group_left)
 
 
 def _number(limit: int) -> int | None:
@@ -275,7 +275,7 @@ def _disk(folder: Path) -> Disk:
     return Disk(has_runs, "", found.f_bavail * found.f_frsize if found.f_blocks else None)
 
 
-def _clocks(places: Places, clock: Clock) -> Clocks:
+def _clocks(places: SystemPaths, clock: Clock) -> Clocks:
     readings = [clock.now() for _ in range(_READINGS)]
     return Clocks(
         source=read(places.clock_source).strip(),

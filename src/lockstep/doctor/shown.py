@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from lockstep.prose import count
+from lockstep.system.prose import count
 
 _NUMBER = re.compile(r"\+?[0-9]+")
 
@@ -58,7 +58,7 @@ def shown(gpus: Sequence[Named], listed: str | None) -> Shown:
             break
         identity, place = meant
         if identity in found:
-            return Shown((), f"{name!r} is there twice, which CUDA takes for an error", by_number)
+            return Shown((), f"{name!r} is listed twice, which CUDA treats as an error", by_number)
         found[identity] = place
     return Shown(tuple(found.values()), problem, by_number)
 

@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-from lockstep.doctor.finding import Finding, Verdict
+from lockstep.doctor.finding import Finding, Rating
 from lockstep.doctor.programs import Ended
 
 _SECTION = "training"
@@ -19,7 +19,7 @@ def command(backend: str, folder: Path) -> list[str]:
     options += ["--backend", backend, "--run-dir", str(folder / "run")]
     return [
         *(sys.executable, "-P", "-m", "lockstep", "run", *options),
-        *("-m", "lockstep.trial", str(folder / RESULT)),
+        *("-m", "lockstep.doctor.trial_program", str(folder / RESULT)),
     ]
 
 
@@ -30,10 +30,10 @@ def judge(backend: str, ended: Ended, folder: Path) -> Finding:
         return Finding(
             _SECTION,
             name,
-            Verdict.FAILURE,
+            Rating.FAILURE,
             f"the training {ended.how()}",
-            "the rows above may say why; else train the same by hand: "
-            f"lockstep run -n {WORKERS} --backend {backend} -m lockstep.trial result.json",
+            "the rows above may say why; otherwise run the same training yourself: "
+            f"lockstep run -n {WORKERS} --backend {backend} -m lockstep.doctor.trial_program result.json",
             {"status": ended.status},
         )
     result = json.loads((folder / RESULT).read_text())
@@ -41,7 +41,7 @@ def judge(backend: str, ended: Ended, folder: Path) -> Finding:
     return Finding(
         _SECTION,
         name,
-        Verdict.WARNING if is_slow else Verdict.FINE,
+        Rating.WARNING if is_slow else Rating.FINE,
         f"{result['images_per_second']:,.0f} images/s, hash {result['hash'][:16]}; {ended.seconds:.1f} s",
         "training is slow: check whether other programs use the cores or the disk" if is_slow else "",
         {**result, "seconds": ended.seconds},

@@ -8,9 +8,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
-from lockstep.control.backend import BACKENDS, Wishes, choose_backend
-from lockstep.doctor.finding import Finding, Section, Verdict
+from lockstep.doctor.finding import Finding, Rating, Section
 from lockstep.errors import LockstepError
+from lockstep.launcher.backend import BACKENDS, Wishes, choose_backend
 
 _ROWS = Section("versions")
 
@@ -136,8 +136,8 @@ def _of_lockstep(packages: Packages) -> Finding:
         return Finding(
             "versions",
             "Lockstep",
-            Verdict.WARNING,
-            "is imported, but not installed: what it needs is not known",
+            Rating.WARNING,
+            "it is imported but not installed, so its requirements are unknown",
             "pip install keras-lockstep, or pip install --editable in its folder",
         )
     return _ROWS.fine("Lockstep", version, version=version)
@@ -147,13 +147,13 @@ def _of_keras(packages: Packages) -> Finding:
     version, wanted = packages.versions.get("keras"), packages.lowest("keras")
     if version is None:
         return Finding(
-            "versions", "Keras", Verdict.FAILURE, "is not installed", "pip install 'keras-lockstep[jax]'"
+            "versions", "Keras", Rating.FAILURE, "is not installed", "pip install 'keras-lockstep[jax]'"
         )
     if wanted is not None and not wanted.specifier.contains(version, prereleases=True):
         return Finding(
             "versions",
             "Keras",
-            Verdict.FAILURE,
+            Rating.FAILURE,
             f"{version}, but Lockstep needs keras{wanted.specifier}",
             f"pip install 'keras{wanted.specifier}'",
             {"version": version},
@@ -165,16 +165,16 @@ def _of_backend(packages: Packages, backend: str, importable: bool, chosen: str 
     name = packages.brings(backend)
     facts = {"installed": importable, "chosen": backend == chosen}
     if not importable:
-        return Finding("versions", backend, Verdict.FINE, "not installed", "", facts)
+        return Finding("versions", backend, Rating.FINE, "not installed", "", facts)
     version = packages.versions[name] if name is not None else None
     wanted = packages.lowest(backend)
     if version is None or wanted is None or wanted.specifier.contains(version, prereleases=True):
         text = f"{version or 'of an unknown version'}{f', by {name}' if name != backend else ''}"
-        return Finding("versions", backend, Verdict.FINE, text, "", {**facts, "version": version})
+        return Finding("versions", backend, Rating.FINE, text, "", {**facts, "version": version})
     return Finding(
         "versions",
         backend,
-        Verdict.FAILURE if backend == chosen else Verdict.WARNING,
+        Rating.FAILURE if backend == chosen else Rating.WARNING,
         f"{version}, but Lockstep needs {backend}{wanted.specifier}",
         f"pip install '{backend}{wanted.specifier}'",
         {**facts, "version": version},
@@ -188,7 +188,7 @@ def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[
         return None, Finding(
             "versions",
             "chosen backend",
-            Verdict.FAILURE,
+            Rating.FAILURE,
             str(error),
             "set KERAS_BACKEND to a backend that is installed, or unset it",
         )
@@ -201,12 +201,12 @@ def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[
 
 def _of_requirements(unmet: list[str]) -> Finding:
     if not unmet:
-        return _ROWS.fine("requirements", "all packages find what they ask for")
+        return _ROWS.fine("requirements", "all packages find their requirements")
     return Finding(
         "versions",
         "requirements",
-        Verdict.WARNING,
+        Rating.WARNING,
         "; ".join(unmet),
-        "pip check lists them; install versions that fit, in a fresh environment if need be",
+        "pip check lists them; install compatible versions, in a new environment if necessary",
         {"unmet": unmet},
     )

@@ -17,10 +17,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.clock import Clock, SystemClock
-from lockstep.doctor.gpus import Gpu, Process, Reading, absence, describe, quantities, title
+from lockstep.doctor.gpus import Gpu, GpuReading, Process, absence, describe, quantities, title
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.files import AppendFile
+from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.files import AppendFile
 
 _CLOCK = SystemClock()
 _LONGEST = 86400.0
@@ -66,7 +66,7 @@ class Sample:
 
     wall: float
     host: Host
-    reading: Reading
+    reading: GpuReading
 
 
 Show = Callable[[Sample], None]
@@ -98,7 +98,7 @@ class GpuLog:
         finally:
             file.close()
 
-    def add(self, reading: Reading, wall: float) -> None:
+    def add(self, reading: GpuReading, wall: float) -> None:
         """Add a line for each GPU, in one write.
 
         Args:
@@ -112,7 +112,7 @@ class GpuLog:
         self._file.write(_csv(*((stamp, *_values(gpu)) for gpu in reading.gpus)))
 
 
-def log_once(log: Path, reading: Reading, clock: Clock = _CLOCK) -> None:
+def log_once(log: Path, reading: GpuReading, clock: Clock = _CLOCK) -> None:
     """Add what the GPUs do now to a CSV file.
 
     Raises:
@@ -132,7 +132,7 @@ def host_now() -> Host:
 def watch(
     seconds: float,
     log: Path | None,
-    read: Callable[[], Reading],
+    read: Callable[[], GpuReading],
     out: TextIO,
     *,
     host: Callable[[], Host] = host_now,
@@ -260,4 +260,4 @@ def _csv(*rows: tuple[str | int, ...]) -> bytes:
 
 
 def _give_up(complaint: str) -> NoReturn:
-    raise UnfitError(f"{complaint}. Make room there, or name another file")
+    raise UnfitError(f"{complaint}. Free space there, or name another file")

@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from lockstep import job
 from lockstep.keras.state.callback_states import listed
+from lockstep.worker import job
 
 
 class ChiefCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]

@@ -5,7 +5,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from lockstep.importing import when_imported
+from lockstep.worker.import_hooks import when_imported
 
 
 def give_images(mnist: ModuleType) -> None:

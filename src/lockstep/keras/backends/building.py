@@ -13,7 +13,7 @@ import keras
 
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.backends.steps import replaced
-from lockstep.keras.functions import assignments
+from lockstep.keras.replica_run import assignments
 from lockstep.keras.state.variables import optimizers_of
 
 

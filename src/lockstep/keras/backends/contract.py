@@ -54,7 +54,7 @@ class Program(Held, Protocol):
     """One step of one model, of one kind, in two halves with the sum over the replicas between them.
 
     A step takes one round of computing and summing, or one more for each further update that it makes; see
-    `lockstep.keras.backends.rounds`. `state` is what the backend's Keras threads through its steps, or None
+    `keras.backends.multi_update`. `state` is what the backend's Keras threads through its steps, or None
     where it lives in variables.
     """
 

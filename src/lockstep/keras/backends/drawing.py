@@ -95,7 +95,7 @@ class VectorizedDraws:
     def seed(self, given: int | None) -> Seed | None:
         """Raise ModelError."""
         raise ModelError(
-            "the step draws random numbers in tf.vectorized_map, where each element would get the same: draw "
+            "the step draws random numbers in tf.vectorized_map, where all elements would get the same: draw "
             "them for all elements before it, or use tf.map_fn"
         )
 

@@ -18,7 +18,7 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.rounds import refuse_own_update
+from lockstep.keras.backends.multi_update import refuse_own_update
 
 _ALIGNMENT = 64
 """TensorFlow's kernels insist on tensors that start at a multiple of this many bytes."""
@@ -27,7 +27,7 @@ _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
 
 
-class Places:
+class UpdateOperations:
     """Where in its graph a step makes updates, as numbers of operations; made where the step begins.
 
     Attributes:
@@ -60,8 +60,8 @@ class Places:
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
             raise ModelError(
                 "the step applies its optimizer, or calls all_reduce or all_gather, within a condition, a "
-                "loop or a function of TensorFlow's; its replicas cannot meet there: do it in the step "
-                "itself, and call what is a tf.function as a plain one"
+                "loop or a function of TensorFlow's; replicas cannot synchronize there: do it in the step "
+                "itself, and call a tf.function as a plain function"
             )
 
 
@@ -127,7 +127,7 @@ def assigned(graph: Any) -> list[tf.Variable]:
             continue
         handle = captured[id(inside)]
         if id(handle) not in known:
-            raise ModelError(f"the step changes {handle}, which is no variable: that cannot be combined")
+            raise ModelError(f"the step changes {handle}, which is not a variable and cannot be combined")
         found.append(known[id(handle)])
     return found
 
@@ -168,7 +168,7 @@ def same_bits(variable: tf.Variable, before: Any) -> bool:
     return np.array_equal(now, then)
 
 
-class _Writable:
+class _WritableVariable:
     """The same memory, as NumPy's array interface shows it, but not read-only."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
@@ -191,7 +191,7 @@ def borrowed(array: npt.NDArray[Any]) -> Any:
     ):
         return tf.constant(array)
     # NumPy gives no read-only array away, though its receiver only reads.
-    return tf.experimental.dlpack.from_dlpack(np.asarray(_Writable(array)).__dlpack__())
+    return tf.experimental.dlpack.from_dlpack(np.asarray(_WritableVariable(array)).__dlpack__())
 
 
 def own(tensor: Any, one: Any) -> Any:

@@ -19,9 +19,9 @@ from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.building import build_by_call
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.logs import Report, Results
+from lockstep.keras.backends.logs import LogReport, StepResults
 from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
-from lockstep.keras.backends.rounds import Left, Rounds, Unknown
+from lockstep.keras.backends.multi_update import Left, Rounds, Unknown
 from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
 from lockstep.keras.state.variables import named_arrays, refuse_misfits, seed_positions
 
@@ -165,7 +165,7 @@ class JaxProgram(JaxState):
         self._compute = jax.jit(self._traced_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
         self._rounds = Rounds()
-        self._report: Report | None = None
+        self._report: LogReport | None = None
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
 
@@ -245,7 +245,7 @@ class JaxProgram(JaxState):
             if all(new is expected for new, expected in zip(returned, record.updated, strict=True)):
                 return record.gradients or [], (logs, (rest, metrics))
             if record.gradients is None:
-                raise ModelError(f"train_step returns other weights than its optimizer updated; {_SHAPE}")
+                raise ModelError(f"train_step returns weights that its optimizer did not update; {_SHAPE}")
         if not self._rounds.leaves(number):
             self._rounds.leave(number)
             return self._train(state, data, earlier)
@@ -300,9 +300,9 @@ class JaxProgram(JaxState):
                 refuse_integer_state(self._model.non_trainable_variables[i])
         return changes
 
-    def _own_figures(self, logs: dict[str, Any], results: Results, weight: Any) -> dict[str, Any]:
+    def _own_figures(self, logs: dict[str, Any], results: StepResults, weight: Any) -> dict[str, Any]:
         """Return the figures that the user's own step made, beyond the metrics' results, weighted."""
-        self._report = Report(self._model, logs, results)
+        self._report = LogReport(self._model, logs, results)
         own = {name: jnp.asarray(v, jnp.float32) * weight for name, v in self._report.figures.items()}
         self._report.figures.clear()
         return own

@@ -15,7 +15,7 @@ from lockstep.keras.backends.steps import replaced
 _Path = tuple[str, ...]
 
 
-class Results:
+class StepResults:
     """The results that metrics gave while a step ran.
 
     Attributes:
@@ -47,9 +47,9 @@ class Results:
 
 
 @contextmanager
-def noted_results(model: Any) -> Iterator[Results]:
+def noted_results(model: Any) -> Iterator[StepResults]:
     """Within the block the results that the model's metrics give are noted."""
-    results, everything = Results(), model.get_metrics_result
+    results, everything = StepResults(), model.get_metrics_result
     with ExitStack() as stack:
         for metric in {id(metric): metric for metric in model.metrics}.values():
 
@@ -61,14 +61,14 @@ def noted_results(model: Any) -> Iterator[Results]:
         yield results
 
 
-class Report:
+class LogReport:
     """The logs of one step of `model`, to be put together again from totals.
 
     Attributes:
         figures: those of the step's own, by the names under which partials have them.
     """
 
-    def __init__(self, model: Any, logs: Mapping[str, Any], results: Results) -> None:
+    def __init__(self, model: Any, logs: Mapping[str, Any], results: StepResults) -> None:
         self._model = model
         self._logs = logs
         self._metrics: dict[_Path, tuple[Any, _Path]] = {}

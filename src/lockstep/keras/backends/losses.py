@@ -9,7 +9,7 @@ import keras
 from keras.src.losses import loss as keras_loss
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.logs import Results, noted_results
+from lockstep.keras.backends.logs import StepResults, noted_results
 from lockstep.keras.backends.steps import replaced
 
 _MEANS = ("mean", "sum_over_batch_size")
@@ -17,7 +17,7 @@ _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
 @contextmanager
-def observed(model: Any, weight: Any) -> Iterator[tuple[list[Any], Results]]:
+def observed(model: Any, weight: Any) -> Iterator[tuple[list[Any], StepResults]]:
     """Within the block a replica's step may run; what it computes combines over replicas.
 
     Yields (the densities of its losses, the results of its metrics).
@@ -136,7 +136,7 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
     given = {getattr(loss, "reduction", "mean") for loss in keras.tree.flatten(model.loss)}
     if given & {None, "none"}:
         raise ModelError(
-            "a loss has reduction=None: it is a vector, and what its gradient means differs between "
+            "a loss has reduction=None: it is a vector, and the meaning of its gradient differs between "
             'backends; give it reduction="sum" or a mean'
         )
     reductions = {reduction == "sum" for reduction in given}
@@ -146,7 +146,7 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
     if False in reductions:
         raise ModelError(
             "some of the model's losses have reduction='sum' and others are means over the examples: "
-            "replicas cannot weigh both; give all of them the same reduction"
+            "replicas cannot weight both; give all of them the same reduction"
         )
     # Keras's own step, and those of the program's own, call it by this name.
     compute = model.compute_loss

@@ -23,7 +23,7 @@ from lockstep.keras.backends import drawing
 from lockstep.keras.backends.building import build_by_call, has_own_step, undone
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.graphs import (
-    Places,
+    UpdateOperations,
     assigned,
     borrowed,
     exempt_from_autograph,
@@ -34,16 +34,16 @@ from lockstep.keras.backends.graphs import (
     traced,
     uses,
 )
-from lockstep.keras.backends.logs import Report
+from lockstep.keras.backends.logs import LogReport
 from lockstep.keras.backends.losses import (
     by_density,
     follows_the_loss,
     observed,
     weighed_gradients,
 )
-from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
+from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
+from lockstep.keras.backends.state_changes import Touched, mixed, seeds_of
 from lockstep.keras.backends.steps import refuse_overwriting_gradients
-from lockstep.keras.backends.touched import Touched, mixed, seeds_of
 from lockstep.keras.backends.updates import GlobalUpdate, gradients_in
 from lockstep.keras.state.randomness import of_replica
 from lockstep.keras.state.variables import VariableState, optimizers_of
@@ -124,7 +124,7 @@ class TensorFlowBackend:
 
 
 @dataclass(frozen=True)
-class Trace:
+class StepTrace:
     """What running a `train_step` has shown.
 
     Attributes:
@@ -133,7 +133,7 @@ class Trace:
         ended: whether it came to its end.
     """
 
-    places: Places
+    places: UpdateOperations
     update: Update | None
     ended: bool
 
@@ -161,8 +161,8 @@ class TensorFlowProgram(VariableState):
         self._rounds = Rounds()
         self._updates: list[Update] = []
         self._global_updates: list[GlobalUpdate] = []
-        self._trace = Trace(Places(), None, ended=True)
-        self._report: Report | None = None
+        self._trace = StepTrace(UpdateOperations(), None, ended=True)
+        self._report: LogReport | None = None
         self._outputs: list[tuple[int, Any]] = []
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
@@ -326,7 +326,7 @@ class TensorFlowProgram(VariableState):
             dense = {name: g * tf.cast(weight, g.dtype) for name, g in dense.items()}
         if logs is None:
             return dense, {}, None
-        self._report = Report(model, logs, results)
+        self._report = LogReport(model, logs, results)
         figures = {name: tf.cast(value, tf.float32) for name, value in self._report.figures.items()}
         self._report.figures.clear()
         return dense, figures, None if earlier else [known_here(d) for d in densities]
@@ -336,7 +336,7 @@ class TensorFlowProgram(VariableState):
 
         Returns (the gradients of the round's own update, logs), without logs where the step was left.
         """
-        number, places = len(earlier), Places()
+        number, places = len(earlier), UpdateOperations()
         after: dict[int, tuple[tf.Variable, Any]] = {}
 
         def repeat(index: int) -> None:
@@ -368,7 +368,7 @@ class TensorFlowProgram(VariableState):
         if update is not None and number == len(self._updates):
             self._updates.append(update)
             self._global_updates.append(GlobalUpdate(update, self._eager, self._jit))
-        self._trace = Trace(places, update, ended=logs is not None)
+        self._trace = StepTrace(places, update, ended=logs is not None)
         return recording.gradients, logs
 
     def _computed(

@@ -15,15 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lockstep import job
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.buffers import TorchState, module_buffers
 from lockstep.keras.backends.building import build_by_call
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.logs import Report, Results, mapped
+from lockstep.keras.backends.logs import LogReport, StepResults, mapped
 from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
-from lockstep.keras.backends.rounds import Left, Recording, Rounds, Update, hidden, refuse_own_update
+from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
 from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.backends.tensors import (
     borrowed,
@@ -38,6 +37,7 @@ from lockstep.keras.backends.tensors import (
 )
 from lockstep.keras.state import randomness
 from lockstep.keras.state.variables import optimizers_of, seed_positions
+from lockstep.worker import job
 
 _GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
@@ -92,8 +92,8 @@ class TorchBackend:
         if self._prepared:
             if not torch.are_deterministic_algorithms_enabled():
                 warnings.warn(
-                    "the script has switched off torch.use_deterministic_algorithms: equal bits are no "
-                    "longer promised",
+                    "the script has disabled torch.use_deterministic_algorithms: equal bits are no "
+                    "longer guaranteed",
                     stacklevel=3,
                 )
             return
@@ -153,7 +153,7 @@ class TorchProgram(TorchState):
         self._optimizers = optimizers_of(model)
         self._rounds = Rounds()
         self._updates: list[Update] = []
-        self._report: Report | None = None
+        self._report: LogReport | None = None
         self._outputs: list[tuple[int, Any]] = []
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
@@ -218,7 +218,7 @@ class TorchProgram(TorchState):
             return partial if earlier else by_density(model, partial, densities, weight)
 
     def _train(
-        self, data: Any, weight: float, earlier: Sequence[Total], before: Before, results: Results
+        self, data: Any, weight: float, earlier: Sequence[Total], before: Before, results: StepResults
     ) -> dict[str, Any] | None:
         number = len(earlier)
         leaves = self._rounds.leaves(number)
@@ -321,8 +321,8 @@ class TorchProgram(TorchState):
             self._changing = sorted(changed)
         for i in changed - set(self._changing):
             raise ModelError(
-                f"the step changes {self._state[i].path!r}, which its first step left alone; every step of "
-                "every replica has to change the same variables"
+                f"the step changes {self._state[i].path!r}, but its first step did not; every step of "
+                "every replica must change the same variables"
             )
         return {f"state/{i}": self._change(i, before.kept[i], share) for i in self._changing}
 
@@ -337,9 +337,9 @@ class TorchProgram(TorchState):
         # What has not changed stays, even if it is infinite.
         return torch.where(new == old, torch.zeros_like(old), new - old).mul_(share.weight)
 
-    def _own_figures(self, logs: Any, results: Results, weight: float) -> dict[str, Any]:
+    def _own_figures(self, logs: Any, results: StepResults, weight: float) -> dict[str, Any]:
         """Return the figures that the user's own step made, beyond the metrics' results, weighted."""
-        self._report = Report(self._model, logs, results)
+        self._report = LogReport(self._model, logs, results)
         own = {name: keras.ops.convert_to_tensor(v, "float32") for name, v in self._report.figures.items()}
         self._report.figures.clear()
         return {name: value.detach() * weight for name, value in own.items()}
@@ -356,7 +356,7 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
     """Raise ModelError for what this backend cannot do, or not over replicas."""
     if model.steps_per_execution > 1:
         raise ModelError(
-            f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend Keras takes one "
+            f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend, Keras runs one "
             "step at a time; compile the model with steps_per_execution=1"
         )
     if kind == "train":

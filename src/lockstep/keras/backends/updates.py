@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from lockstep.keras.backends.graphs import own, traced
-from lockstep.keras.backends.rounds import Update
+from lockstep.keras.backends.multi_update import Update
 
 _WORTH_COMPILING = 1 << 22
 """Bytes of gradients from which on XLA's fused update pays for its compilation."""

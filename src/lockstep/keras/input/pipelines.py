@@ -12,14 +12,14 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
-from lockstep.job import Job
-from lockstep.keras.functions.values import Spec
 from lockstep.keras.input.batches import Element, count_examples
 from lockstep.keras.input.nests import Nest
 from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, packed, spec_of
+from lockstep.keras.replica_run.values import Spec
 from lockstep.keras.state.randomness import RandomNumbers
-from lockstep.notes import note
+from lockstep.system.notes import note
 from lockstep.topology import View
+from lockstep.worker.job import Job
 
 _UNKNOWN = -1
 _ENDLESS = -2
@@ -191,7 +191,7 @@ class Cursor:
             DataError: it has gone by.
         """
         if place + 1 < self._read:
-            raise DataError(f"element {place + 1} of {self._what} has gone by, and was not kept")
+            raise DataError(f"element {place + 1} of {self._what} has passed and was not kept")
         self.go_to(place + 1)
         return None if self._ended else self._element
 
@@ -257,7 +257,7 @@ class PipelinesPass:
         found = {replica: self.cursor(replica).at(place) for replica in self._source.own}
         nests = [nest for nest in found.values() if nest is not None]
         nest = nests[0] if nests else self._source.zeros()
-        return Element(nest, Parts(self._source, self, place, found, nest))
+        return Element(nest, PipelineParts(self._source, self, place, found, nest))
 
     def cursor(self, replica: int) -> Cursor:
         """Return the place in a replica's pass, which begins now if nobody has read it here."""
@@ -284,7 +284,7 @@ class PipelinesPass:
         return self._source.form()
 
 
-class Parts:
+class PipelineParts:
     """The `Values` of one element: what the pipeline of each replica has given.
 
     Args:
@@ -323,7 +323,7 @@ class Parts:
         """
         if replica not in self._ready:
             raise DataError(
-                f"the examples of replica {replica} are on another worker: let strategy.gather bring them"
+                f"the examples of replica {replica} are on another worker: get them with strategy.gather"
             )
         leaves = self._ready[replica]
         return self._stand_in[position][:0] if leaves is None else leaves[position]

@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from lockstep.job import Job
 from lockstep.keras.input.streams import is_tensorflow
-from lockstep.notes import note
+from lockstep.system.notes import note
+from lockstep.worker.job import Job
 
 _INSTEAD = (
     "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"
 )
 _EXPLANATIONS = {
-    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so there may be fewer files than workers, of any sizes",
+    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so the number and sizes of files do not matter",
     "OFF": (
-        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker other examples belongs in "
+        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker different examples belongs in "
         "strategy.distribute_datasets_from_function"
     ),
 }

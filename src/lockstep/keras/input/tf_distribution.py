@@ -14,14 +14,14 @@ from weakref import WeakValueDictionary, finalize
 import tensorflow as tf
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.job import current
-from lockstep.keras.functions.contract import Runs
-from lockstep.keras.functions.graph import on_host
-from lockstep.keras.functions.tf_values import symbolic
-from lockstep.keras.functions.values import Shelf, Spec
 from lockstep.keras.input.batches import Joint, JointPass, Pass, Source
 from lockstep.keras.input.distribution import DistributedDataset, DistributedIterator
 from lockstep.keras.input.streams import Form, array_of, leaves_of, packed
+from lockstep.keras.replica_run.contract import Runs
+from lockstep.keras.replica_run.graph import on_host
+from lockstep.keras.replica_run.tf_values import symbolic
+from lockstep.keras.replica_run.values import Shelf, Spec
+from lockstep.worker.job import current
 
 _END = -1
 """In the place of a ticket: the pass has ended."""
@@ -50,7 +50,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         """
         dataset = cls._datasets.get(number)
         if dataset is None:
-            raise DataError("the dataset that a graph takes elements from is gone: keep it")
+            raise DataError("the dataset that a graph reads no longer exists: keep a reference to it")
         return dataset
 
     def __iter__(self) -> Any:
@@ -135,7 +135,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         """
         iterator = cls._iterators.get(number)
         if iterator is None:
-            raise DataError("the iterator that a graph takes elements from is gone: keep it")
+            raise DataError("the iterator that a graph reads no longer exists: keep a reference to it")
         return iterator
 
     def __next__(self) -> Any:
@@ -206,7 +206,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
                 if values.specs != specs:
                     raise DataError(
                         f"an element of the dataset has leaves like {values.specs} where the first had "
-                        f"{specs}; a graph is made for elements that are alike: read them outside of it, or "
+                        f"{specs}; a graph needs elements of one structure: read them outside of it, or "
                         "from a tf.data.Dataset that declares them"
                     )
                 yield self._dataset.shelf.put(values)

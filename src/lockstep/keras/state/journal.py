@@ -22,7 +22,7 @@ raised), their names, how many calls of each method it was, and how many steps o
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedCall:
     """What one finished call, outside of any other, has left.
 
     Attributes:
@@ -120,7 +120,7 @@ class Journal:
             journal._last_states = journal._states[max(journal._states)]
         return journal
 
-    def replay(self, number: int) -> Finished:
+    def replay(self, number: int) -> FinishedCall:
         """Return the finished call at `number`, from 0; set the random states to those at its end.
 
         Raises:
@@ -140,7 +140,7 @@ class Journal:
         figures = self._figures[start : self._read.figures].tolist()
         result, failure = self._result(number, kind, figures)
         error = None if failure is None else remade(failure)
-        return Finished(result, dict(self._read.methods), self._read.taken, error)
+        return FinishedCall(result, dict(self._read.methods), self._read.taken, error)
 
     def _result(self, number: int, kind: _Kind, figures: list[float]) -> tuple[Any, Failure | None]:
         form, names, _, _ = kind

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.dtypes import named
+from lockstep.checkpoint.values import named
 from lockstep.keras.state.naming import parts, renamed_slots, renumbered, slot
 from lockstep.keras.state.variables import misfits, named_arrays, optimizers_of, seed_positions
 
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptArray:
     """One of a job's models in a checkpoint.
 
     Attributes:
@@ -77,7 +77,7 @@ class _Buffer:
         self.value.copy_(keras.ops.convert_to_tensor(array))
 
 
-def match(model: Any, kept: Kept) -> Match:
+def match(model: Any, kept: KeptArray) -> Match:
     """Find what `kept` has for the weights of `model`, and, if those fit, for its optimizers and metrics.
 
     Optimizers of `model` that are not built are built for the variables for which `kept` has state. What
@@ -141,7 +141,7 @@ def _build(optimizer: Any, model: Any, names: Iterable[str]) -> None:
         optimizer.build(slots)
 
 
-def _metrics(model: Any, kept: Kept, names: Iterable[str]) -> Match:
+def _metrics(model: Any, kept: KeptArray, names: Iterable[str]) -> Match:
     metrics = named_arrays(model.metrics_variables, model.metrics_variables)
     fitting = {
         old: new
@@ -151,7 +151,7 @@ def _metrics(model: Any, kept: Kept, names: Iterable[str]) -> Match:
     return _paired(model, kept, {new: metrics[new] for new in fitting.values()}, fitting)
 
 
-def _paired(model: Any, kept: Kept, variables: Mapping[str, Any], new: Mapping[str, str]) -> Match:
+def _paired(model: Any, kept: KeptArray, variables: Mapping[str, Any], new: Mapping[str, str]) -> Match:
     """Pair `variables` with the arrays for which `new` has a name."""
     renamed = any(name != old for old, name in new.items())
     arrays = {name: kept.arrays[old] for old, name in new.items()}

@@ -9,7 +9,7 @@ _NUMBERED = re.compile(r"(.+)_([1-9]\d*)")
 
 
 @dataclass(frozen=True)
-class Parts:
+class NameParts:
     """The names of one model in a checkpoint, each list in the checkpoint's order.
 
     Attributes:
@@ -23,7 +23,7 @@ class Parts:
     rest: Sequence[str]
 
 
-def parts(names: Sequence[str]) -> Parts:
+def parts(names: Sequence[str]) -> NameParts:
     """Tell the variables of a model, of its optimizers and of its metrics apart, which have this order.
 
     Every optimizer's first variable is its counter of steps.
@@ -33,7 +33,7 @@ def parts(names: Sequence[str]) -> Parts:
     prefixes = {match[1] for name in behind if (match := _COUNTER.fullmatch(name))}
     # Some optimizers have a variable without a prefix.
     optimizers = [name for name in behind if "/" not in name or _prefix(name) in prefixes]
-    return Parts(names[:start], optimizers, [name for name in behind if name not in optimizers])
+    return NameParts(names[:start], optimizers, [name for name in behind if name not in optimizers])
 
 
 def renumbered(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:

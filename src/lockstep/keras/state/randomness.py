@@ -12,8 +12,8 @@ import xxhash
 from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
 
-from lockstep import job
 from lockstep.data.digest import digest_arrays
+from lockstep.worker import job
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras keeps the generator of random operations without a seed."""

@@ -14,12 +14,11 @@ import numpy as np
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError, DisagreementError, LockstepError
-from lockstep.job import Job
-from lockstep.keras.agreement import ADVICE_ON_CALLS
 from lockstep.keras.backends.contract import Backend, Held, Kind
 from lockstep.keras.backends.logs import mapped
-from lockstep.keras.calls import Call, Calls
-from lockstep.keras.functions import assignments
+from lockstep.keras.call_stack import CallStack, KerasCall
+from lockstep.keras.consistency import ADVICE_ON_CALLS
+from lockstep.keras.replica_run import assignments
 from lockstep.keras.state.callback_states import (
     callback_states,
     lasting,
@@ -28,7 +27,7 @@ from lockstep.keras.state.callback_states import (
     set_callback_states,
 )
 from lockstep.keras.state.failures import described
-from lockstep.keras.state.journal import Finished, Journal
+from lockstep.keras.state.journal import FinishedCall, Journal
 from lockstep.keras.state.matching import build_optimizers
 from lockstep.keras.state.randomness import random_states, set_random_states
 from lockstep.keras.state.settings import (
@@ -39,8 +38,9 @@ from lockstep.keras.state.settings import (
     settings_of_parts,
 )
 from lockstep.keras.state.variables import all_variables, assign, named_arrays, step_state
-from lockstep.notes import note
-from lockstep.sources import own_sources
+from lockstep.system.notes import note
+from lockstep.worker.job import Job
+from lockstep.worker.program_sources import own_sources
 
 _LAST_SECONDS = 60.0
 _PARTS: Mapping[str, type] = {
@@ -94,7 +94,7 @@ class Snapshots:
         since: how many calls the script had made when it asked for checkpoints itself; None if it has not.
     """
 
-    def __init__(self, job: Job, backend: Backend, calls: Calls) -> None:
+    def __init__(self, job: Job, backend: Backend, calls: CallStack) -> None:
         self._job = job
         self._backend = backend
         self._calls = calls
@@ -131,46 +131,46 @@ class Snapshots:
             take: `self.take` for the step that has ended.
         """
         self._job.between_steps(take)
-        keeper = self._job.keeper
-        if keeper is not None and not self._job.is_chief:
-            keeper.follow(self._calls.taken)
-        elif keeper is not None:
-            keeper.after_step(self._calls.taken, lambda: take(True))
-            if keeper.leaving:
+        scheduler = self._job.scheduler
+        if scheduler is not None and not self._job.is_chief:
+            scheduler.follow(self._calls.taken)
+        elif scheduler is not None:
+            scheduler.after_step(self._calls.taken, lambda: take(True))
+            if scheduler.leaving:
                 self._job.report("leaving", step=self._calls.taken)
-                keeper.close(_LAST_SECONDS)
+                scheduler.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
 
     def hold(self, take: Callable[[], Contents]) -> None:
         """Have the state that `take` returns kept if no step follows the one that has ended."""
-        if self._job.keeper is not None and self._job.is_chief:
-            self._job.keeper.hold(self._calls.taken, take)
+        if self._job.scheduler is not None and self._job.is_chief:
+            self._job.scheduler.hold(self._calls.taken, take)
 
     def hold_late(self, take: Callable[[], Contents]) -> None:
         """Do as `hold`, and call `take` only before something may change the state."""
-        keeper = self._job.keeper
-        if keeper is not None and self._job.is_chief and len(self._calls.stack) == 2:
+        scheduler = self._job.scheduler
+        if scheduler is not None and self._job.is_chief and len(self._calls.stack) == 2:
             call = self._calls.current
 
             def take_late() -> Contents:
                 with self._calls.again_in(call):
                     return take()
 
-            keeper.hold_late(self._calls.taken, take_late)
+            scheduler.hold_late(self._calls.taken, take_late)
             assignments.install()
-            assignments.before_next(keeper.settle)
+            assignments.before_next(scheduler.settle)
 
     def _leave_what_is_held(self, method: str) -> None:
         """Copy the state that is held late before a call of `method` that may change it."""
-        keeper = self._job.keeper
-        if keeper is not None and self._calls.current.number == 0:
+        scheduler = self._job.scheduler
+        if scheduler is not None and self._calls.current.number == 0:
             if method == "train_on_batch":
-                keeper.drop()
+                scheduler.drop()
             else:
-                keeper.settle()
+                scheduler.settle()
 
     @contextmanager
-    def call(self, method: str) -> Iterator[Call]:
+    def call(self, method: str) -> Iterator[KerasCall]:
         """Number a call of `method`, and make it the current one for the block; note an error that ends it.
 
         Raises:
@@ -198,10 +198,10 @@ class Snapshots:
             raise CheckpointError(self._not_there(call, f"it has ended after {call.steps}"))
         kept = result if call.leaves is None else call.leaves(call)
         self.journal.add(kept, self._calls.methods, self._calls.taken)
-        if self._job.keeper is not None:
-            self._job.keeper.end_call()
+        if self._job.scheduler is not None:
+            self._job.scheduler.end_call()
 
-    def _fail(self, call: Call, error: BaseException) -> None:
+    def _fail(self, call: KerasCall, error: BaseException) -> None:
         """Note the error that ends the call in progress: the script may catch it."""
         if self.resumption is None:
             if len(self.journal) < self._calls.outermost:
@@ -213,15 +213,15 @@ class Snapshots:
             elif error is not self._again:
                 self._refusal = CheckpointError(self._not_there(call, f"it has ended with {error!r}"))
 
-    def _not_there(self, call: Call, how: str) -> str:
+    def _not_there(self, call: KerasCall, how: str) -> str:
         assert self.resumption is not None
         return (
-            f"the training goes on after step {self.resumption.steps} of {call.name}, and in this script "
-            f"{how}: the script is another one, or reads other data, than the one that kept the checkpoint; "
-            "take the change back, or begin in another folder"
+            f"training resumes after step {self.resumption.steps} of {call.name}, but in this script "
+            f"{how}: the script or its data differs from when the checkpoint was saved; "
+            "undo the change, or start over in another folder"
         )
 
-    def finished(self) -> Finished | None:
+    def finished(self) -> FinishedCall | None:
         """Return what the call that begins had left before this process began, if it had finished.
 
         If it had not, its first steps are not taken again.
@@ -240,7 +240,7 @@ class Snapshots:
             return self.replayed()
         if self._job.joins and not self.resumption.steps:
             raise DisagreementError(
-                f"{self._calls.current.name} of this worker, which is to join, is a call that the others "
+                f"{self._calls.current.name} of this worker, which is joining, is a call that the others "
                 f"have not made; {ADVICE_ON_CALLS}"
             )
         if self.resumption.steps:
@@ -248,7 +248,7 @@ class Snapshots:
         self._calls.current.skipped = self.resumption.steps
         return None
 
-    def replayed(self) -> Finished:
+    def replayed(self) -> FinishedCall:
         """Return what the call in progress had left, and set what counts calls to its end.
 
         Raises:
@@ -272,8 +272,8 @@ class Snapshots:
         own = self._calls.current.name
         if call and call != own:
             raise CheckpointError(
-                f"call {self._calls.outermost} of this script is {own}, and was {call} when the checkpoint "
-                "was kept: undo the change, or begin in another folder"
+                f"call {self._calls.outermost} of this script is {own}, but was {call} when the checkpoint "
+                "was saved: undo the change, or start over in another folder"
             )
 
     def join(self) -> bool:
@@ -308,24 +308,23 @@ class Snapshots:
         """
         facts = unpack(contents.manifest.get("training"), contents.arrays)
         if not isinstance(facts, dict):
-            raise CheckpointError(f"the checkpoint of step {contents.step} was not kept by a training")
+            raise CheckpointError(f"the checkpoint of step {contents.step} was not saved by a training run")
         if facts.get("since", self.since) != self.since:
             raise CheckpointError(
-                f"the checkpoint of step {contents.step} was kept by {_origin(facts['since'])}, and the job "
-                f"goes on with {_origin(self.since)}, where other calls have finished: ask for checkpoints "
-                "as before, or begin in another folder"
+                f"the checkpoint of step {contents.step} was saved by {_origin(facts['since'])}, and the job "
+                f"resumes with {_origin(self.since)}, where other calls have finished: configure checkpoints "
+                "as before, or start over in another folder"
             )
         if wrong := [name for name, kind in _PARTS.items() if not isinstance(facts.get(name), kind)]:
             raise CheckpointError(
-                f"the checkpoint of step {contents.step} lacks what a training keeps, or has something else "
-                f"in its place: {', '.join(wrong)}; remove it, to go on from the one before"
+                f"the checkpoint of step {contents.step} lacks state of the training, or has something else "
+                f"in its place: {', '.join(wrong)}; remove it to resume from the previous one"
             )
         try:
             self._go_on(contents, facts)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"what the checkpoint of step {contents.step} says of finished calls is not understood: "
-                f"{error!r}"
+                f"cannot read the finished calls in the checkpoint of step {contents.step}: {error!r}"
             ) from error
 
     def _follow(self, contents: Contents) -> None:
@@ -436,21 +435,21 @@ class Snapshots:
             set_random_states(facts["random"])
         except (IndexError, KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"what the checkpoint of step {contents.step} says of callbacks and random states is not "
-                f"understood: {error!r}"
+                f"cannot read the callbacks and random states in the checkpoint of step {contents.step}: "
+                f"{error!r}"
             ) from error
         self.journal, self.resumption = resumption.journal, None
         if facts.get("heard"):
             call.heard, model.stop_training = call.steps, facts["stops"]
-        if self._job.keeper is not None and not resumption.joined:
-            self._job.keeper.resumed(self._calls.taken)
+        if self._job.scheduler is not None and not resumption.joined:
+            self._job.scheduler.resumed(self._calls.taken)
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
         self._job.report("resumed", where=where, step=self._calls.taken)
         return facts["logs"], state
 
     def note_settings(self, model: Any) -> None:
         """Note how the `fit` that begins trains, if checkpoints are kept."""
-        if self._job.keeper is not None:
+        if self._job.scheduler is not None:
             own_sources()
             self._described.pop(model, None)
             call = self._calls.current
@@ -478,8 +477,8 @@ class Snapshots:
         if found and not self._job.accepts_changes:
             raise ChangedError(
                 f"the script has other settings than the checkpoint of step {step}{changed}: {found}. Undo "
-                "the change for the bits of an undisturbed run, give --accept-changes to resume with the new "
-                "settings, or begin in another folder"
+                "the change for the bits of an uninterrupted run, give --accept-changes to resume with the "
+                "new settings, or start over in another folder"
             )
         if (found or sources) and self._job.is_chief:
             what = f"with other settings: {found}" if found else "with the same settings"

@@ -13,10 +13,10 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver
 
 from lockstep.data.digest import digest_arrays
-from lockstep.job import Job
-from lockstep.keras.files import write_once
-from lockstep.keras.functions.tf_values import concrete
-from lockstep.paths import RunPaths
+from lockstep.keras.replica_run.tf_values import concrete
+from lockstep.keras.shared_saves import write_once
+from lockstep.system.paths import RunPaths
+from lockstep.worker.job import Job
 
 
 def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:

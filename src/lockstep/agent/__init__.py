@@ -1,0 +1,1 @@
+"""What starts, watches and ends the workers of one host; it decides nothing about the job."""

@@ -1,0 +1,127 @@
+"""One worker as its agent sees it."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.agent.console import Write
+from lockstep.launcher.launcher import Handle
+from lockstep.protocol.worker import MAX_PACKET, AgentMessage, encode
+from lockstep.system.exit_status import UNKNOWN_STATUS
+from lockstep.system.output import Log
+from lockstep.worker.stack_dump import STACK_SIGNAL, innermost
+
+_PIECE = 64 * 1024
+_MOST_PIECES = 64
+
+
+@dataclass
+class OutputPipe:
+    """One of the two pipes that a worker writes into."""
+
+    descriptor: int
+    log: Log
+    show: Write
+    ended: bool = False
+
+    def read(self) -> bool:
+        """Pass one piece on; return whether there may be more now."""
+        try:
+            data = os.read(self.descriptor, _PIECE)
+        except BlockingIOError:
+            return False
+        self.log.write(data)
+        self.show(data)
+        self.ended = not data
+        return bool(data)
+
+    def drain(self) -> None:
+        """Pass on what is there, with an end even if a process below the worker writes without one."""
+        pieces = 0
+        while pieces < _MOST_PIECES and not self.ended and self.read():
+            pieces += 1
+
+
+@dataclass
+class WorkerHandle:
+    """A worker that was started.
+
+    Attributes:
+        worker: its id.
+        slot: its index in `TF_CONFIG`, and among the devices.
+        handle: its process.
+        log: its log; None if it writes to a terminal of its own.
+        streams: stdout and stderr, unless it writes to a terminal of its own.
+        stack: the file it writes its stack to when asked.
+        ready: whether it has come as far as its script.
+        exited: whether its process has ended.
+        said: the exit status that it has announced; `UNKNOWN_STATUS` if none.
+    """
+
+    worker: int
+    slot: int
+    handle: Handle
+    log: Log | None
+    streams: tuple[OutputPipe, ...]
+    stack: Path
+    ready: bool = False
+    exited: bool = False
+    said: int = UNKNOWN_STATUS
+    _stack_start: int | None = None
+
+    def receive(self, take: Callable[[bytes, list[int]], None]) -> bool:
+        """Give every packet that has come, and its descriptors, to `take`; return whether more can come."""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while True:
+                flags = socket.MSG_CMSG_CLOEXEC
+                packet, descriptors, _, _ = socket.recv_fds(self.handle.control, MAX_PACKET, 1, flags)
+                if not packet:
+                    return False
+                take(packet, descriptors)
+        return True
+
+    def tell(self, message: AgentMessage, *descriptors: int) -> None:
+        """Send a message, with descriptors; one that has ended does not hear it."""
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            socket.send_fds(self.handle.control, [encode(message)], descriptors)
+
+    def log_only(self, text: str) -> None:
+        """Put a text into the log, behind what the worker has written by now, and not on the terminal."""
+        for stream in self.streams:
+            stream.drain()
+        if self.log is not None:
+            self.log.write(text.encode(errors="backslashreplace"))
+
+    def ask_for_stack(self) -> None:
+        """Ask the worker for its stack; one that is not ready would not survive the question."""
+        if self.ready:
+            self._stack_start = self._stack_size()
+            self.handle.send_signal(STACK_SIGNAL)
+
+    def innermost_frames(self, frames: int) -> list[str]:
+        """Return the stack that it was asked for, the innermost frame first; empty if there is none."""
+        if self._stack_start is None:
+            return []
+        try:
+            dump = self.stack.read_bytes()[self._stack_start :]
+        except OSError:
+            return []
+        return innermost(dump.decode(errors="replace"), frames)
+
+    def close(self) -> None:
+        """Close what belongs to it, and remove a stack file that was never written to."""
+        self.handle.close()
+        if self.log is not None:
+            self.log.close()
+        with contextlib.suppress(OSError):
+            if self._stack_size() == 0:
+                self.stack.unlink(missing_ok=True)
+
+    def _stack_size(self) -> int:
+        try:
+            return self.stack.stat().st_size
+        except OSError:
+            return 0

@@ -1,0 +1,305 @@
+"""When a checkpoint is due."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.writer import Writer
+from lockstep.errors import CheckpointError
+from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.notes import note
+
+_SAY_EVERY_SECONDS = 10.0
+_PATIENCE_SECONDS = 60.0
+"""How long a step waits for the disk."""
+_LAST_SECONDS = 600.0
+"""How long the end of the script waits for it."""
+_TOLERATED_SECONDS = 2.0
+"""How long steps have waited in all when a person is told."""
+_REST_SECONDS = 60.0
+"""Between two checkpoints that are written because a call has ended."""
+
+
+@dataclass(frozen=True)
+class Every:
+    """How often: after so many steps, or when so many seconds have passed."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+
+class CheckpointScheduler:
+    """Has checkpoints written in the background, as often as it was told, and one of the last step.
+
+    A checkpoint that was asked for by a number of steps is always kept: where the one before is still being
+    written, training waits for it.
+
+    Args:
+        writer: writes them.
+        every: how often.
+        clock: for that.
+        finished: notes on the disk that the job has come to its end with a checkpoint of this step; may raise
+            CheckpointError.
+        failed: is told if the end cannot be kept.
+
+    Attributes:
+        leaving: the process has been told to end: the next step is its last.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        every: Every,
+        clock: Clock,
+        finished: Callable[[int], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self._writer = writer
+        self._finished = finished
+        self._failed = failed
+        self._every = every
+        self._clock = clock
+        self._last = clock.now()
+        self._taken: int | None = None
+        self._safe: int | None = None
+        self._ready = False
+        self._held: Contents | None = None
+        self._late: Callable[[], Contents] | None = None
+        self._ended = -_REST_SECONDS
+        self._waited = 0.0
+        self._waits = 0
+        self._copies = Copies()
+        self.leaving = False
+
+    def resumed(self, taken: int) -> None:
+        """Note that training goes on from a checkpoint of step `taken`, which is on the disk."""
+        self._taken = self._safe = taken
+
+    def follow(self, taken: int) -> None:
+        """Note a step whose checkpoint is for another process to keep."""
+        self._taken = taken
+
+    def after_step(self, taken: int, take: Callable[[], Contents]) -> None:
+        """Keep what `take` returns if it is time.
+
+        Args:
+            taken: how many steps of training have been taken; may be several more than the last time.
+            take: returns the state, which is copied before this returns; called on this thread if at all.
+        """
+        if not self._ready:
+            self._ready = True
+            self._copies.make_ready(take())
+        self.drop()
+        due, self._taken = self._due(taken), taken
+        if due and self._every.steps is not None and not self.leaving:
+            self._wait_for_the_one_before(taken)
+        if self.leaving or (due and not self._writer.busy()):
+            self._last = self._clock.now()
+            self._writer.write(self._copied(take()))
+
+    def hold(self, taken: int, take: Callable[[], Contents]) -> None:
+        """Hold what `take` returns: the state at the end of step `taken`, which may be the last one.
+
+        Args:
+            taken: as for `after_step`, which was called for this step.
+            take: returns the state, which is copied before this returns; called if it is not kept already.
+        """
+        if self._held is None and self._asked != taken:
+            self._held = self._copied(take())
+
+    def hold_late(self, taken: int, take: Callable[[], Contents]) -> None:
+        """Hold what `take` returns when `settle` is called; nothing if `drop` or `after_step` is before."""
+        if self._asked != taken:
+            self._late = take
+
+    def settle(self) -> None:
+        """Copy what is held late: it is about to change."""
+        if self._late is not None:
+            late, self._late = self._late, None
+            self._held = self._copied(late())
+
+    def drop(self) -> None:
+        """Forget what is held: another step begins."""
+        self._held = self._late = None
+
+    def end_call(self) -> None:
+        """Write what is held, if it has been a while: what the program does after a call may end it."""
+        now = self._clock.now()
+        if self._held is not None and not self._writer.busy() and now - self._ended >= _REST_SECONDS:
+            self._ended = now
+            self._writer.write(self._held)
+
+    def finish(self) -> None:
+        """Have what is held written, and the job marked as finished: the program has come to its end.
+
+        Returns when that is on the disk, has failed, or takes too long.
+        """
+        self.settle()
+        if self._held is not None and self._asked != self._taken:
+            self._writer.write(self._held)
+        if not self._wait_for_disk(_LAST_SECONDS, "the script has ended and waits"):
+            self._failed(f"not written within {_LAST_SECONDS:.0f} s after the end of the script")
+        elif self._taken is not None and self._taken in (self._safe, self._writer.written):
+            try:
+                self._finished(self._taken)
+            except CheckpointError as error:
+                self._failed(str(error))
+
+    def close(self, seconds: float) -> bool:
+        """Wait until what was asked for is on disk; return whether it is in time."""
+        return self._writer.close(seconds)
+
+    @property
+    def _asked(self) -> int | None:
+        """The step of the checkpoint that was asked for last."""
+        return self._safe if self._writer.asked is None else self._writer.asked
+
+    def _copied(self, contents: Contents) -> Contents:
+        # The memory of the last copy is free when it has been written.
+        copies = Copies() if self._writer.busy() else self._copies
+        return copies.of(contents)
+
+    def _wait_for_the_one_before(self, taken: int) -> None:
+        begun = self._clock.now()
+        if not self._writer.busy():
+            return
+        if not self._wait_for_disk(_PATIENCE_SECONDS, "training waits"):
+            note(f"skipping the checkpoint of step {taken}: the previous one is still being written")
+        before, self._waited = self._waited, self._waited + self._clock.now() - begun
+        self._waits += 1
+        if before < _TOLERATED_SECONDS <= self._waited:
+            note(
+                f"the disk is slower than the steps: it writes a checkpoint in {self._writer.seconds:.2g} s, "
+                f"and training has waited {self._waited:.1f} s in all for {self._waits} of them; save them "
+                "less often to train faster"
+            )
+
+    def _wait_for_disk(self, seconds: float, who: str) -> bool:
+        """Wait until nothing is being written; say so now and then; return whether it is in time."""
+        begun = self._clock.now()
+        while not self._writer.close(max(0.0, min(_SAY_EVERY_SECONDS, begun + seconds - self._clock.now()))):
+            waited = self._clock.now() - begun
+            if waited >= seconds:
+                return False
+            note(f"{who} for the disk to write a checkpoint: {waited:.0f} of {seconds:.0f} s")
+        return True
+
+    def _due(self, taken: int) -> bool:
+        if self._every.steps is not None:
+            before = taken - 1 if self._taken is None else self._taken
+            return taken // self._every.steps > before // self._every.steps
+        return self._every.seconds is not None and self._clock.now() - self._last >= self._every.seconds
+
+
+def open_scheduler(store: Store, every: Every, report: Callable[..., None]) -> CheckpointScheduler:
+    """Return what keeps checkpoints in `store` while its process is the chief.
+
+    Args:
+        store: where.
+        every: how often.
+        report: is told, from another thread, of each checkpoint that was written, of each that had to make
+            room for it, and of each failure, as an event with fields.
+    """
+
+    def done(path: Path, step: int, seconds: float) -> None:
+        report("checkpoint", path=str(path), step=step, seconds=seconds)
+
+    def failed(reason: str) -> None:
+        report("checkpoint failed", reason=reason)
+        note(f"a checkpoint was not written: {reason}; training continues")
+
+    def removed(path: Path) -> None:
+        report("checkpoint removed", path=str(path), reason="the disk is full")
+        note(
+            f"the disk has no space for another checkpoint; removing the oldest: {path}; free space, or "
+            "keep fewer checkpoints"
+        )
+
+    return CheckpointScheduler(
+        Writer(store, done, failed, removed), every, SystemClock(), store.finish, failed
+    )
+
+
+def end_at_a_step(
+    scheduler: CheckpointScheduler, is_chief: Callable[[], bool], patience: float | None = None
+) -> None:
+    """Let SIGTERM end this process at the end of a step of training, after a checkpoint.
+
+    A process that is not the chief ends at once, and so do processes that this one forks. For the main
+    thread.
+
+    Args:
+        scheduler: is told that the process leaves.
+        is_chief: whether this process keeps checkpoints at the time.
+        patience: seconds in which a step has to end, or a second signal to come; then the process ends
+            without a checkpoint. None: whoever sends the signal sees to that.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        again, scheduler.leaving = scheduler.leaving, True
+        if not is_chief() or (again and patience is not None):
+            sys.exit(128 + number)
+        if patience is not None:
+            timer = threading.Timer(patience, os.kill, (os.getpid(), number))
+            timer.daemon = True
+            timer.start()
+
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is leave:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, leave)
+    os.register_at_fork(after_in_child=forget)
+
+
+Array = npt.NDArray[Any]
+
+
+class Copies:
+    """Copies contents to the same memory again and again."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Array] = {}
+        self._thread: threading.Thread | None = None
+
+    def make_ready(self, contents: Contents) -> None:
+        """Take memory for contents like these, on a thread; once."""
+        if self._thread is None:
+            kinds = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
+            self._thread = threading.Thread(target=self._take, args=(kinds,), name="copies", daemon=True)
+            self._thread.start()
+
+    def of(self, contents: Contents) -> Contents:
+        """Return a copy of `contents`, in the place of the one that was returned before."""
+        ready = self._thread is None or not self._thread.is_alive()
+        memory = self._memory if ready else {}
+        copies = {name: _copied(array, memory.get(name)) for name, array in contents.arrays.items()}
+        if ready:
+            self._memory = copies
+        return replace(contents, arrays=copies)
+
+    def _take(self, kinds: Mapping[str, Any]) -> None:
+        for name, (shape, dtype) in kinds.items():
+            memory = np.empty(shape, dtype)
+            # Maps each page, and lets other threads run meanwhile.
+            memory.reshape(-1).view(np.uint8).fill(0)
+            self._memory[name] = memory
+
+
+def _copied(array: Array, memory: Array | None) -> Array:
+    if memory is None or memory.shape != array.shape or memory.dtype != array.dtype:
+        return np.array(array)
+    np.copyto(memory, array)
+    return memory

@@ -1,0 +1,147 @@
+"""The command `lockstep`. No logic: it parses, composes and calls."""
+
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from lockstep import __version__
+from lockstep.cli.run import PARTS, run
+from lockstep.errors import LockstepError
+from lockstep.system.notes import note
+
+
+def main() -> None:
+    """Run the command line of this process, and exit."""
+    try:
+        cli(prog_name="lockstep", standalone_mode=False)
+    except click.ClickException as error:
+        _refuse(error.format_message())
+    except click.Abort:
+        sys.exit(130)
+    except LockstepError as error:
+        _refuse(str(error))
+    except OSError as error:
+        from lockstep.agent.command import let_go_of_stdout
+
+        let_go_of_stdout()
+        # Who reads no further, as head does, has what it wants.
+        if not isinstance(error, BrokenPipeError):
+            what = f"{error.filename}:" if error.filename else "stdout cannot be written:"
+            _refuse(f"{what} {error.strerror or error}")
+
+
+def _refuse(message: str) -> None:
+    note(message)
+    sys.exit(2)
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, message="%(prog)s %(version)s")
+def cli() -> None:
+    """Train a single-process Keras program on any number of workers, with the same result to the last bit."""
+
+
+cli.add_command(run)
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
+def checkpoints(folder: Path) -> None:
+    """List the checkpoints in FOLDER, and verify each.
+
+    The exit status is 1 if one is damaged.
+    """
+    from lockstep.checkpoint.store import Store
+    from lockstep.system.prose import count
+
+    store = Store(folder)
+    entries = store.entries()
+    for entry in entries:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
+        click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {entry.fault or 'complete'}")
+    if not entries:
+        click.echo(f"there is no checkpoint in {folder}")
+    elif entries[-1].step == store.finished():
+        click.echo(f"the job is finished after {count(entries[-1].step, 'step')}")
+    sys.exit(any(entry.fault for entry in entries))
+
+
+@cli.command("list")
+def list_jobs() -> None:
+    """List your running jobs on this machine."""
+    from lockstep.coordinator.admin_client import running_jobs, table
+
+    running, silent = running_jobs()
+    for line in table(running, time.time()) if running else ():
+        click.echo(line)
+    for name in silent:
+        note(f"{name} does not respond; it may be paused or about to end")
+    if not running and not silent:
+        click.echo("no job is running")
+
+
+@cli.command()
+@click.argument("job")
+@click.argument("workers", metavar="N", type=PARTS)
+def scale(job: str, workers: int) -> None:
+    """Change the number of workers of JOB to N; the result stays the same.
+
+    JOB is a name shown by lockstep list, or the beginning of one.
+    """
+    from lockstep.coordinator.admin_client import accepted, send
+    from lockstep.protocol.admin import ScaleRequest
+
+    status = accepted(send(job, ScaleRequest(workers)))
+    click.echo(
+        f"{status.job}: workers now {len(status.workers)}, wanted {status.wanted}; "
+        "run lockstep list to see its progress"
+    )
+
+
+@cli.command()
+@click.argument("job")
+def stop(job: str) -> None:
+    """Stop JOB as SIGTERM does: with --checkpoint it saves a checkpoint first.
+
+    JOB is a name shown by lockstep list, or the beginning of one.
+    """
+    from lockstep.coordinator.admin_client import accepted, send, wait_until_gone
+    from lockstep.protocol.admin import StopRequest
+
+    status = accepted(send(job, StopRequest()))
+    click.echo(f"stopping {status.job}; Ctrl-C stops only this wait")
+    wait_until_gone(status.job)
+    click.echo(f"{status.job} has ended")
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
+@click.option("--no-train", is_flag=True, help="Skip the training test at the end.")
+@click.option(
+    "--watch",
+    type=click.FloatRange(min=0.1),
+    metavar="SECONDS",
+    help="Show only GPUs and cores, every SECONDS, until Ctrl-C.",
+)
+@click.option(
+    "--csv",
+    "log",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="FILE",
+    help="Append the readings of each GPU to FILE, one line per GPU; with --watch, every SECONDS.",
+)
+def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None) -> None:
+    """Check whether this machine is ready for training, and suggest a fix for each problem.
+
+    It checks versions, GPUs, backends, the machine and the environment, and trains for a second with two
+    workers. The exit status is 0 if no check fails, 1 if jobs work with warnings, 2 if they do not.
+    """
+    from lockstep.doctor.command import check, follow
+
+    if watch is None and log is None:
+        sys.exit(check(as_json=as_json, train=not no_train))
+    if as_json or no_train:
+        raise click.UsageError("--watch and --csv cannot be combined with --json or --no-train")
+    follow(watch, log)

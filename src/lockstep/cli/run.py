@@ -1,0 +1,389 @@
+"""The command `lockstep run`. No logic: it parses, composes and calls."""
+
+import importlib.util
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from lockstep.agent.run_folder import (
+    claim_folder,
+    empty_folder,
+    fresh_folder,
+    gone_if_refused,
+    leave_folder,
+)
+from lockstep.errors import ConfigError
+from lockstep.launcher.backend import (
+    BACKENDS,
+    RULE,
+    Choice,
+    Wishes,
+    choose_backend,
+    refuse_legacy_keras,
+    require_tensorflow,
+)
+from lockstep.launcher.devices import assign, parse_devices, spread
+from lockstep.launcher.import_scan import setting_of
+from lockstep.protocol.job_spec import GRACE, Devices, JobSpec, Tee
+from lockstep.system.clock import parse_seconds
+from lockstep.system.environment import (
+    LEGACY_KERAS,
+    Checkpoints,
+    keras_backend,
+    legacy_keras,
+    switched_off,
+    usable_cores,
+    visible_gpus,
+)
+from lockstep.system.notes import note
+from lockstep.system.paths import RunPaths
+from lockstep.system.process_limits import check_limits
+from lockstep.topology import place
+from lockstep.worker.script import Script, refuse_undecodable
+
+_WITHOUT_GPU = 2
+_OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
+PARTS = click.IntRange(min=1, max=4096)
+"""How many workers or replicas."""
+_TIMES = 10**9
+_SEEDS = click.IntRange(min=0, max=2**63 - 1)
+
+
+class _Seconds(click.FloatRange):
+    """A time; `nan` is in every range of click's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number of seconds, or fail."""
+        seconds = super().convert(value, param, ctx)
+        if seconds != seconds:
+            self.fail(f"{value} is not a number of seconds.", param, ctx)
+        return seconds
+
+
+class _Folder(click.Path):
+    """A folder; the empty path would be the one that the person is in."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path, or fail."""
+        if not os.fspath(value):
+            self.fail("the path is empty; name a folder, such as ./folder.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-n",
+    "--workers",
+    type=PARTS,
+    metavar="N",
+    help="Number of worker processes; does not affect the result.  [default: one per visible GPU, else 2]",
+)
+@click.option(
+    "--replicas",
+    type=PARTS,
+    metavar="R",
+    help="Number of parts that each batch is split into; affects the result.  [default: N]",
+)
+@click.option(
+    "--threads-per-worker",
+    "threads",
+    type=PARTS,
+    metavar="T",
+    help="Threads per replica computation; affects the result.  [default: usable cores // R, or 1]",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    help=f"Keras backend; sets KERAS_BACKEND.  [default: {RULE}]",
+)
+@click.option(
+    "--devices",
+    metavar="LIST",
+    help="GPUs: commas separate workers, + joins the GPUs of one worker, a single entry is for all.  "
+    "[default: one visible GPU per worker]",
+)
+@click.option(
+    "--seed",
+    type=_SEEDS,
+    help="Seed of all random numbers.  [default: 0]",
+)
+@click.option(
+    "--run-dir",
+    type=_Folder(path_type=Path),
+    help="Folder for logs and events of this run.  [default: runs/<script>-<time>]",
+)
+@click.option(
+    "--tee",
+    type=click.Choice(get_args(Tee)),
+    default="chief",
+    show_default=True,
+    help="Workers whose output the terminal shows; the logs hold the output of all.",
+)
+@click.option(
+    "--timeout",
+    type=_Seconds(min=0, max=_TIMES, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long other workers wait for a worker before it is killed as stuck.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0, max=_TIMES),
+    default=10,
+    show_default=True,
+    metavar="N",
+    help="How many lost workers are replaced; after that, training continues with the remaining ones.",
+)
+@click.option(
+    "--min-workers",
+    type=PARTS,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Below this number, training waits for workers to join.",
+)
+@click.option(
+    "--checkpoint",
+    type=_Folder(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Save checkpoints to DIR, the last one when SCRIPT ends; resume from the newest one in DIR.",
+)
+@click.option(
+    "--checkpoint-every",
+    "every",
+    metavar="N|TIME",
+    default="10m",
+    show_default=True,
+    help="Checkpoint interval: a number of training steps, or a time such as 30s, 10m or 1h.",
+)
+@click.option(
+    "--keep",
+    type=click.IntRange(min=1, max=_TIMES),
+    default=3,
+    show_default=True,
+    metavar="K",
+    help="How many checkpoints to keep.",
+)
+@click.option(
+    "--grace",
+    metavar="TIME",
+    default=f"{GRACE:g}s",
+    show_default=True,
+    help="Time after SIGTERM to finish the current step and save a last checkpoint, such as 30s or 2m.",
+)
+@click.option(
+    "--accept-changes",
+    is_flag=True,
+    help="Resume even if settings of the model, optimizer, loss or callbacks differ from the checkpoint's.",
+)
+@click.option(
+    "--tf-distribute",
+    is_flag=True,
+    help="Replace the strategies in tf.distribute with Lockstep's, on every backend.",
+)
+@click.option(
+    "--no-adopt",
+    is_flag=True,
+    help="Let each worker run a SCRIPT without a strategy independently. By default, all workers together "
+    "train each model that it compiles.",
+)
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_obj
+def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
+    """Run SCRIPT on several workers on this machine; ARGUMENTS are passed to SCRIPT.
+
+    \b
+    lockstep run -n 2 train.py
+    lockstep run -n 2 --replicas 8 train.py --epochs 3
+    lockstep run -n 2 -m package.train --epochs 3
+
+    The exit status is 0 if every worker succeeds, otherwise that of the first failure (128 + N for
+    signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script's settings differ
+    from its checkpoint's. With checkpoints, the chief first completes its step and writes a checkpoint after
+    SIGTERM, within --grace. Workers then have 3 seconds to exit before they are killed. A second signal kills
+    them at once.
+    """
+    from lockstep.agent.command import fill_standard_descriptors, run_under_agent
+
+    fill_standard_descriptors()
+    script = Script(options["script"], options["module"], options["arguments"])
+    script.check()
+    refuse_undecodable(options["run_dir"], options["checkpoint"])
+    folder = options["checkpoint"]
+    # What is there must not change while it is read; what is refused leaves nothing behind.
+    existed = folder is not None and folder.exists()
+    if existed:
+        claim_folder(folder, *_OF_CHECKPOINTS)
+    spec = replace(_spec(options), inherited=inherited or ())
+    with gone_if_refused(folder if folder is not None and not existed else None):
+        if folder is not None and not existed:
+            claim_folder(folder, *_OF_CHECKPOINTS)
+        with gone_if_refused(options["run_dir"]):
+            spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
+            claim_folder(spec.run_dir)
+            empty_folder(RunPaths(spec.run_dir).sources)
+    note(spec.describe())
+    for variable in switched_off() if spec.devices else ():
+        note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
+    status = run_under_agent(lambda command: _be_agent(spec, command), spec.grace)
+    leave_folder(spec.run_dir)
+    sys.exit(status)
+
+
+def _fresh_folder(options: Mapping[str, Any]) -> Path:
+    name = options["script"] if options["module"] else Path(options["script"]).stem
+    return fresh_folder(Path("runs"), name, time.time())
+
+
+def _backend(options: Mapping[str, Any], past: str | None) -> Choice:
+    variable, configured = keras_backend()
+    source = Script(options["script"], options["module"]).source()
+    script, overrides = (source and setting_of(source, "KERAS_BACKEND")) or (None, False)
+    _refuse_legacy_keras(source)
+    wishes = Wishes(
+        asked=options["backend"],
+        script=script,
+        overrides=overrides,
+        variable=variable,
+        checkpoint=past,
+        configured=configured,
+        tf_distribute=options["tf_distribute"],
+    )
+    if wishes.tf_distribute:
+        require_tensorflow(_is_installed, sys.executable)
+    return choose_backend(wishes, _is_installed, sys.executable)
+
+
+def _refuse_legacy_keras(source: Path | None) -> None:
+    value, always = (source and setting_of(source, LEGACY_KERAS)) or (None, False)
+    if value is not None and (always or legacy_keras() is None):
+        refuse_legacy_keras(value, "the script")
+    else:
+        refuse_legacy_keras(legacy_keras())
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _spec(options: dict[str, Any]) -> JobSpec:
+    # Before the run's folder is made: what is refused leaves nothing behind.
+    checkpoints, past = _checkpoints(options)
+    choice = _backend(options, past.get("backend"))
+    entries = parse_devices(options["devices"]) if options["devices"] is not None else None
+    gpus = visible_gpus()
+    wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
+    replicas = options["replicas"] or past.get("replicas")
+    workers = options["workers"] or min(wanted, replicas or wanted)
+    replicas = replicas or workers
+    place(replicas, tuple(range(workers)))
+    if options["min_workers"] > workers:
+        raise ConfigError(
+            f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
+        )
+    threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
+    check_limits(workers, threads)
+    devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
+    if checkpoints is not None and checkpoints.resume is not None:
+        _compare(checkpoints.resume, past, choice.backend)
+    return JobSpec(
+        target=options["script"],
+        module=options["module"],
+        arguments=options["arguments"],
+        workers=workers,
+        replicas=replicas,
+        threads=threads,
+        seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
+        timeout=options["timeout"],
+        min_workers=options["min_workers"],
+        max_restarts=options["max_restarts"],
+        grace=parse_seconds(options["grace"], "--grace"),
+        accepts_changes=options["accept_changes"],
+        tf_distribute=options["tf_distribute"],
+        adopts=not options["no_adopt"],
+        run_dir=Path(),
+        tee=options["tee"],
+        backend=choice.backend,
+        chosen=str(choice),
+        devices=devices,
+        checkpoints=checkpoints,
+    )
+
+
+def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[str, Any]]:
+    """Return what to keep, and what the checkpoint that the job goes on from says of its job."""
+    if options["checkpoint"] is None:
+        return None, {}
+    from lockstep.checkpoint.choice import newest, parse_every, refuse_another_job
+
+    every = parse_every(options["every"])
+    folder = options["checkpoint"].absolute()
+    resume, past, finished = newest(folder, note) or (None, {}, "")
+    if finished:
+        note(finished)
+    if resume is not None:
+        refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
+    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
+
+
+def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
+    """Refuse to go on with another backend; say it if libraries have changed."""
+    from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
+
+    refuse_another_backend(resume, past, backend)
+    if text := note_on_versions(resume, past):
+        note(text)
+
+
+def _be_agent(spec: JobSpec, command: socket.socket) -> int:
+    from lockstep.launcher.fork_server import ForkServerPlan
+    from lockstep.launcher.launcher import LocalLauncher
+
+    launcher = LocalLauncher(ForkServerPlan.of(spec))
+    # It imports while this process does.
+    launcher.prepare()
+    from lockstep.agent.agent import Agent
+    from lockstep.agent.console import Console
+    from lockstep.agent.exchange import open_exchange
+    from lockstep.agent.starter import LocalStarter
+    from lockstep.agent.views import Views
+    from lockstep.collectives.shared.pool import SharedPool
+    from lockstep.observability.event_log import EventLog
+    from lockstep.supervisor.state import JobSize, State, TimeLimits
+    from lockstep.system.clock import SystemClock
+    from lockstep.system.descendants import LinuxDescendants
+    from lockstep.system.output import Sink
+
+    paths = RunPaths(spec.run_dir.absolute())
+    console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
+    with EventLog.open(paths.events, SystemClock(), console.say) as events:
+        agent = Agent(
+            spec=spec,
+            paths=paths,
+            starter=LocalStarter(spec, paths, os.getpid(), launcher, console, SharedPool.create().fd),
+            views=Views(open_exchange),
+            command=command,
+            console=console,
+            events=events,
+            clock=SystemClock(),
+            descendants=LinuxDescendants(),
+            state=State(
+                frozenset(range(spec.workers)),
+                TimeLimits(timeout=spec.timeout, save=spec.grace),
+                view=spec.view,
+                keeps=spec.checkpoints is not None,
+                size=JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
+                next_worker=spec.workers,
+            ),
+        )
+        return agent.run()

@@ -1,0 +1,206 @@
+"""How the processes that share a control segment synchronize: they arrive, say what they call, and wait."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+
+from lockstep.collectives.calls import CollectiveCall, compare, farewell
+from lockstep.collectives.contract import WaitObserver, WaitPolicy
+from lockstep.collectives.shared import futex
+from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment, decode, encode
+from lockstep.collectives.waiting import ObservedWait
+from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
+from lockstep.system.clock import Clock
+
+SPIN = 1e-3
+"""Seconds to look again and again before blocking: about the difference between members that start a
+call together, also where several share a core. To block and to be woken takes longer than to yield."""
+
+_BEHIND = 1 << 31
+"""Arrivals are counted modulo 2**32: differences from here on are negative numbers."""
+
+
+class Barrier:
+    """One member's end of the meetings in a control segment. Not for use by several threads, except `abort`.
+
+    Attributes:
+        notice: as the contract says.
+    """
+
+    def __init__(
+        self,
+        segment: ControlSegment,
+        position: int,
+        workers: Sequence[int],
+        policy: WaitPolicy,
+        observe: WaitObserver | None,
+        clock: Clock,
+    ) -> None:
+        self._segment = segment
+        self._position = position
+        self._workers = tuple(workers)
+        self._others = [other for other in range(len(workers)) if other != position]
+        self._policy = policy
+        self._observe = observe
+        self._clock = clock
+        self._arrive = futex.adder(segment.address(position))
+        self._slots = [
+            [segment.slot(member, arrival) for member in range(len(workers))] for arrival in range(2)
+        ]
+        self._arrival = 0
+        self._closed = False
+        self.notice = 0
+
+    def calling(self, call: CollectiveCall) -> "_Calling":
+        """Surround everything a member does in one call.
+
+        A member that leaves a call halfway can't take back what it has said in it, so the view ends
+        with that, unless all members leave it in the same place.
+
+        Raises:
+            InternalError: this member is closed.
+            PeerLostError: the view has ended.
+        """
+        if self._closed:
+            raise InternalError(f"{call} on a communicator that was closed")
+        self._raise_if_over()
+        return _Calling(self, call)
+
+    def leave_halfway(self, call: CollectiveCall, error: BaseException) -> None:
+        """End the view for all members, since this one does not finish `call`."""
+        self._segment.abort(farewell(self._workers[self._position], call, error))
+
+    def meet(
+        self, call: CollectiveCall, blob: bytes = b"", describe: Callable[[], Sequence[str]] = list
+    ) -> list[bytes]:
+        """Wait for all members, and return the blobs they brought.
+
+        Args:
+            call: what this member calls.
+            blob: what it brings.
+            describe: says what its leaves are, a line each; asked for where layouts differ.
+
+        Raises:
+            DisagreementError: the calls differ; on every member.
+            PeerLostError, PeerStuckError: as the contract says.
+        """
+        segment, arrival = self._segment, self._arrival + 1
+        own = encode(call, len(blob))
+        slots = self._slots[arrival % 2]
+        segment.control[slots[self._position] : slots[self._position] + len(own)] = own
+        if blob:
+            self._send(blob, 0)
+        if self._position == 0:
+            segment.pass_notice_on(arrival)
+        self.sync(call)
+        self.notice = segment.notice(arrival)
+        for start in slots:
+            if segment.control[start : start + len(own)] != own:
+                lengths = self._compare(slots, describe)
+                break
+        else:
+            lengths = [len(blob)] * len(slots)
+        return self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
+
+    def sync(self, call: CollectiveCall) -> None:
+        """Arrive, and return once all members have."""
+        self._arrival = (self._arrival + 1) % (1 << 32)
+        self._arrive()
+        if not self._spun():
+            self._block(call)
+
+    def abort(self, reason: str) -> None:
+        """End the view for all members."""
+        self._segment.abort(reason)
+
+    def close(self) -> None:
+        """Make no more calls."""
+        if not self._closed:
+            self._closed = True
+            if not self._segment.control.closed:
+                self._segment.leave(self._position)
+
+    def _compare(self, slots: Sequence[int], describe: Callable[[], Sequence[str]]) -> list[int]:
+        control = self._segment.control
+        said = [decode(control[start : start + SLOT]) for start in slots]
+
+        def described() -> list[list[str]]:
+            blobs = self.meet(CollectiveCall("describe", "describe"), "\n".join(describe()).encode())
+            return [text.decode().splitlines() for text in blobs]
+
+        compare([call for call, _ in said], self._workers, described)
+        return [length for _, length in said]
+
+    def _send(self, blob: bytes, part: int) -> None:
+        """Put a part of `blob` where the others find it after the next arrival."""
+        data = blob[part * MAILBOX : (part + 1) * MAILBOX]
+        start = self._segment.mailbox(self._position, self._arrival + 1)
+        self._segment.control[start : start + len(data)] = data
+
+    def _receive(self, call: CollectiveCall, blob: bytes, lengths: Sequence[int]) -> list[bytes]:
+        received: list[list[bytes]] = [[] for _ in lengths]
+        rounds = -(-max(lengths) // MAILBOX)
+        for part in range(rounds):
+            if part > 0:
+                self._send(blob, part)
+                self.sync(call)
+            for other in self._others:
+                start = self._segment.mailbox(other, self._arrival)
+                size = min(max(lengths[other] - part * MAILBOX, 0), MAILBOX)
+                received[other].append(self._segment.control[start : start + size])
+        received[self._position] = [blob]
+        return [b"".join(parts) for parts in received]
+
+    def _has_arrived(self, position: int) -> bool:
+        return (self._segment.arrivals(position) - self._arrival) % (1 << 32) < _BEHIND
+
+    def _spun(self) -> bool:
+        """Look for the others for a short while, and let them have the core; say whether all are here."""
+        end = time.perf_counter() + SPIN
+        for other in self._others:
+            while not self._has_arrived(other):
+                if time.perf_counter() >= end:
+                    return False
+                os.sched_yield()
+        for other in self._others:
+            futex.confirm(self._segment.address(other), self._segment.arrivals(other))
+        return True
+
+    def _block(self, call: CollectiveCall) -> None:
+        patience = ObservedWait(lambda: str(call), self._policy, self._observe, self._clock)
+        while True:
+            # Whether somebody left is read before whether he arrived: he may do one after the other.
+            left = [other for other in self._others if self._segment.has_left(other)]
+            seen = [(other, self._segment.arrivals(other)) for other in self._others]
+            missing = [(other, count) for other, count in seen if not self._has_arrived(other)]
+            for other, count in seen:
+                futex.confirm(self._segment.address(other), count)
+            if not missing:
+                return
+            self._raise_if_over()
+            for other, _ in missing:
+                if other in left:
+                    raise PeerLostError(f"worker {self._workers[other]} has left while others wait in {call}")
+            seconds = patience.spend(tuple(self._workers[other] for other, _ in missing))
+            first, count = missing[0]
+            futex.wait(self._segment.address(first), count, seconds)
+
+    def _raise_if_over(self) -> None:
+        reason = self._segment.reason()
+        if reason is not None:
+            raise PeerLostError(reason)
+
+
+class _Calling:
+    """A call in progress; a class, since a generator would take longer than all the rest of it."""
+
+    def __init__(self, barrier_: Barrier, call: CollectiveCall) -> None:
+        self._barrier = barrier_
+        self._call = call
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, DisagreementError | SharedMemoryError):
+            self._barrier.leave_halfway(self._call, error)

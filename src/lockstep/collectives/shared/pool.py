@@ -1,0 +1,105 @@
+"""The memory for partials and totals: a memfd that all workers of a job on this host share, and that grows.
+
+It outlives views: to take and map hundreds of megabytes anew would be most of a change of the view.
+"""
+
+import fcntl
+import mmap
+import os
+from typing import Self
+
+from lockstep.errors import InternalError, SharedMemoryError
+from lockstep.system.memory import Available, available_memory
+
+
+class SharedPool:
+    """One process's end of the memory.
+
+    Made by `create` in the process that starts the workers, and by `attach` in each worker.
+    """
+
+    def __init__(self, fd: int, available: Available = available_memory) -> None:
+        self.fd = fd
+        self._available = available
+
+    @classmethod
+    def create(cls) -> Self:
+        """Make the memory, of no size yet."""
+        fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        # Reading beyond the end of a file that was truncated kills a process.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+        return cls(fd)
+
+    @classmethod
+    def attach(cls, fd: int, available: Available = available_memory) -> Self:
+        """Use the memory that another process has made; takes over `fd`.
+
+        Raises:
+            InternalError: `fd` is no pool.
+        """
+        try:
+            sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+        except OSError:
+            sealed = 0
+        if not sealed:
+            raise InternalError(f"descriptor {fd} is not a memory pool")
+        os.set_inheritable(fd, False)
+        return cls(fd, available)
+
+    @property
+    def size(self) -> int:
+        """Bytes that were taken so far."""
+        return os.fstat(self.fd).st_size
+
+    def grow(self, size: int) -> None:
+        """Make sure that there are `size` bytes; one worker calls this for all.
+
+        Raises:
+            SharedMemoryError: they cannot be had; nothing has changed.
+        """
+        end = self.size
+        if size > end:
+            allocate(self.fd, end, size - end, self._available)
+
+    def map(self, size: int) -> mmap.mmap:
+        """Map the first `size` bytes; they stay mapped while anything refers to them.
+
+        Raises:
+            SharedMemoryError: this process cannot map that much.
+        """
+        # To populate costs the page faults now, all at once, and not in the first reduction.
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        try:
+            return mmap.mmap(self.fd, size, flags=flags) if size else mmap.mmap(-1, 1)
+        except OSError as error:
+            raise SharedMemoryError(
+                f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
+                "a process (ulimit -v)"
+            ) from error
+
+    def close(self) -> None:
+        """Close the descriptor; what is mapped stays so."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def allocate(fd: int, start: int, size: int, available: Available) -> None:
+    """Take memory for `size` bytes of a memfd from `start` on.
+
+    Raises:
+        SharedMemoryError: it cannot be had.
+    """
+    room = available()
+    try:
+        if size > room:
+            raise MemoryError("not enough memory")
+        # Without this, pages are taken when they are first written to, and where there are none left
+        # the process is killed.
+        os.posix_fallocate(fd, start, size)
+    except (OSError, MemoryError) as error:
+        raise SharedMemoryError(
+            f"the exchange between workers needs {size} bytes more of shared memory ({room} bytes are "
+            f"available): {error}. Use fewer workers on this host, a smaller model, or raise the "
+            "memory limit of the container or the file size limit (ulimit -f)"
+        ) from error

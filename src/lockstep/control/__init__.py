@@ -1,1 +1,0 @@
-"""Starting, watching and ending the workers of a job."""

@@ -1,0 +1,239 @@
+"""The jobs of this user that run on this machine: finding them, and sending them orders."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.coordinator.admin_socket import address, is_of_this_user, peer, plain
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.protocol.admin import (
+    MAX_PACKET,
+    Order,
+    Refused,
+    Reply,
+    Status,
+    StatusRequest,
+    decode_reply,
+    encode,
+)
+from lockstep.system.notes import note
+from lockstep.system.socket_owners import is_of_another_user
+
+_SOCKETS = Path("/proc/net/unix")
+_LISTENS = (b"00010000", b"0005")
+_PAUSE = 0.05
+_SAY_EVERY = 10.0
+_MOST_AT_ONCE = 64
+_UNSEEN = 0
+_COLUMNS = ("JOB", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER")
+
+
+class RunningJobs(NamedTuple):
+    """What runs.
+
+    Attributes:
+        running: the jobs that have answered, the oldest first.
+        silent: the names of those that have not.
+    """
+
+    running: tuple[Status, ...]
+    silent: tuple[str, ...]
+
+
+def running_jobs(patience: float = 2.0) -> RunningJobs:
+    """Ask every job of this user for its state; each has `patience` seconds to answer.
+
+    Raises:
+        UnfitError: this system does not say which jobs there are.
+    """
+    names = _names()
+    with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
+        replies = list(pool.map(lambda name: _ask(name, patience), names))
+    running = [reply for reply in replies if isinstance(reply, Status)]
+    silent = [name for name, reply in zip(names, replies, strict=True) if isinstance(reply, Refused)]
+    return RunningJobs(tuple(sorted(running, key=lambda status: status.since)), tuple(silent))
+
+
+def send(job: str, order: Order, patience: float = 5.0) -> Reply:
+    """Send an order to a job of this user, and return what it answers.
+
+    Args:
+        job: its name, or the beginning of it if no other job's name begins so.
+        order: what it should do.
+        patience: seconds that it has to answer.
+
+    Raises:
+        ConfigError: there is no such job, several are meant, or it does not answer.
+        UnfitError: this system does not say which jobs there are.
+    """
+    name = _find(job)
+    try:
+        reply = _call(name, order, patience)
+    except TimeoutError:
+        raise ConfigError(f"{name} has not answered in {patience:g} seconds; {_advice(name)}") from None
+    except ValueError as error:
+        raise ConfigError(
+            f"cannot read the answer of {name} ({error}); use the version of Lockstep that started it"
+        ) from None
+    if reply is None:
+        raise ConfigError(f"{name} has just ended")
+    return reply
+
+
+def accepted(reply: Reply) -> Status:
+    """Return the state in an answer.
+
+    Raises:
+        ConfigError: the order is refused.
+    """
+    if isinstance(reply, Refused):
+        raise ConfigError(reply.reason)
+    return reply
+
+
+def wait_until_gone(name: str) -> None:
+    """Wait until no job has this name, or another one has it; say every few seconds for whom this waits."""
+    keepers: set[int] = set()
+    begun = said = time.monotonic()
+    while len(keepers) < 2 and (keeper := _keeper(name)) is not None:
+        keepers |= {keeper} - {_UNSEEN}
+        if (now := time.monotonic()) - said >= _SAY_EVERY:
+            said = now
+            how = f"; to kill the whole job: kill -KILL {keeper}" if keeper else ""
+            note(f"{name} is still stopping after {now - begun:.0f} s{how}")
+        time.sleep(_PAUSE)
+
+
+def table(running: Sequence[Status], wall: float) -> list[str]:
+    """Return a line for each job below a line of headings, in columns; `wall` is the time now."""
+    rows = [_COLUMNS, *(_row(status, wall) for status in running)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+
+
+def _row(status: Status, wall: float) -> tuple[str, ...]:
+    workers = f"{len(status.workers)} of {status.wanted}"
+    if status.joining:
+        workers += f" +{len(status.joining)} joining"
+    since = _duration(wall - status.since)
+    return status.job, workers, str(status.replicas), since, status.where, status.run_dir
+
+
+def _duration(seconds: float) -> str:
+    left = max(0, int(seconds))
+    parts: list[str] = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count or parts or unit == "s":
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2])
+
+
+def _find(job: str) -> str:
+    names = [name for name in _names() if _keeper(name) is not None]
+    meant = [name for name in names if name == job]
+    meant = meant or [name for name in names if job and name.startswith(job)]
+    if len(meant) == 1:
+        return meant[0]
+    if meant:
+        raise ConfigError(f"'{job}' is ambiguous: {' or '.join(meant)}; give more of the name")
+    raise ConfigError(
+        f"there is no job '{job}'; " + (f"running jobs: {', '.join(names)}" if names else "no job is running")
+    )
+
+
+def _advice(name: str) -> str:
+    keeper = _keeper(name)
+    return "try again" + (f", or kill the whole job with kill -KILL {keeper}" if keeper else "")
+
+
+def _ask(name: str, patience: float) -> Reply | None:
+    """Return the state of a job; `Refused` if it does not tell, None if it is not there."""
+    try:
+        return _call(name, StatusRequest(), patience)
+    except (TimeoutError, ValueError) as error:
+        return Refused(str(error))
+
+
+def _call(name: str, order: Order, patience: float) -> Reply | None:
+    """Return the answer of a job; None if it is not there.
+
+    Raises:
+        TimeoutError: it has not answered.
+        ValueError: it has answered something else.
+    """
+    deadline = time.monotonic() + patience
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            connection = _connect(name)
+            if connection is None:
+                return None
+            with connection:
+                connection.settimeout(left)
+                connection.send(encode(order))
+                if packet := connection.recv(MAX_PACKET + 1):
+                    return decode_reply(packet)
+        except (BlockingIOError, ConnectionError):
+            pass
+        # Too many others were at the door, or the job has ended: the next try tells.
+        time.sleep(_PAUSE)
+    raise TimeoutError
+
+
+def _keeper(name: str) -> int | None:
+    """Return the id of the process that takes the orders of a job; None if the job is not there."""
+    try:
+        connection = _connect(name)
+    except BlockingIOError:
+        return _UNSEEN
+    if connection is None:
+        return None
+    with connection:
+        return peer(connection)[0]
+
+
+def _connect(name: str) -> socket.socket | None:
+    """Return a connection to a job; None if nobody of this user is there.
+
+    Raises:
+        BlockingIOError: somebody is there, for whom too many wait already.
+    """
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        connection.connect(address(name))
+        if is_of_this_user(connection):
+            return connection
+    except (ConnectionRefusedError, PermissionError):
+        pass
+    except BlockingIOError:
+        if not is_of_another_user(address(name)):
+            connection.close()
+            raise
+    except BaseException:
+        connection.close()
+        raise
+    connection.close()
+    return None
+
+
+def _names() -> list[str]:
+    """Return the names of all jobs that this user may have: anybody can take such a name."""
+    try:
+        lines = _SOCKETS.read_bytes().split(b"\n")
+    except OSError as error:
+        raise UnfitError(f"{_SOCKETS}, which lists the jobs, cannot be read: {error.strerror}") from None
+    start = b"@" + address("")[1:]
+    names = set()
+    for line in lines:
+        fields = line.split(None, 7)
+        if tuple(fields[3:5]) == _LISTENS and fields[-1].startswith(start):
+            # Those of jobs are UTF-8.
+            with contextlib.suppress(UnicodeDecodeError):
+                names.add(fields[-1].removeprefix(start).decode())
+    return sorted(name for name in names if name and name == plain(name))

@@ -1,0 +1,50 @@
+"""Which workers write to which files. Pure."""
+
+from pathlib import Path
+
+from lockstep.system.prose import name_workers
+
+_MOST_FILES = 10_000
+_MOST_LINES = 5
+
+
+class FileConflicts:
+    """Finds files that several workers write, and what to say of them: once a file, and of a few files only.
+
+    Args:
+        folder: where the person is; files below it are named from there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[str, set[int]] = {}
+        self._told: set[str] = set()
+
+    def opened(self, worker: int, path: str, line: str, running: frozenset[int]) -> str | None:
+        """Note that a worker writes to a file; return what to say of it, if anything.
+
+        Args:
+            worker: its id.
+            path: of the file, absolute.
+            line: of the script, as `train.py:41`.
+            running: the workers that live: what others have written before, they leave to those who follow.
+        """
+        if path not in self._writers and len(self._writers) >= _MOST_FILES:
+            return None
+        writers = self._writers.setdefault(path, set())
+        others = (writers & running) - {worker}
+        writers.add(worker)
+        if not others or path in self._told or len(self._told) > _MOST_LINES:
+            return None
+        self._told.add(path)
+        if len(self._told) > _MOST_LINES:
+            return "several workers write more files; they are not listed"
+        both = name_workers(tuple(sorted((min(others), worker))))
+        return (
+            f"{both} both write {self._shown(path)} ({line}); every worker runs the whole script: guard the "
+            "line with if lockstep.is_chief():"
+        )
+
+    def _shown(self, path: str) -> str:
+        file = Path(path)
+        return str(file.relative_to(self._folder) if file.is_relative_to(self._folder) else file)

@@ -1,0 +1,51 @@
+"""What a run's first event says of where the run comes from, besides what was asked for."""
+
+import hashlib
+import platform
+import socket
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.system.environment import usable_cores
+from lockstep.system.files import read_regular
+from lockstep.worker.script import Script
+
+FORMAT = 1
+"""Of `events.jsonl`; docs/run-folder.md describes it."""
+
+_DISTRIBUTIONS = ("keras-lockstep", "keras", "numpy")
+
+
+def provenance(script: Script) -> dict[str, Any]:
+    """Return the format of the events, versions, the script's hash, and the machine; nothing is imported."""
+    return {
+        "format": FORMAT,
+        "versions": {"python": platform.python_version(), **_installed()},
+        "script": _hashed(script),
+        "cores": usable_cores(),
+        "host": socket.gethostname(),
+    }
+
+
+def _installed() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _hashed(script: Script) -> dict[str, str] | None:
+    """Return the path and the SHA-256 of the file with the script's code; None if it cannot be read."""
+    try:
+        source = script.source()
+        if source is None:
+            return None
+        path = Path(source).absolute()
+        return {"path": str(path), "sha256": hashlib.sha256(read_regular(path)).hexdigest()}
+    except (ConfigError, OSError):
+        return None

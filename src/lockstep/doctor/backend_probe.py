@@ -1,0 +1,191 @@
+"""Whether a backend works on this machine, found out in a process that may crash or hang.
+
+    python -m lockstep.doctor.backend_probe BACKEND
+
+It writes a JSON object a line to stdout, as soon as each is known, so that the last one tells how far it
+came: `{"built": {"version", "cuda", "cudnn"}}`, `{"devices": [...]}`, and for each device
+`{"device", "fault", "same"}`: what went wrong when it computed, empty if nothing did, and whether the same
+computation gave the same bits.
+"""
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float32]
+_SIZE = 256
+_ROWS = 4096
+"""Many for few places, so that a device which adds them in any order shows it."""
+
+
+class Probe(Protocol):
+    """A backend."""
+
+    def built(self) -> dict[str, str | None]:
+        """Return its version, and the CUDA and cuDNN that it was built for; None where it was for none."""
+
+    def devices(self) -> Sequence[Any]:
+        """Return what it can compute on, the CPU first."""
+
+    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+        """Return sums of rows of `tanh(matrix @ matrix)`: each row is added to the row at its place."""
+
+
+class JaxProbe:
+    """JAX."""
+
+    def __init__(self) -> None:
+        self._jax = importlib.import_module("jax")
+
+    def built(self) -> dict[str, str | None]:
+        """See `Probe`; JAX computes with CUDA through a plugin, whose needs say which cuDNN it takes."""
+        for major in ("13", "12"):
+            plugin = _version(f"jax-cuda{major}-plugin")
+            if plugin:
+                cudnn = _version(f"nvidia-cudnn-cu{major}")
+                return {"version": self._jax.__version__, "cuda": major, "cudnn": cudnn}
+        return {"version": self._jax.__version__, "cuda": None, "cudnn": None}
+
+    def devices(self) -> Sequence[Any]:
+        """See `Probe`."""
+        cpus = self._jax.devices("cpu")[:1]
+        return [*cpus, *(device for device in self._jax.devices() if device.platform != "cpu")]
+
+    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+        """See `Probe`."""
+        numpy = self._jax.numpy
+
+        def sums(matrix: Any, places: Any) -> Any:
+            rows = numpy.tanh(matrix @ matrix)[places % _SIZE]
+            return numpy.zeros_like(matrix).at[places // 2 % _SIZE].add(rows)
+
+        put = [self._jax.device_put(array, device) for array in (matrix, places)]
+        return np.asarray(self._jax.jit(sums)(*put))
+
+
+class TensorFlowProbe:
+    """TensorFlow."""
+
+    def __init__(self) -> None:
+        self._tf = importlib.import_module("tensorflow")
+
+    def built(self) -> dict[str, str | None]:
+        """See `Probe`."""
+        info = self._tf.sysconfig.get_build_info()
+        return {
+            "version": self._tf.__version__,
+            "cuda": info.get("cuda_version"),
+            "cudnn": info.get("cudnn_version"),
+        }
+
+    def devices(self) -> Sequence[Any]:
+        """See `Probe`."""
+        return [
+            device.name for kind in ("CPU", "GPU") for device in self._tf.config.list_logical_devices(kind)
+        ]
+
+    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+        """See `Probe`."""
+        tf = self._tf
+        with tf.device(device):
+            given = tf.constant(matrix)
+            rows = tf.gather(tf.tanh(given @ given), places % _SIZE)
+            sums = tf.math.unsorted_segment_sum(rows, places // 2 % _SIZE, _SIZE)
+        return np.asarray(sums)
+
+
+class TorchProbe:
+    """PyTorch."""
+
+    def __init__(self) -> None:
+        self._torch = importlib.import_module("torch")
+        self._torch.use_deterministic_algorithms(True, warn_only=True)
+
+    def built(self) -> dict[str, str | None]:
+        """See `Probe`."""
+        torch = self._torch
+        cudnn = torch.backends.cudnn.version() if torch.version.cuda else None
+        return {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "cudnn": None if cudnn is None else str(cudnn),
+        }
+
+    def devices(self) -> Sequence[Any]:
+        """See `Probe`."""
+        return ["cpu", *(f"cuda:{number}" for number in range(self._torch.cuda.device_count()))]
+
+    def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+        """See `Probe`."""
+        torch = self._torch
+        given, indices = (torch.from_numpy(array).to(device) for array in (matrix, places.astype(np.int64)))
+        rows = torch.tanh(given @ given)[indices % _SIZE]
+        sums = torch.zeros_like(given).index_add_(0, indices // 2 % _SIZE, rows)
+        return np.asarray(sums.cpu().numpy())
+
+
+PROBES: dict[str, Callable[[], Probe]] = {
+    "jax": JaxProbe,
+    "tensorflow": TensorFlowProbe,
+    "torch": TorchProbe,
+}
+
+
+def probe(backend: Probe, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Tell of everything about a backend that the module's docstring lists."""
+    tell({"built": backend.built()})
+    devices = backend.devices()
+    tell({"devices": [str(device) for device in devices]})
+    for device in devices:
+        tell({"device": str(device), **tried(backend, device)})
+
+
+def tried(backend: Probe, device: Any) -> dict[str, Any]:
+    """Compute twice on a device; return whether that worked, and gave the same bits."""
+    drawn = np.random.default_rng(0)
+    matrix = drawn.standard_normal((_SIZE, _SIZE), np.float32)
+    places = drawn.integers(0, 64, _ROWS, np.int32)
+    try:
+        first, second = (backend.compute(device, matrix, places) for _ in range(2))
+    except Exception as error:
+        # Each backend has exceptions of its own for this.
+        return {"fault": f"{type(error).__name__}: {error}", "same": False}
+    if not np.allclose(first, _expected(matrix, places), rtol=1e-2, atol=1e-1):
+        return {"fault": "it computes other numbers than NumPy", "same": False}
+    return {"fault": "", "same": first.tobytes() == second.tobytes()}
+
+
+def main(name: str) -> None:
+    """Probe the backend `name` in this process."""
+    # A framework may write to stdout whenever it likes.
+    told = os.dup(1)
+    os.dup2(2, 1)
+
+    def tell(what: dict[str, Any]) -> None:
+        os.write(told, json.dumps(what).encode() + b"\n")
+
+    probe(PROBES[name](), tell)
+
+
+def _expected(matrix: Array, places: npt.NDArray[np.int32]) -> Array:
+    sums = np.zeros_like(matrix)
+    np.add.at(sums, places // 2 % _SIZE, np.tanh(matrix @ matrix)[places % _SIZE])
+    return sums
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

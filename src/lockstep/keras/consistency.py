@@ -1,0 +1,133 @@
+"""Whether all workers are about to compute the same thing, and if not, who differs in what."""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy.typing as npt
+
+from lockstep.collectives.contract import Communicator
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import DisagreementError
+from lockstep.topology import View
+from lockstep.worker.job import Job
+
+Facts = Mapping[str, str]
+"""What a worker is about to do, by name, in the order in which differences are to be reported."""
+
+CHECK_EVERY = 100
+"""Steps between two comparisons of the workers' states."""
+
+_TAKEN = "memory that a step has taken"
+"""Stands for the value of a variable that shared its memory with another one, which a step of JAX was given.
+
+Keras fails once it reads the variable; a comparison, which reads more than the program, does not mind.
+"""
+
+ADVICE_ON_CALLS = (
+    "all workers must make the same calls in the same order; look for code that depends on the worker"
+)
+_DATA = (
+    "the workers read different examples: look for a shuffle or a generator without a seed, or for files "
+    "that depend on the worker, which belong in strategy.distribute_datasets_from_function"
+)
+_MODEL = (
+    "the models differ: look for weights that come from an unseeded generator, from a file, or from code "
+    "that depends on the worker"
+)
+_SETTING = (
+    "the workers build different models: look for hyperparameters that come from an unseeded generator, or "
+    "from code that depends on the worker"
+)
+_OPTUNA = (
+    "; Optuna's samplers draw different trials in each worker unless they have a seed, as in "
+    "optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))"
+)
+_ORDER = (
+    "the workers have drawn different random numbers, and the order of the examples depends on them: give "
+    "code that runs on some workers only a generator of its own, as in numpy.random.default_rng(0)"
+)
+_ADVICE = {"data": _DATA, "order": _ORDER, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}
+
+
+def agree(job: Job, what: str, facts: Facts) -> None:
+    """Return if every worker calls this with equal facts.
+
+    Raises:
+        DisagreementError: on every worker; names the two workers and the first fact that differs.
+    """
+    job.exchange(lambda view, communicator: gather(view, communicator, what, facts, b""))
+
+
+def chiefs_word(job: Job, what: str, own: bool) -> bool:
+    """Return `own` of the chief, to every worker."""
+
+    def hear(view: View, communicator: Communicator) -> bool:
+        words = gather(view, communicator, what, {}, bytes([own]))
+        return words[view.workers.index(view.chief)] == bytes([True])
+
+    return job.exchange(hear)
+
+
+def gather(view: View, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
+    """Give every worker the blobs of all, in the order of the view's workers.
+
+    Raises:
+        DisagreementError: on every worker, when they are not in the same `what`, or `facts` differ.
+    """
+    own = msgspec.msgpack.encode((list({"call": what, **facts}.items()), blob))
+    packed = [
+        msgspec.msgpack.decode(other, type=tuple[list[tuple[str, str]], bytes])
+        for other in communicator.gather(own, what=what)
+    ]
+    _compare(what, view.workers, [dict(heading) for heading, _ in packed])
+    return [other for _, other in packed]
+
+
+def _compare(what: str, workers: Sequence[int], gathered: Sequence[Facts]) -> None:
+    if difference := describe_difference(workers, gathered):
+        pairs = zip(workers, gathered, strict=True)
+        others = tuple(worker for worker, facts in pairs if facts != gathered[0])
+        raise DisagreementError(f"{what}: {difference}", others)
+
+
+def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> str | None:
+    """Compare every worker's facts with those of the first; describe the first difference."""
+    first = gathered[0]
+    for worker, other in zip(workers[1:], gathered[1:], strict=True):
+        for name in [*first, *(name for name in other if name not in first)]:
+            ours, theirs = first.get(name, "nothing"), other.get(name, "nothing")
+            if ours != theirs and _TAKEN not in (ours, theirs):
+                return (
+                    f"worker {workers[0]} has {name} = {ours} where worker {worker} has {theirs}; "
+                    f"{_ADVICE.get(name.split(' ')[0], ADVICE_ON_CALLS)}{_suspect()}"
+                )
+    return None
+
+
+def _suspect() -> str:
+    """Name a library that the program has imported and that is known to differ between workers."""
+    return _OPTUNA if "optuna" in sys.modules else ""
+
+
+def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:
+    """Describe each setting of a model, its optimizer and its loss in a separate fact."""
+    return {f"setting {name}": text for name, text in settings.items()}
+
+
+def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str, Any]) -> dict[str, str]:
+    """Describe each variable's shape, dtype and value in a fact of its own.
+
+    Args:
+        concrete: shows an array of the backend to NumPy.
+        arrays: the values by the variables' names.
+    """
+    facts = {}
+    for name, value in arrays.items():
+        if getattr(value, "is_deleted", bool)():
+            facts[f"variable {name}"] = _TAKEN
+            continue
+        array = concrete(value)
+        facts[f"variable {name}"] = f"{array.dtype}{list(array.shape)} #{digest_arrays([array]).hex()[:16]}"
+    return facts

@@ -1,0 +1,465 @@
+"""Keras's own loops (`fit`, `evaluate`, `predict`) on global batches.
+
+A model that is compiled in a strategy's scope, or in a script without a strategy, is adopted: its steps are
+computed by the job's replicas.
+Everything else of the loops (callbacks, logs, epochs) stays Keras's.
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from lockstep.data.batch import GlobalBatch
+from lockstep.errors import ScopeError
+from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.steps import (
+    refuse_other_weights,
+    refuse_stateful_layers,
+    refuse_synchronized_normalization,
+)
+from lockstep.keras.call_stack import CallStack, KerasCall
+from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
+from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
+from lockstep.keras.exactness import introduction, per_replica, said_of
+from lockstep.keras.input.distributed_input import distributed_input
+from lockstep.keras.input.distribution import DistributedDataset
+from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
+from lockstep.keras.input.sharding import explain_sharding
+from lockstep.keras.input.visits import order_seed
+from lockstep.keras.metrics import refuse_metrics_that_do_not_add
+from lockstep.keras.replica_run.step_loop import Driving
+from lockstep.keras.replica_step import ReplicaStep
+from lockstep.keras.sidecar_evaluator import Evaluating
+from lockstep.keras.single_replica import Watched
+from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
+from lockstep.keras.state.checkpoint_callback import Keeping, apart
+from lockstep.keras.state.digest import LastModel
+from lockstep.keras.state.journal import FinishedCall
+from lockstep.keras.state.settings import settings_of_call, settings_of_model
+from lockstep.keras.state.snapshots import Snapshots, Superseded
+from lockstep.keras.state.variables import model_state
+from lockstep.system.notes import note
+from lockstep.worker.job import Job
+
+Original = Callable[..., Any]
+_KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "predict_on_batch": "predict"}
+_NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
+
+
+class FitLoops:
+    """The distributed calls of one process. Each method stands for one of Keras's, which is its `original`.
+
+    Attributes:
+        depth: how many strategy scopes the program is in.
+        adopts_all: whether models are adopted outside of all scopes too: the script has no strategy.
+        driving: drives loops of the program's own.
+    """
+
+    def __init__(self, job: Job, backend: Backend) -> None:
+        self._job = job
+        self._backend = backend
+        self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
+        self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+        # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
+        self._calls = CallStack(job.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
+        self._snapshots = Snapshots(job, backend, self._calls)
+        self._keeping = Keeping(job, self._calls, self._snapshots)
+        self._evaluating = Evaluating()
+        self._last = LastModel(job)
+        self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
+        self.depth = 0
+        self.adopts_all = False
+        self._introduced: list[str] | None = None
+        self._plain_steps = 0
+        job.trained = self.trained
+        if job.resumed is not None:
+            self._snapshots.begin(job.resumed)
+
+    @property
+    def forwarding(self) -> bool:
+        """Whether `fit` goes through steps that were taken before this process began."""
+        return self._calls.current.steps < self._calls.current.skipped
+
+    @property
+    def heard(self) -> bool:
+        """Whether callbacks have heard of the end of the last step in the process before this one."""
+        return self._calls.current.heard == self._calls.current.steps
+
+    @property
+    def behind(self) -> bool:
+        """Whether the script has not come yet to where the process before this one was."""
+        return self._snapshots.behind
+
+    def seed_here(self) -> int:
+        """Return a seed for this place in the program; see `lockstep.keras.call_stack.Calls.seed_here`."""
+        return self._calls.seed_here()
+
+    def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
+        self._last.compiles(model)
+        result = original(model, *args, **kwargs)
+        self._compared.pop(model, None)
+        if self.depth or self.adopts_all:
+            self._adopted.add(model)
+            self._snapshots.adopt(model)
+        return result
+
+    def fit(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train on global batches in the job's order; in an evaluator, evaluate what others train."""
+        if model not in self._adopted:
+            self._refuse_outsider(model)
+            return original(model, *args, **kwargs)
+        self._job.distributes()
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        if self._job.evaluates:
+            return self._evaluating.fit(model, given)
+        self._last.trains(model)
+        asked, callbacks = apart(given["callbacks"])
+        with self._snapshots.call("fit") as call:
+            if asked is not None:
+                self._keeping.begin(asked)
+            if finished := self._snapshots.finished():
+                return past_fit(model, callbacks, finished)
+            training, validation = self._fit_inputs(given)
+            epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
+            self._begin(
+                call,
+                model,
+                "train",
+                training,
+                lambda: {**epochs, **_all_facts(training, validation), **_setting_facts(model)},
+            )
+            given.update(x=training, y=None, sample_weight=None, class_weight=None)
+            given.update(validation_data=validation, validation_split=0.0)
+            call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
+            self._snapshots.note_settings(model)
+            call.marks = [marks(call.callbacks)]
+            call.model, call.by_batch = model, hear_of_batches(call.callbacks)
+            given.update(callbacks=call.callbacks)
+            try:
+                result = original(*bound.args, **bound.kwargs)
+            except Superseded:
+                return past_fit(model, callbacks, self._snapshots.replayed())
+            self._finish(result)
+            if writes(callbacks):
+                self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
+            return result
+
+    def train_begun(self) -> None:
+        """Note that the callbacks of a `fit` have heard of its beginning."""
+        call = self._calls.current
+        if call.marks:
+            call.marks.append(marks(call.callbacks))
+            call.leaves = _callbacks_of
+
+    def trained(self) -> dict[str, Any]:
+        """Return how many steps of training there were, and the name and digest of the last trained model."""
+        return {"steps": self._calls.taken + self._plain_steps, **self._last.facts()}
+
+    def steps_ended(self) -> None:
+        """Hold the state at the end of the last step of an epoch: no other step may follow it."""
+        call = self._calls.current
+        if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
+            held = self._backend.held(call.model)
+            self._snapshots.hold(lambda: self._snapshots.take(True, call.model, call.logs, held, heard=True))
+
+    def decide(self, event: str) -> None:
+        """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        call = self._calls.current
+        if self._plain and call.model is not None and event == "on_train_batch_end":
+            self._plain_steps += call.model.steps_per_execution
+        if (
+            call.model is None
+            or self._snapshots.catches_up
+            or self.forwarding
+            or len(self._job.view.workers) == 1
+        ):
+            return
+        if event == "on_epoch_end" or call.by_batch:
+            what = f"the decision to stop after step {call.steps} of {call.name}"
+            call.model.stop_training = chiefs_word(self._job, what, bool(call.model.stop_training))
+
+    def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate on global batches; every worker returns the global figures."""
+        if model not in self._adopted or self._plain:
+            return original(model, *args, **kwargs)
+        self._job.distributes()
+        if kwargs.get("_use_cached_eval_dataset"):
+            if self.forwarding:
+                return {}
+            self.steps_ended()
+            with self._snapshots.call("validation") as call:
+                self._compare(call, model, dict)
+                return original(model, *args, **kwargs)
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        with self._snapshots.call("evaluate") as call:
+            if finished := self._snapshots.finished():
+                return finished.result
+            if self._alone and not self._snapshots.awaits(model):
+                return self._finish(original(model, *args, **kwargs))
+            options = {"batch_size": given["batch_size"], "steps": given["steps"]}
+            data = self._input(given["x"], given["y"], given["sample_weight"], **options)
+            self._begin(call, model, "test", data, data.facts)
+            given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
+            return self._finish(original(*bound.args, **bound.kwargs))
+
+    def predict(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Predict on global batches; every worker returns all rows, in their order."""
+        if model not in self._adopted or self._plain:
+            return original(model, *args, **kwargs)
+        self._job.distributes()
+        bound = bind(original, model, args, kwargs)
+        given = bound.arguments
+        with self._snapshots.call("predict") as call:
+            if finished := self._snapshots.finished():
+                return finished.result
+            if self._alone and not self._snapshots.awaits(model):
+                return self._finish(original(model, *args, **kwargs))
+            data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
+            looks = keras.backend.backend() == "jax"
+            self._snapshots.build(model, "predict", lambda: self._look(data, model) if looks else data.peek())
+            if keras.backend.backend() != "tensorflow":
+                # Keras calls the model once more on a batch of its own while some layer is not built.
+                data.plain_first = not all(layer.built for layer in model._flatten_layers())
+            self._compare(call, model, data.facts)
+            given.update(x=data, verbose=self._verbose(given["verbose"]))
+            return self._finish(original(*bound.args, **bound.kwargs))
+
+    def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Split a batch that all workers give; the first time, make sure that they have the same model."""
+        if model not in self._adopted:
+            if method == "train_on_batch":
+                self._refuse_outsider(model)
+            return original(model, *args, **kwargs)
+        self._job.distributes()
+        kind = _KINDS[method]
+        if kind == "train":
+            self._last.trains(model)
+            self._plain_steps += self._plain
+        with self._snapshots.call(method) as call:
+            call.at_end = True
+            if finished := self._snapshots.finished():
+                self._compared.setdefault(model, set()).add(kind)
+                return self._past_batch(kind, finished, original, model, *args, **kwargs)
+            if kind not in self._compared.setdefault(model, set()):
+                self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
+            result = self._finish(original(model, *args, **kwargs))
+            if method == "train_on_batch" and not self._plain:
+                self._snapshots.end_step(lambda whole: self._snapshots.take(whole, model, None))
+                self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
+            return result
+
+    def _begin_batches(self, call: KerasCall, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Do what is done once before calls for one batch: build the model, and check it."""
+        if kind != "predict" and (not self._alone or self._snapshots.awaits(model)):
+            self._snapshots.build(model, kind, batch)
+            if not self._alone:
+                refuse_metrics_that_do_not_add(model, batch)
+                self._introduce(call, model, batch)
+        self._snapshots.load_pending(model)
+        if self._snapshots.is_built(model):
+            self._compare(call, model, lambda: _setting_facts(model))
+            self._compared[model].add(kind)
+
+    def _past_batch(
+        self, kind: Kind, finished: FinishedCall, original: Original, model: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return what a call for one batch has returned; go on behind it, if this is the place."""
+        if self._snapshots.at_its_end:
+            self._snapshots.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
+            if self._job.joins:
+                # Compile the step while nobody waits; what it does is overwritten.
+                original(model, *args, **kwargs)
+                self._snapshots.join()
+                finished = self._snapshots.replayed()
+            if self._snapshots.at_its_end:
+                self._snapshots.restore(model)
+        return finished.result
+
+    def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
+        """Give an adopted model the function that its loop calls for each step."""
+        attribute = f"{kind}_function"
+        if model not in self._adopted or self._plain:
+            return original(model, force)
+        if self._alone:
+            original(model, force)
+            if kind == "train" and not isinstance(model.train_function, Watched):
+                model.train_function = Watched(
+                    model.train_function, self._backend, model, self._calls, self._snapshots
+                )
+            return getattr(model, attribute)
+        if kind == "train" and getattr(model, attribute) is not None:
+            refuse_other_weights(model, self._trained.get(model, model.trainable_variables))
+        if getattr(model, attribute) is None or force:
+            refuse_synchronized_normalization(model)
+            refuse_stateful_layers(model)
+            self._trained[model] = model.trainable_variables
+            exchange = ReplicaStep(self._job, self._backend, model, kind, self._calls, self._snapshots)
+            take = exchange.predict if kind == "predict" else exchange.advance
+
+            def step(state: Any, batch: Any) -> tuple[Any, Any]:
+                return take(state, batch if isinstance(batch, GlobalBatch) else whole_batch(batch))
+
+            setattr(model, attribute, self._backend.function(model, step, kind))
+        return getattr(model, attribute)
+
+    def symbolic_build(
+        self, original: Original, model: Any, iterator: Any = None, data_batch: Any = None
+    ) -> None:
+        """Show Keras plain data where it wants to see a batch, without beginning a pass."""
+        source = getattr(iterator, "data_adapter", None)
+        if isinstance(source, GlobalInput):
+            iterator = self._first_of(source, model)
+        original(model, iterator=iterator, data_batch=data_batch)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether there is one replica: Keras's own step is then the whole step."""
+        return self._job.view.replicas == 1
+
+    @property
+    def _plain(self) -> bool:
+        """Whether Keras's own methods do all: there is one replica, and nothing is kept or gone on from."""
+        return self._alone and self._job.scheduler is None and not self._snapshots.behind
+
+    def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
+        x, y, weight = given["x"], given["y"], given["sample_weight"]
+        validation = given["validation_data"]
+        if validation is None and given["validation_split"]:
+            (x, y, weight), validation = split_validation(x, y, weight, given["validation_split"])
+        training = self._input(
+            x,
+            y,
+            weight,
+            batch_size=given["batch_size"],
+            steps=given["steps_per_epoch"],
+            shuffle=given["shuffle"],
+            class_weight=given["class_weight"],
+        )
+        training.before_pass = self._snapshots.begin_pass
+        if validation is None or self._alone:
+            return training, validation
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
+        batch_size = given["validation_batch_size"] or given["batch_size"]
+        return training, self._input(x, y, weight, batch_size=batch_size, steps=given["validation_steps"])
+
+    def _input(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
+        if isinstance(x, DistributedDataset):
+            return distributed_input(x, y, sample_weight, options.get("class_weight"))
+        if not self._alone:
+            explain_sharding(self._job, x)
+        seed = order_seed(self._job.seed, self._calls.current.number)
+        options.setdefault("shuffle", False)
+        return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
+
+    def _begin(
+        self, call: KerasCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
+    ) -> None:
+        """Build what was left for the first batch, and refuse what replicas cannot compute."""
+        if self._alone and not (self._snapshots.behind or self._snapshots.awaits(model)):
+            return
+        self._snapshots.build(model, kind, lambda: self._look(data, model))
+        if self._alone:
+            return
+        refuse_metrics_that_do_not_add(model, data.peek)
+        self._introduce(call, model, data.peek)
+        self._compare(call, model, facts)
+
+    def _introduce(self, call: KerasCall, model: Any, rows: Callable[[], Any]) -> None:
+        """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
+        if not self.adopts_all:
+            return
+        parts = per_replica(model, rows)
+        text = ""
+        if self._introduced is None:
+            self._introduced = []
+            text = introduction(call.name.partition(" ")[0], self._job.view, parts)
+        elif new := [part for part in parts if part not in self._introduced]:
+            text = f"model {model.name!r}: {said_of(new)}"
+        self._introduced += parts
+        if text and self._job.is_chief and not self._snapshots.catches_up:
+            note(text)
+
+    def _look(self, data: GlobalInput, model: Any) -> Any:
+        """Return a batch to build a model with, in the way in which Keras takes one from the data."""
+        looks = keras.backend.backend() != "tensorflow" and self._snapshots.looks(model)
+        if not looks:
+            return data.peek()
+        data.on_epoch_begin()
+        return data.first()
+
+    def _first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
+        """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""
+        yield 0, 0, [self._look(data, model)]
+
+    def _compare(self, call: KerasCall, model: Any, facts: Callable[[], Facts]) -> None:
+        """Make sure that all workers begin the same call with the same model; say that it begins."""
+        if self._snapshots.catches_up:
+            return
+        self._job.report("call", name=call.name)
+        if len(self._job.view.workers) > 1:
+            state = state_facts(self._backend.concrete, model_state(model))
+            this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
+            agree(self._job, call.name, this | dict(facts()) | state)
+
+    def _finish(self, result: Any) -> Any:
+        """Note what a call that is in no other has returned."""
+        if len(self._calls.stack) == 2:
+            self._snapshots.finish(result)
+        return result
+
+    def _verbose(self, verbose: Any) -> Any:
+        return verbose if self._job.is_chief else 0
+
+    def _refuse_outsider(self, model: Any) -> None:
+        if not self._alone:
+            raise ScopeError(
+                f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
+                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it, "
+                "or load it with keras.models.load_model, under `with strategy.scope():`"
+            )
+
+
+def past_fit(model: Any, callbacks: Any, past: FinishedCall) -> Any:
+    """Return what a `fit` that was finished before this process began has returned; tell its callbacks.
+
+    If it had raised an error, that is raised; `past.kept` is None if its callbacks had not heard of it.
+    """
+    if past.kept is not None:
+        model.history = keras.callbacks.History()
+        model.history.set_model(model)
+        set_callback_states(listeners(on_chief(callbacks, 0, goes_on=True), model), past.kept)
+    past.again()
+    return model.history
+
+
+def _callbacks_of(call: KerasCall) -> Any:
+    return callback_states(listeners(call.callbacks, call.model), call.marks)
+
+
+def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """Name the arguments of a call of Keras's, defaults included."""
+    bound = inspect.signature(original).bind(model, *args, **kwargs)
+    bound.apply_defaults()
+    return bound
+
+
+def _setting_facts(model: Any) -> Facts:
+    return setting_facts({**settings_of_call(model, (), first=False), **settings_of_model(model)})
+
+
+def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:
+    checked = validation.facts() if validation is not None else {}
+    return dict(training.facts()) | {f"validation {name}": fact for name, fact in checked.items()}
+
+
+def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
+    """Return the (x, y, sample_weight) that a method for one batch was given."""
+    given = bind(original, model, args, kwargs).arguments
+    return given["x"], given.get("y"), given.get("sample_weight")

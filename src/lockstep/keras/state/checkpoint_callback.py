@@ -1,0 +1,249 @@
+"""Checkpoints that a program asks for itself, with a callback."""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import msgspec
+
+from lockstep.checkpoint.choice import (
+    job_facts,
+    note_if_finished,
+    note_on_versions,
+    parse_every,
+    refuse_unlike,
+)
+from lockstep.checkpoint.folder_lock import FolderLock, announce
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
+from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.values import plain
+from lockstep.collectives.contract import Communicator
+from lockstep.errors import ConfigError, LockstepError, ScopeError
+from lockstep.keras.call_stack import CallStack
+from lockstep.keras.consistency import agree
+from lockstep.keras.state.snapshots import Snapshots
+from lockstep.system.notes import note
+from lockstep.topology import View
+from lockstep.worker.job import Alone, Job
+
+_PATIENCE = 20.0
+_LAST_SECONDS = 60.0
+
+
+class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
+    """Saves checkpoints from the first `fit` that has this callback until the process ends.
+
+    The checkpoints are those of `lockstep run --checkpoint`: they hold every model that is compiled in the
+    strategy's scope and are saved at the end of a step of any later call. A restarted program resumes from
+    the newest complete one with the same result to the last bit, under `lockstep run` with any number of
+    workers as well as on its own.
+
+    The program repeats everything before that `fit`. That `fit` and all later calls return their earlier
+    results if they had finished; the call in progress resumes at its step. So give the callback to the first
+    `fit` of the program, and to the same one each time; later `fit` calls do not need it.
+
+    Under `lockstep run`, SIGTERM first saves a checkpoint. The same holds in a program that runs on its own
+    and does not handle SIGTERM otherwise: the process exits at the end of its step, at the latest after 20
+    seconds or at a second SIGTERM.
+
+    `fit` raises ConfigError if another job saves checkpoints in the folder, if the replicas, threads, seed or
+    backend differ from the checkpoint's, if the command has `--checkpoint`, and if `every` or `keep` is
+    invalid; CheckpointError if the newest checkpoint belongs to another model or place in the program;
+    ChangedError if settings of the model, optimizer, loss or callbacks differ from those of the newest
+    checkpoint; ScopeError if the model was not compiled in the strategy's scope.
+
+    Args:
+        folder: of the checkpoints; one job at a time can use it.
+        every: the interval: a number of steps, or a time such as "30s", "10m" or "1h".
+        keep: how many checkpoints to keep.
+        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: int | str = "10m",
+        keep: int = 3,
+        accept_changes: bool = False,
+    ) -> None:
+        super().__init__()
+        self.accept_changes = accept_changes
+        self.folder = folder
+        self.every = every
+        self.keep = keep
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Refuse: the strategy takes it away from the calls that it keeps checkpoints of."""
+        raise ScopeError(
+            f"model {self.model.name!r} was not compiled in the scope of a "
+            "lockstep.MultiWorkerMirroredStrategy, so lockstep.callbacks.Checkpoint cannot save it; build "
+            "and compile it under `with strategy.scope():`"
+        )
+
+
+class _Choice(msgspec.Struct):
+    """What the chief has found in the folder: why the job cannot go on, or a checkpoint, if there is one."""
+
+    refusal: str = ""
+    path: str = ""
+    notes: tuple[str, ...] = ()
+
+
+class Keeping:
+    """Begins to keep checkpoints when a `fit` is given a `Checkpoint`."""
+
+    def __init__(self, job: Job, calls: CallStack, snapshots: Snapshots) -> None:
+        self._job = job
+        self._calls = calls
+        self._snapshots = snapshots
+        self._folder: Path | None = None
+        self._found: Contents | None = None
+
+    def begin(self, asked: Checkpoint) -> None:
+        """Keep checkpoints from the call that begins on, and go on from the newest, if there is one.
+
+        All workers call this at the beginning of the same call.
+
+        Raises:
+            ConfigError: on every worker: the folder is another job's, the checkpoint is of a job unlike this
+                one, or checkpoints are kept elsewhere.
+            CheckpointError: on every worker: the checkpoint was kept from another call on.
+        """
+        folder = _folder(asked.folder)
+        if folder == self._folder:
+            return
+        if self._folder is not None or self._job.scheduler is not None:
+            where = f"in {self._folder}" if self._folder else "where --checkpoint says"
+            raise ConfigError(
+                f"lockstep.callbacks.Checkpoint names {folder}, but checkpoints are already saved {where}; "
+                "configure checkpoints in one place"
+            )
+        if len(self._calls.stack) > 2:
+            raise ConfigError(
+                f"lockstep.callbacks.Checkpoint is given to {self._calls.current.name}: give it to the call "
+                "that is not inside another"
+            )
+        every, keep = _every(asked.every), _keep(asked.keep)
+        self._job.accepts_changes = self._job.accepts_changes or asked.accept_changes
+        announce(folder)
+        claim = FolderLock(folder)
+        self._snapshots.since = self._calls.outermost - 1
+        try:
+            if not self._snapshots.catches_up:
+                facts = {"checkpoints": f"in {folder}, every {asked.every}, keep {keep}"}
+                agree(self._job, self._calls.current.name, facts)
+                self._go_on(folder, claim)
+        except LockstepError:
+            self._snapshots.since = None
+            claim.leave()
+            raise
+        scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
+        self._folder, self._job.scheduler = folder, scheduler
+        self._job.report("keeps", folder=str(folder))
+        self._end_well(scheduler)
+
+    def _go_on(self, folder: Path, claim: FolderLock) -> None:
+        """Go on from the checkpoint that the chief chooses."""
+
+        def choose(view: View, communicator: Communicator) -> bytes:
+            own = self._choose(folder, claim) if self._job.worker == view.chief else None
+            return communicator.broadcast(own, root=0, what=f"the beginning of {self._calls.current.name}")
+
+        choice = msgspec.json.decode(self._job.exchange(choose), type=_Choice)
+        found, self._found = self._found, None
+        if choice.refusal:
+            raise ConfigError(choice.refusal)
+        for text in choice.notes if self._job.is_chief else ():
+            note(text)
+        if choice.path:
+            contents = found or load(Path(choice.path))
+            self._snapshots.begin(contents)
+            self._job.resumed = contents
+
+    def _choose(self, folder: Path, claim: FolderLock) -> bytes:
+        notes: list[str] = []
+        choice = _Choice()
+        try:
+            claim.take()
+            if found := Store(folder).newest(notes.append):
+                path, self._found = found
+                facts = job_facts(path, self._found)
+                refuse_unlike(path, facts, self._snapshots.facts())
+                notes += filter(
+                    None,
+                    [
+                        note_on_versions(path, facts),
+                        f"resuming training from {path}",
+                        note_if_finished(folder, self._found.step),
+                    ],
+                )
+                choice = _Choice(path=str(path))
+        except LockstepError as error:
+            choice = _Choice(refusal=str(error))
+        choice.notes = tuple(notes)
+        return msgspec.json.encode(choice)
+
+    def _end_well(self, scheduler: CheckpointScheduler) -> None:
+        """See that the last checkpoint is written when the process ends, and that its children keep none."""
+        job = self._job
+        alone = isinstance(job.membership, Alone)
+        if alone:
+            atexit.register(_end, scheduler)
+        unhandled = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        if unhandled and threading.current_thread() is threading.main_thread():
+            end_at_a_step(scheduler, lambda: job.is_chief, _PATIENCE if alone else None)
+
+        def forget() -> None:
+            job.scheduler = None
+            atexit.unregister(_end)
+
+        os.register_at_fork(after_in_child=forget)
+
+
+def _end(scheduler: CheckpointScheduler) -> None:
+    """Keep the last state of a program that runs by itself, and has not ended with an error."""
+    if hasattr(sys, "last_value"):
+        scheduler.close(_LAST_SECONDS)
+    else:
+        scheduler.finish()
+
+
+def apart(callbacks: Any) -> tuple[Checkpoint | None, Any]:
+    """Return the `Checkpoint` among the callbacks that `fit` was given, and the callbacks without it.
+
+    Raises:
+        ConfigError: there are several.
+    """
+    listed = isinstance(callbacks, keras.callbacks.CallbackList)
+    given = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
+    found = [one for one in given if isinstance(one, Checkpoint)]
+    if not found:
+        return None, callbacks
+    if len(found) > 1:
+        raise ConfigError("fit has several lockstep.callbacks.Checkpoint callbacks: give it one")
+    rest = [one for one in given if one is not found[0]]
+    if listed:
+        callbacks.callbacks[:] = rest
+    return found[0], callbacks if listed else rest
+
+
+def _folder(folder: Any) -> Path:
+    path = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+    if isinstance(path, str) and path and "\0" not in path and plain(path):
+        return Path(path).absolute()
+    raise ConfigError(f"lockstep.callbacks.Checkpoint, folder={folder!r}: give the path of a folder")
+
+
+def _every(every: Any) -> Every:
+    return parse_every(str(every), "lockstep.callbacks.Checkpoint, every=")
+
+
+def _keep(keep: Any) -> int:
+    if isinstance(keep, int) and keep >= 1:
+        return keep
+    raise ConfigError(f"lockstep.callbacks.Checkpoint, keep={keep}: give a whole number, 1 or more")

@@ -1,0 +1,1 @@
+"""How a worker process starts: backend, devices, fork server, main program; nothing that watches it."""

@@ -1,0 +1,156 @@
+"""Which Keras backend the workers use, and why, decided before anything imports Keras. Pure.
+
+One rule for `lockstep run`, `lockstep.launch` and workers that a person starts: the first of these that is
+set decides.
+
+    --backend                          what the command line, or the caller of launch, asks for
+    os.environ["KERAS_BACKEND"] = ...  in the script, which Keras obeys in any case
+    KERAS_BACKEND                      in the environment
+    os.environ.setdefault(...)         in the script
+    the checkpoint                     that the job resumes from
+    keras.json                         where it names JAX or PyTorch; Keras writes TensorFlow there unasked
+    --tf-distribute                    asks for TensorFlow
+    the first that is installed        of TensorFlow, JAX and PyTorch
+
+So a script runs on the backend that Keras itself chooses for `python train.py`; where Keras finds none,
+because TensorFlow is not installed, on another one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError, UnfitError
+
+NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+BACKENDS = tuple(NAMES)
+RULE = (
+    "what SCRIPT sets, else KERAS_BACKEND, the checkpoint's backend, keras.json if it names jax or torch, "
+    "tensorflow with --tf-distribute, or the first installed of tensorflow, jax and torch"
+)
+"""The default of `--backend`, as the help shows it."""
+
+_WRITTEN_BY_KERAS = "tensorflow"
+_BY_DEFAULT = (_WRITTEN_BY_KERAS, "jax", "torch")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What says which backend is wanted; None where it says nothing.
+
+    Attributes:
+        asked: the command line.
+        script: what the script sets `KERAS_BACKEND` to.
+        overrides: whether it does so where the variable is set already, too.
+        variable: `KERAS_BACKEND`.
+        checkpoint: the backend of the checkpoint that the job resumes from.
+        configured: Keras's own configuration file.
+        tf_distribute: whether names under `tf.distribute` are Lockstep's.
+    """
+
+    asked: str | None = None
+    script: str | None = None
+    overrides: bool = False
+    variable: str | None = None
+    checkpoint: str | None = None
+    configured: str | None = None
+    tf_distribute: bool = False
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend, and what has chosen it."""
+
+    backend: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"on {NAMES[self.backend]}, because {self.reason}"
+
+
+def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str) -> Choice:
+    """Return the backend, and the reason.
+
+    Args:
+        wishes: what says which is wanted.
+        installed: whether a backend can be imported.
+        python: the interpreter that `installed` speaks of, for messages.
+
+    Raises:
+        ConfigError: what was asked for is not installed or is no backend, contradicts the script, or none is
+            installed.
+    """
+    if wishes.asked and wishes.overrides and wishes.script != wishes.asked:
+        raise ConfigError(
+            f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which takes "
+            "precedence: omit --backend, or remove the line from the script"
+        )
+    said = (
+        (wishes.asked, f"--backend {wishes.asked}", "--backend selects it"),
+        (wishes.script if wishes.overrides else None, *_of_script(wishes.script)),
+        (wishes.variable, f"KERAS_BACKEND={wishes.variable}", "KERAS_BACKEND selects it"),
+        (wishes.script, *_of_script(wishes.script)),
+        (wishes.checkpoint, f"checkpoint of {wishes.checkpoint}", "the checkpoint uses it"),
+    )
+    for wanted, source, reason in said:
+        if wanted:
+            return Choice(_there(wanted, source, installed, python), reason)
+    if (
+        wishes.configured in BACKENDS
+        and wishes.configured != _WRITTEN_BY_KERAS
+        and installed(wishes.configured)
+    ):
+        return Choice(wishes.configured, "keras.json selects it")
+    if wishes.tf_distribute:
+        return Choice("tensorflow", "--tf-distribute requires it")
+    for name in filter(installed, _BY_DEFAULT):
+        return Choice(name, "it is the first installed of TensorFlow, JAX and PyTorch")
+    raise ConfigError(
+        f"no Keras backend is installed for {python}: pip install 'keras-lockstep[jax]' brings JAX"
+    )
+
+
+def require_tensorflow(installed: Callable[[str], bool], python: str) -> None:
+    """Refuse `--tf-distribute` where there is no `tf.distribute`.
+
+    Raises:
+        UnfitError: TensorFlow is not installed.
+    """
+    if not installed("tensorflow"):
+        raise UnfitError(
+            f"--tf-distribute: TensorFlow is not installed for {python}; install it there, or write "
+            "lockstep.MultiWorkerMirroredStrategy instead of tf.distribute's, and omit the option"
+        )
+
+
+def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None:
+    """Refuse what makes `tf.keras` Keras 2, which knows nothing of Lockstep.
+
+    Args:
+        value: of `TF_USE_LEGACY_KERAS`; None if it is not set.
+        who: sets it.
+
+    Raises:
+        ConfigError: it is on.
+    """
+    if is_legacy(value):
+        raise ConfigError(
+            f"{who} sets TF_USE_LEGACY_KERAS={value}, which makes tf.keras Keras 2: each worker would train "
+            "a model of its own. Unset it, and use Keras 3"
+        )
+
+
+def is_legacy(value: str | None) -> bool:
+    """Whether TensorFlow takes a value of `TF_USE_LEGACY_KERAS` for yes."""
+    return value in ("1", "true", "True")
+
+
+def _of_script(value: str | None) -> tuple[str, str]:
+    return f"the script's KERAS_BACKEND={value}", "the script sets KERAS_BACKEND"
+
+
+def _there(wanted: str, source: str, installed: Callable[[str], bool], python: str) -> str:
+    if wanted not in BACKENDS:
+        raise ConfigError(f"{source}: expected one of {', '.join(BACKENDS)}")
+    if not installed(wanted):
+        raise ConfigError(f"{source}: not installed for {python}; install it there, or choose another")
+    return wanted

@@ -1,0 +1,62 @@
+"""Which GPUs each worker gets. Pure."""
+
+import re
+from collections import Counter
+
+from lockstep.errors import ConfigError
+from lockstep.protocol.job_spec import Devices
+
+# A number, or a UUID such as GPU-8932f937-... or MIG-GPU-8932f937-.../1/0.
+_NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
+
+
+def parse_devices(text: str) -> tuple[tuple[str, ...], ...]:
+    """Split what `--devices` says: a comma separates workers, `+` joins the GPUs of one worker.
+
+    Raises:
+        ConfigError: a name is not one of a GPU, or comes twice in one worker.
+    """
+    entries = tuple(tuple(name.strip() for name in entry.split("+")) for entry in text.split(","))
+    for name in (name for entry in entries for name in entry):
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"--devices {text}: {name!r} is not a GPU; give numbers or UUIDs such as 0,1 (one "
+                "per worker) or 0+1,2+3 (two per worker)"
+            )
+    for entry in entries:
+        if len(set(entry)) < len(entry):
+            raise ConfigError(f"--devices {text}: {'+'.join(entry)} names a GPU twice")
+    return entries
+
+
+def assign(entries: tuple[tuple[str, ...], ...], workers: int) -> tuple[Devices, ...]:
+    """Give each worker its entry; a single entry is shared by all.
+
+    Raises:
+        ConfigError: there are neither one entry nor as many as workers.
+    """
+    if len(entries) not in (1, workers):
+        raise ConfigError(
+            f"--devices has {len(entries)} entries for {workers} workers: give one entry per worker, or a "
+            "single one for all"
+        )
+    mine = entries * workers if len(entries) == 1 else entries
+    return _mark_shared(mine)
+
+
+def spread(gpus: tuple[str, ...], workers: int) -> tuple[Devices, ...]:
+    """Give each worker one of the visible GPUs; neighbours share where there are too few.
+
+    Returns:
+        One entry a worker; nothing if there is no GPU.
+    """
+    if not gpus:
+        return ()
+    if workers <= len(gpus):
+        return _mark_shared(tuple((gpu,) for gpu in gpus[:workers]))
+    return _mark_shared(tuple((gpus[worker * len(gpus) // workers],) for worker in range(workers)))
+
+
+def _mark_shared(entries: tuple[tuple[str, ...], ...]) -> tuple[Devices, ...]:
+    users = Counter(name for entry in entries for name in entry)
+    return tuple(Devices(",".join(entry), any(users[name] > 1 for name in entry)) for entry in entries)

@@ -1,0 +1,147 @@
+"""The agent's side of the process that workers are forked from, `lockstep.launcher.fork_server_main`."""
+
+import os
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lockstep.launcher.import_scan import NOTHING, ImportScan, scan_imports
+from lockstep.protocol.fork import READY, ForkRequest, ForkServerSetup, encode_fork
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.system.environment import job_environment, parent_variable
+from lockstep.worker.script import Script
+
+_PATIENCE = 30.0
+_MOST_ANSWER = 4096
+
+
+@dataclass(frozen=True)
+class ForkServerPlan:
+    """What all workers of a job have in common.
+
+    Attributes:
+        arguments: what they run, `[-m] target arguments...`.
+        environment: of all of them.
+        inherited: descriptors that they find at the same numbers.
+        scan: what they will import.
+    """
+
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+    inherited: tuple[int, ...] = ()
+    scan: ImportScan = NOTHING
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> "ForkServerPlan":
+        """Return that of a job."""
+        script = Script(spec.target, spec.module, spec.arguments)
+        source = script.source()
+        # A framework may look for GPUs when it is imported, and each worker is to see its own.
+        known = source if not spec.devices else None
+        environment = job_environment(spec.seed, spec.threads, backend=spec.backend)
+        scan = scan_imports(known, script.folder, environment) if known else NOTHING
+        return cls(script.command_line, environment, spec.inherited, scan)
+
+    def without_imports(self) -> "ForkServerPlan":
+        """Return the same, with nothing to import."""
+        return replace(self, scan=NOTHING)
+
+
+class ForkServer:
+    """The parent of a job's workers.
+
+    Args:
+        process: that it is.
+        connection: this end of the socket to it.
+        environment: with which it was started.
+    """
+
+    def __init__(
+        self, process: "subprocess.Popen[bytes]", connection: socket.socket, environment: Mapping[str, str]
+    ) -> None:
+        self.ready = False
+        self._process = process
+        self._connection = connection
+        self._environment = environment
+
+    @classmethod
+    def begin(cls, plan: ForkServerPlan) -> "ForkServer":
+        """Start it.
+
+        Raises:
+            OSError: the machine cannot.
+        """
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        scan = plan.scan
+        told = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
+        environment = {**plan.environment, **scan.settings, **parent_variable(told.written())}
+        # What it writes is kept for its workers, which say it.
+        stdout, stderr = (os.memfd_create("lockstep-said", os.MFD_CLOEXEC) for _ in range(2))
+        try:
+            process = subprocess.Popen(
+                # -P: the folder we happen to be in must not hide modules that Lockstep needs.
+                [sys.executable, "-P", "-m", "lockstep.launcher.fork_server_main", *plan.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment,
+                pass_fds=(theirs.fileno(), *plan.inherited),
+                start_new_session=True,
+            )
+        except OSError:
+            mine.close()
+            raise
+        finally:
+            for descriptor in (stdout, stderr):
+                os.close(descriptor)
+            theirs.close()
+        return cls(process, mine, environment)
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when it is ready, or gone."""
+        return self._connection.fileno()
+
+    def is_gone(self) -> bool:
+        """Hear what it says, and tell whether it has ended."""
+        if not select.select([self._connection], [], [], 0)[0]:
+            return False
+        self.ready = self._hear() == READY or self.ready
+        return not self.ready or bool(select.select([self._connection], [], [], 0)[0])
+
+    def fork(self, environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
+        """Have it fork a worker that becomes a child of this process; return its process id.
+
+        Raises:
+            OSError: it cannot.
+        """
+        request = encode_fork(ForkRequest(_changes(self._environment, environment)))
+        socket.send_fds(self._connection, [request], list(descriptors))
+        if not select.select([self._connection], [], [], _PATIENCE)[0]:
+            self._process.kill()
+            raise OSError(
+                f"the fork server (process {self._process.pid}) has not forked within {_PATIENCE:g} s"
+            )
+        answer = self._hear()
+        if answer.isdigit():
+            return int(answer)
+        raise OSError(answer.decode() or f"the fork server (process {self._process.pid}) has ended")
+
+    def close(self) -> None:
+        """End it."""
+        self._connection.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _hear(self) -> bytes:
+        try:
+            return self._connection.recv(_MOST_ANSWER)
+        except ConnectionError:
+            return b""
+
+
+def _changes(before: Mapping[str, str], after: Mapping[str, str]) -> dict[str, str | None]:
+    changes: dict[str, str | None] = {name: None for name in before if name not in after}
+    return changes | {name: value for name, value in after.items() if before.get(name) != value}

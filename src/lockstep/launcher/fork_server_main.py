@@ -1,0 +1,181 @@
+"""The process that the workers of a job are forked from, when it has imported what they will need.
+
+Started by the agent, which asks it for workers one at a time. A worker becomes the agent's own child: the
+process between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or a
+backend: neither would be there, or usable, in a worker.
+"""
+
+import gc
+import importlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.launcher import worker_main
+from lockstep.protocol.fork import MAX_REQUEST, READY, ForkRequest, ForkServerSetup, decode_fork
+from lockstep.system.environment import parent_told, put_descriptors, take_environment
+from lockstep.system.prctl import die_with
+from lockstep.worker.downloads import serve_downloads
+
+_LONGEST_IMPORT = 300
+_OF_WORKERS = (
+    "lockstep.worker.membership",
+    "lockstep.worker.checkpoints",
+    "lockstep.worker.tf_distribute_shim",
+)
+_MOST_DESCRIPTORS = 5
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A worker, before it has become one.
+
+    Attributes:
+        request: what the agent has said of it.
+        descriptors: its stdout, stderr and control socket; memory: the pool, and perhaps the control segment.
+    """
+
+    request: ForkRequest
+    descriptors: tuple[int, ...]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be the parent of all workers that will run the script of `arguments`; return as each of them."""
+    told = ForkServerSetup.read(parent_told())
+    die_with(told.agent)
+    connection = socket.socket(fileno=told.connection)
+    connection.set_inheritable(False)
+    whole = _prepare(told)
+    connection.send(READY)
+    forked = _serve(connection)
+    connection.close()
+    if whole:
+        _become(forked)
+        worker_main.main(arguments)
+    else:
+        _begin_anew(forked, arguments)
+
+
+def _prepare(told: ForkServerSetup) -> bool:
+    """Import what workers need, so that they find it; return whether they can go on from there."""
+    # The default action ends this process, whatever it hangs in.
+    signal.alarm(_LONGEST_IMPORT)
+    # What modules are made of stays: to look for garbage in it takes a quarter of the time.
+    gc.disable()
+    try:
+        _import(told)
+    except BaseException:
+        # The script may never come to that, or handle it.
+        return False
+    finally:
+        signal.alarm(0)
+    gc.freeze()
+    return _can_fork()
+
+
+def _import(told: ForkServerSetup) -> None:
+    serve_downloads()
+    for name in _OF_WORKERS:
+        importlib.import_module(name)
+    if told.folder is not None:
+        sys.path.insert(0, told.folder)
+        for name in told.imports:
+            importlib.import_module(name)
+        sys.path.remove(told.folder)
+
+
+def _can_fork() -> bool:
+    """Tell whether this process has one thread once it has forked: libraries that handle forks end theirs."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(list(Path("/proc/self/task").iterdir())) == 1
+
+
+def _serve(connection: socket.socket) -> Forked:
+    """Fork a worker for each request; return in the worker only."""
+    while True:
+        packet, descriptors, _, _ = socket.recv_fds(
+            connection, MAX_REQUEST, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
+        if not packet:
+            os._exit(0)
+        try:
+            pid = _fork_orphan(connection)
+        except OSError as error:
+            connection.send(f"{error.strerror}".encode())
+            pid = -1
+        if pid == 0:
+            return Forked(decode_fork(packet), tuple(descriptors))
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _fork_orphan(connection: socket.socket) -> int:
+    """Fork a process that is nobody's child here, and tell the agent which; return 0 in it."""
+    told, tell = os.pipe()
+    orphaned, orphan = os.pipe()
+    middle = os.fork()
+    if middle == 0:
+        child = os.fork()
+        if child:
+            os.write(tell, str(child).encode())
+            os._exit(0)
+        for descriptor in (told, tell, orphan):
+            os.close(descriptor)
+        # Ends when the process between has: the agent, whose end is to be this one's, is the parent now.
+        os.read(orphaned, 1)
+        os.close(orphaned)
+        return 0
+    for descriptor in (tell, orphaned):
+        os.close(descriptor)
+    try:
+        status = os.waitpid(middle, 0)[1]
+        pid = os.read(told, 32)
+        if status or not pid:
+            raise OSError(status, "cannot fork a process")
+        connection.send(pid)
+        return int(pid)
+    finally:
+        os.close(orphan)
+        os.close(told)
+
+
+def _become(forked: Forked) -> None:
+    """Be a worker that finds what this process has imported."""
+    said = [os.pread(standard, os.fstat(standard).st_size, 0) for standard in (1, 2)]
+    _take_over(forked)
+    for standard, text in zip((1, 2), said, strict=True):
+        # What modules say when they are imported, each worker says.
+        while text:
+            text = text[os.write(standard, text) :]
+    gc.enable()
+
+
+def _begin_anew(forked: Forked, arguments: Sequence[str]) -> None:
+    """Be a worker that finds nothing of what this process has imported, or has tried to."""
+    _take_over(forked)
+    for descriptor in forked.descriptors[2:]:
+        os.set_inheritable(descriptor, True)
+    command = (sys.executable, "-P", "-m", "lockstep.launcher.worker_main", *arguments)
+    os.execve(sys.executable, command, os.environ)
+
+
+def _take_over(forked: Forked) -> None:
+    """Begin a session, with the descriptors and the environment of the worker."""
+    os.setsid()
+    stdout, stderr, control, pool, *segment = forked.descriptors
+    for descriptor, standard in ((stdout, 1), (stderr, 2)):
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    take_environment(forked.request.environment)
+    put_descriptors(control, pool, segment[0] if segment else None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

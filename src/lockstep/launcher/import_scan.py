@@ -1,0 +1,210 @@
+"""What a script will import, as far as its source tells: nothing is run or imported to find out."""
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
+_BACKENDS = ("jax", "tensorflow", "torch")
+_OF_KERAS = (
+    "lockstep.keras.patches",
+    "lockstep.keras.state.digest",
+    "lockstep.strategy.mirrored",
+)
+_OF_BACKEND = {
+    "jax": (
+        "lockstep.keras.backends.jax",
+        "lockstep.keras.replica_run.eagerly",
+        "lockstep.keras.replica_run.eager_jax",
+    ),
+    "tensorflow": ("lockstep.keras.backends.tensorflow", "lockstep.keras.replica_run.tensorflow"),
+    "torch": (
+        "lockstep.keras.backends.torch",
+        "lockstep.keras.replica_run.eagerly",
+        "lockstep.keras.replica_run.eager_torch",
+    ),
+}
+_DECIDING = {"os": ("putenv", "unsetenv", "environb"), "sys": ("path", "modules", "meta_path", "path_hooks")}
+"""What can make an import give something else, in the modules that have it."""
+_SEEDS = "set_random_seed"
+"""The function of Keras that seeds TensorFlow too, and imports it for that where it is installed."""
+_CHANGES = ("clear", "pop", "popitem", "setdefault", "update")
+_MOST_FILES = 100
+
+
+@dataclass(frozen=True)
+class ImportScan:
+    """What workers will need.
+
+    Attributes:
+        imports: modules that they will import, in this order.
+        folder: where they will look for modules first; None where nothing is known.
+        settings: variables of the environment that the script sets before it imports anything of these.
+    """
+
+    imports: tuple[str, ...] = ()
+    folder: str | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+
+NOTHING = ImportScan()
+
+
+def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> ImportScan:
+    """Return what workers that run a script will import of the frameworks.
+
+    Nothing, where the script decides by itself what an import gives: with variables of the environment that
+    it reckons out, or with `sys.path`.
+
+    Args:
+        script: a file with Python code.
+        folder: where it will look for modules first.
+        environment: that it will find.
+    """
+    found = _Found(folder, environment)
+    try:
+        found.read(script)
+    except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
+        # Whoever runs the script says what is wrong with it.
+        return NOTHING
+    if found.decides or not found.frameworks:
+        return NOTHING
+    imports = list(found.frameworks)
+    backend = {**environment, **found.settings}.get("KERAS_BACKEND")
+    trains = "keras" in imports or ("lockstep" in imports and any(name in imports for name in _BACKENDS))
+    if backend is not None and trains:
+        imports += ["keras", backend, *_OF_KERAS, *_OF_BACKEND.get(backend, ())]
+        if found.seeds and find_spec("tensorflow") is not None:
+            imports.append("tensorflow")
+    return ImportScan(tuple(dict.fromkeys(imports)), str(folder), found.settings)
+
+
+def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
+    """Return what a script sets a variable to, and whether also where the environment has it already.
+
+    None where it sets none, or computes the value, as far as its source tells.
+    """
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (OSError, ValueError, SyntaxError, RecursionError):
+        return None
+    found = [setting for statement in statements if (setting := _setting(statement)) and setting.name == name]
+    return (found[-1].value, any(setting.always for setting in found)) if found else None
+
+
+class _Found:
+    """What has been found in a script, and in those of its modules that lie beside it."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        self.frameworks: dict[str, None] = {}
+        self.settings: dict[str, str] = {}
+        self.decides = False
+        self.seeds = False
+        self._folder = folder
+        self._environment = environment
+        self._files: set[Path] = set()
+
+    def read(self, script: Path) -> None:
+        for statement in ast.parse(script.read_bytes()).body:
+            if (setting := _setting(statement)) is None:
+                self._look(statement, script.parent)
+            elif not self.frameworks and (setting.always or setting.name not in self._environment):
+                self.settings[setting.name] = setting.value
+
+    def _look(self, tree: ast.AST, beside: Path) -> None:
+        self.decides = self.decides or any(map(_decides, ast.walk(tree)))
+        self.seeds = self.seeds or any(map(_seeds, ast.walk(tree)))
+        for node in _at_once(tree):
+            for name, relative in _imported(node):
+                if name in FRAMEWORKS and not relative:
+                    self.frameworks[name] = None
+                else:
+                    self._follow(name, beside if relative else self._folder)
+
+    def _follow(self, name: str, folder: Path) -> None:
+        for file in (folder / f"{name}.py", folder / name / "__init__.py"):
+            if file.is_file() and file not in self._files and len(self._files) < _MOST_FILES:
+                self._files.add(file)
+                self._look(ast.parse(file.read_bytes()), file.parent)
+
+
+def _at_once(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and those below it, but not what only happens when a function is called."""
+    yield node
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _at_once(child)
+
+
+def _imported(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Yield the first part of the name of each module that is imported, and whether it is relative."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name.partition(".")[0], False) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module.partition(".")[0], bool(node.level)
+    elif isinstance(node, ast.ImportFrom):
+        yield from ((alias.name, True) for alias in node.names)
+
+
+class _Setting(NamedTuple):
+    """A variable that a script sets: always, or where there is none of this name."""
+
+    name: str
+    value: str
+    always: bool
+
+
+def _setting(statement: ast.stmt) -> _Setting | None:
+    """Return what a statement sets: `os.environ["NAME"] = "value"`, or the same with `setdefault`."""
+    match statement:
+        case ast.Assign(
+            targets=[
+                ast.Subscript(
+                    value=ast.Attribute(value=ast.Name(id="os"), attr="environ"),
+                    slice=ast.Constant(value=str(name)),
+                )
+            ],
+            value=ast.Constant(value=str(value)),
+        ):
+            return _Setting(name, value, always=True)
+        case ast.Expr(
+            value=ast.Call(
+                func=ast.Attribute(
+                    value=ast.Attribute(value=ast.Name(id="os"), attr="environ"), attr="setdefault"
+                ),
+                args=[ast.Constant(value=str(name)), ast.Constant(value=str(value))],
+            )
+        ):
+            return _Setting(name, value, always=False)
+    return None
+
+
+def _decides(node: ast.AST) -> bool:
+    """Tell whether a part of the source changes the environment, or touches where modules are found."""
+    match node:
+        case ast.Subscript(value=ast.Attribute(attr="environ"), ctx=ast.Store() | ast.Del()):
+            return True
+        case ast.Attribute(value=ast.Attribute(attr="environ"), attr=name):
+            return name in _CHANGES
+        case ast.Assign(value=ast.Attribute(attr="environ")):
+            return True
+        case ast.AugAssign(target=ast.Attribute(attr="environ")):
+            return True
+        case ast.Attribute(value=ast.Name(id=module), attr=name):
+            return name in _DECIDING.get(module, ())
+        case ast.ImportFrom(module=str(module), names=names):
+            return any(alias.name in ("environ", *_DECIDING.get(module, ())) for alias in names)
+    return False
+
+
+def _seeds(node: ast.AST) -> bool:
+    """Tell whether a part of the source names Keras's function that seeds everything."""
+    match node:
+        case ast.Attribute(attr=name):
+            return name == _SEEDS
+        case ast.ImportFrom(names=names):
+            return any(alias.name == _SEEDS for alias in names)
+    return False

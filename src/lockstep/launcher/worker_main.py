@@ -1,0 +1,215 @@
+"""One worker: joins its job, then becomes the user's script. Started by the agent, or a person's process.
+
+The modules that this file composes are imported late: the first thing to do is to tie this process's
+life to the agent's.
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
+from lockstep.system.notes import flush_streams, note
+from lockstep.system.paths import RunPaths
+from lockstep.system.prctl import die_with
+from lockstep.worker.agent_client import AgentClient
+from lockstep.worker.downloads import share_downloads
+from lockstep.worker.file_writes import LibraryFolders, watch_writes
+from lockstep.worker.import_hooks import when_imported
+from lockstep.worker.jax_cache import keep_compiled
+from lockstep.worker.program_sources import keep_sources
+from lockstep.worker.script import Script, summarize, summarize_own, user_traceback
+from lockstep.worker.seeding import seed_everything
+from lockstep.worker.stack_dump import write_when_asked
+
+_STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
+"""The exit status where a script raises what is not the script's own fault; else 1."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the script of `arguments` as the worker that the environment describes."""
+    try:
+        config = read_worker()
+    except ConfigError as error:
+        note(str(error))
+        sys.exit(2)
+    if not config.by_hand:
+        die_with(config.agent)
+    for descriptor in (config.control, config.pool, config.segment):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+    write_when_asked(RunPaths(config.run_dir).stack(config.worker))
+    client = AgentClient(socket.socket(fileno=config.control))
+    if config.by_hand:
+        threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
+    _enter_job(config, client)
+    forget_worker()
+    share_downloads(config.run_dir, config.agent, config.worker, client.report)
+    keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
+    _watch_writes(config, client)
+    client.started()
+    _run(Script.parse(arguments), client, has_log=not config.by_hand)
+
+
+def _tell_of_source(client: AgentClient, path: str, what: str) -> None:
+    client.report("source", path=path, what=what)
+
+
+def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
+    if config.replicas > 1:
+        checkpoints = (config.checkpoints.folder,) if config.checkpoints is not None else ()
+        folders = (config.run_dir, cache_folder(), *checkpoints)
+        watch_writes(LibraryFolders(folders, home_folder(), Path.cwd()), client.writes)
+
+
+def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
+    """End this process when there is nobody any more who could lead its job."""
+    client.wait_for_end()
+    note(
+        f"the coordinator of this job (process {config.agent}) has ended, so worker {config.worker} "
+        "exits; restart all workers"
+    )
+    os._exit(1)
+
+
+def _enter_job(config: WorkerConfig, client: AgentClient) -> None:
+    from lockstep.topology import place
+    from lockstep.worker import job, tf_distribute_shim
+    from lockstep.worker.checkpoints import open_scheduler, resumed
+    from lockstep.worker.membership import AgentMembership, wait_policy
+
+    seed_everything(config.seed)
+    keep_compiled(cache_folder(), config.threads)
+    if config.tf_distribute:
+        tf_distribute_shim.serve()
+    elif config.replicas > 1:
+        tf_distribute_shim.refuse_theirs(config.replicas)
+    policy = wait_policy(config.timeout)
+    membership = AgentMembership(config, client, policy)
+    if config.segment is None:
+        view = place(config.replicas, (config.worker,))
+        communicator = job.by_itself(view)
+    else:
+        view = place(config.replicas, tuple(range(config.workers)))
+        communicator = membership.enter(view, config.segment)
+    entered = job.Job(
+        view,
+        config.worker,
+        config.seed,
+        config.threads,
+        communicator,
+        client.report,
+        config.run_dir,
+        membership,
+        joins=config.joins,
+        scheduler=open_scheduler(config, client),
+        resumed=None if config.joins else resumed(config),
+        accepts_changes=config.accepts_changes,
+        policy=policy,
+        began_with=config.workers,
+    )
+    job.enter(entered)
+    if config.adopts:
+        when_imported({"keras": _adopt})
+    os.register_at_fork(after_in_child=_leave_job)
+
+
+def _adopt(_: object) -> None:
+    """Distribute what a script without a strategy compiles, now that it has imported Keras."""
+    from lockstep.keras import patches
+    from lockstep.worker import job
+
+    patches.install_at_compile(job.current())
+
+
+def _leave_job() -> None:
+    """A process that the script forks is no worker: it must not take part in the exchange."""
+    from lockstep.topology import place
+    from lockstep.worker import job
+
+    seed, threads, view = job.current().seed, job.current().threads, place(1, (0,))
+    job.enter(job.Job(view, 0, seed, threads, job.by_itself(view), _nobody_listens))
+
+
+def _nobody_listens(event: str, **fields: object) -> None:
+    """Nobody watches the children of a script."""
+
+
+def _run(script: Script, client: AgentClient, has_log: bool) -> None:
+    try:
+        script.run()
+    except SystemExit as leaving:
+        # Python gives it the meaning it always has.
+        if leaving.code in (None, 0):
+            client.finished()
+            _end_well(client)
+        else:
+            # Whoever did not start this process does not see how it ends.
+            client.finished(leaving.code if isinstance(leaving.code, int) else 1)
+        raise
+    except BaseException as error:
+        sys.exit(_fail(error, client, has_log))
+    client.finished()
+    _end_well(client)
+
+
+def _end_well(client: AgentClient) -> None:
+    """Keep and tell what the script has come to."""
+    from lockstep.worker import job
+
+    own = job.current()
+    if not own.is_chief:
+        return
+    if own.scheduler is not None:
+        own.scheduler.finish()
+    if own.trained is not None:
+        client.report("trained", **own.trained())
+
+
+def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
+    error = _own(error).with_traceback(user_traceback(error.__traceback__))
+    status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, LockstepError):
+        said = summarize_own(error)
+        # The frames of Keras would hide what it says. A hook that the script has set gets it all the same.
+        prints = not has_log or sys.excepthook is not sys.__excepthook__
+    else:
+        said, prints = f"{summarize(error)}{_hint(error)}", True
+    flush_streams()
+    # The others hear of it first: whoever reads our output may take their time.
+    blames = isinstance(error, PeerLostError | PeerStuckError)
+    if not client.failed(status, said, text, blames=blames, prints=prints) or prints:
+        sys.excepthook(type(error), error, error.__traceback__)
+    return status
+
+
+def _hint(error: BaseException) -> str:
+    """Return what the person may not think of, to stand behind an error."""
+    from lockstep.worker import job
+
+    if isinstance(error, FileExistsError) and (job.current().began_with or 1) > 1:
+        return (
+            "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
+            "create it on one worker only: if lockstep.is_chief()"
+        )
+    return ""
+
+
+def _own(error: BaseException) -> BaseException:
+    """Return the error of Lockstep's that a library has turned into one of its own, if it has."""
+    from lockstep.worker import job
+
+    own = job.current().failure
+    return error if own is None or isinstance(error, LockstepError) or str(own) not in str(error) else own
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

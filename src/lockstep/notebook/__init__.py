@@ -1,0 +1,1 @@
+"""`lockstep.launch`: a function on several workers from a notebook; nothing that other jobs need."""

@@ -1,0 +1,39 @@
+"""The command of a job that `lockstep.launch` has started: `lockstep run`, for as long as its caller lives.
+
+    python -m lockstep.notebook.command CALLER ERRAND RESULT OPTIONS...
+
+The caller is a process id, the next two are descriptors, the options are those of `lockstep run`.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from lockstep.cli.main import cli
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.notebook.transport import Giver, ResultBox
+from lockstep.system.prctl import die_with
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Become the command; what it refuses is given to the caller instead of a result."""
+    caller, call_file, result, *options = arguments
+    die_with(int(caller))
+    try:
+        cli(
+            ["run", *options, "-m", "lockstep.notebook.worker", call_file, result],
+            prog_name="lockstep",
+            standalone_mode=False,
+            obj=(int(call_file), int(result)),
+        )
+    except click.ClickException as error:
+        refused: LockstepError = ConfigError(error.format_message())
+    except LockstepError as error:
+        refused = error
+    ResultBox(int(result)).put(refused, Giver.COMMAND)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

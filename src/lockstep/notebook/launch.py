@@ -1,0 +1,208 @@
+"""Running a function on several workers from a notebook, or any other program."""
+
+import codecs
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lockstep.agent.run_folder import fresh_folder
+from lockstep.errors import ConfigError, JobError
+from lockstep.notebook.transport import Giver, ResultBox, pack
+from lockstep.system.paths import RunPaths
+from lockstep.worker import job
+
+Result = TypeVar("Result")
+
+_PIECE = 64 * 1024
+_END_PATIENCE = 10.0
+
+
+def launch(
+    function: Callable[..., Result],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    workers: int = 2,
+    replicas: int | None = None,
+    backend: str | None = None,
+    seed: int | None = None,
+    timeout: float | None = None,
+    run_dir: str | os.PathLike[str] | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    accept_changes: bool = False,
+) -> Result:
+    """Run `function(*args, **kwargs)` on several workers of this machine, and return the chief's result.
+
+    `launch` runs a function as `lockstep run` runs a script, with the same bits: every worker is a new
+    process that runs the whole function, which creates its own strategy, model and data. The output of the
+    chief appears here while it trains; Ctrl-C, or interrupting the cell, ends the job.
+
+    The function, its arguments and its result are pickled with cloudpickle (`keras-lockstep[notebook]`) and
+    passed only to processes that this one starts. Arguments and results can be numbers, strings, arrays,
+    lists and dicts, such as `model.fit(...).history` or `model.get_weights()`, but not objects that belong to
+    one process, such as a strategy, a `tf.data.Dataset` or an open file. Keras pickles its own models, which
+    is slow: return the weights or save the model instead. Compile a model that is an argument again in the
+    strategy's scope.
+
+    Args:
+        function: defined anywhere, including in a notebook cell.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        workers: number of worker processes; does not affect the result.
+        replicas: number of parts that each batch is split into; by default the number of workers.
+        backend: sets `KERAS_BACKEND` for the workers.
+        seed: of all random numbers; 0 by default.
+        timeout: seconds that other workers wait for a worker before it is killed as stuck; 600 by default.
+        run_dir: folder for the logs and events of the run; `runs/<function>-<time>` by default.
+        checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
+        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ from those
+            of the checkpoint.
+
+    Raises:
+        ConfigError: an argument is wrong, or this process is itself a worker.
+        InputError: what the function needs cannot be pickled; the message names it.
+        UnfitError: cloudpickle is not installed.
+        JobError: the function raised on a worker, or the job ended for another reason.
+    """
+    if job.is_worker():
+        raise ConfigError("lockstep.launch cannot be called in a worker: it starts a job of its own")
+    numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
+    given = _options(numbers | {"backend": backend, "checkpoint": checkpoint}, accept_changes)
+    _refuse_null_characters(*given, f"--run-dir={run_dir}")
+    with contextlib.ExitStack() as closing:
+        call_file = pack(function, args, kwargs or {})
+        closing.callback(os.close, call_file)
+        box = ResultBox.create()
+        closing.callback(box.close)
+        own = run_dir
+        if own is None:
+            name = str(getattr(function, "__name__", "function")).strip("<>")
+            own = fresh_folder(Path("runs"), name, time.time())
+            closing.callback(_remove_where_empty, own)
+        folder = Path(own)
+        history = _History(RunPaths(folder).events)
+        status = _run(call_file, box, [*given, f"--run-dir={os.fspath(own)}"])
+        giver, result = box.take()
+    if giver is Giver.COMMAND:
+        raise result
+    if status != 0 or giver is Giver.NOBODY:
+        raise history.error(status, folder)
+    return result  # type: ignore[no-any-return]
+
+
+def _options(values: Mapping[str, object], accept_changes: bool) -> list[str]:
+    """Return the options of `lockstep run`; those that are None are left out."""
+    options = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [*options, "--accept-changes"] if accept_changes else options
+
+
+def _refuse_null_characters(*options: str) -> None:
+    """Raise ConfigError for an option that no command line can have."""
+    for option in options:
+        if "\0" in option:
+            raise ConfigError(f"lockstep.launch, {option!r}: it contains a null character")
+
+
+def _remove_where_empty(folder: Path) -> None:
+    """What is refused leaves nothing behind."""
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+        folder.parent.rmdir()
+
+
+def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
+    """Run the command, show what it says, and return its exit status."""
+    descriptors = (call_file, box.descriptor)
+    arguments = [str(os.getpid()), *map(str, descriptors), *options]
+    process = subprocess.Popen(
+        # -P: the folder we happen to be in must not hide modules that Lockstep needs.
+        [sys.executable, "-P", "-m", "lockstep.notebook.command", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        pass_fds=descriptors,
+        # Ctrl-C and a notebook's interrupt come here only, and are passed on once.
+        start_new_session=True,
+    )
+    with process, _Relay(process) as relay:
+        try:
+            relay.run(None)
+            return process.wait()
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            relay.run(_END_PATIENCE)
+            raise
+        finally:
+            # Nothing happens to one that has ended; of one that has not, the agent ends all the rest.
+            process.kill()
+
+
+class _Relay:
+    """Writes what a process writes to its pipes to `sys.stdout` and `sys.stderr`, whatever these are now."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._selector = selectors.DefaultSelector()
+        for pipe, name in ((process.stdout, "stdout"), (process.stderr, "stderr")):
+            assert pipe is not None
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            self._selector.register(pipe, selectors.EVENT_READ, (name, decoder))
+
+    def __enter__(self) -> "_Relay":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._selector.close()
+
+    def run(self, seconds: float | None) -> None:
+        """Return when nothing more can come, or after so many seconds."""
+        end = None if seconds is None else time.monotonic() + seconds
+        while self._selector.get_map():
+            patience = None if end is None else end - time.monotonic()
+            if patience is not None and patience <= 0:
+                return
+            for key, _ in self._selector.select(patience):
+                name, decoder = key.data
+                data = os.read(key.fd, _PIECE)
+                if not data:
+                    self._selector.unregister(key.fileobj)
+                stream = getattr(sys, name)
+                stream.write(decoder.decode(data, not data))
+                stream.flush()
+
+
+class _History:
+    """What happened in a run, read from its events: those after the ones that the file has now."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._start = path.stat().st_size if path.exists() else 0
+
+    def error(self, status: int, folder: Path) -> JobError:
+        """Return the error for a job that gave no result."""
+        events = self._read()
+        end = next((event for event in reversed(events) if event["event"] == "finished"), None)
+        if end is None:
+            return JobError(f"the job's command exited with status {status}; see its output above")
+        if end["status"] == 0:
+            return JobError(f"no worker returned a result: the function called sys.exit; logs in {folder}")
+        worker = end["workers"][0] if end["workers"] else None
+        where = f"log: {RunPaths(folder).log(worker)}" if worker is not None else f"logs in {folder}"
+        tracebacks = [
+            event["traceback"] for event in events if event["event"] == "failed" and event["worker"] == worker
+        ]
+        return JobError(f"{end['message']}; {where}", worker, tracebacks[0] if tracebacks else "")
+
+    def _read(self) -> list[dict[str, Any]]:
+        if not self._path.exists():
+            return []
+        lines = self._path.read_bytes()[self._start :].splitlines()
+        return [json.loads(line) for line in lines]

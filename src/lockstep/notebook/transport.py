@@ -1,0 +1,241 @@
+"""A function for other processes, and what it returned: in memory without a name, which only they inherit.
+
+The only place that pickles: for processes that this one, or its parent, has started.
+"""
+
+import dis
+import fcntl
+import inspect
+import linecache
+import mmap
+import os
+import pickle
+import struct
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from functools import partial
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from lockstep.errors import InputError, UnfitError
+
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+_HEADER = struct.Struct("<QQB")
+_PICKLING_FAILS = (pickle.PicklingError, TypeError, ValueError, AttributeError, RuntimeError)
+
+
+class Giver(IntEnum):
+    """Who gave a result. The command gives an error, where there was no job."""
+
+    NOBODY = 0
+    WORKER = 1
+    CHIEF = 2
+    COMMAND = 3
+
+
+def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Return a descriptor of memory, which nobody can change, that holds a call.
+
+    With it go where this process finds modules, and the source of code that is in no file, such as a
+    notebook's cells.
+
+    Raises:
+        InputError: something cannot be pickled; the message names it.
+        UnfitError: cloudpickle is not installed.
+    """
+    cloudpickle = _cloudpickle()
+    sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+    descriptor = os.memfd_create("lockstep-errand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            pickle.dump((sys.path, sources), file)
+            cloudpickle.dump((function, tuple(args), dict(kwargs), used_by_class_bodies(function)), file)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    except _PICKLING_FAILS as error:
+        os.close(descriptor)
+        culprit = name_culprit(function, args, kwargs, partial(_why_not, cloudpickle))
+        raise InputError(f"lockstep.launch cannot send this to its workers: {culprit or error}") from error
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def unpack(descriptor: int) -> Callable[[], Any]:
+    """Return the call that the memory of a descriptor holds; find modules as the process that packed it."""
+    with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
+        sys.path[:], sources = pickle.load(memory)
+        linecache.cache.update(sources)
+        try:
+            function, args, kwargs, variables = pickle.load(memory)
+        except (ImportError, AttributeError) as error:
+            error.add_note(
+                "lockstep: the function comes from, or needs, a module that its caller had and this worker "
+                "does not find; write the function where it is launched, or where it can be imported"
+            )
+            raise
+    for name, value in variables.items():
+        plain(function).__globals__.setdefault(name, value)
+    return partial(function, *args, **kwargs)
+
+
+class ResultBox:
+    """Memory into which workers put what the function returned.
+
+    Args:
+        descriptor: of the memory; `create` makes it.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    @classmethod
+    def create(cls) -> "ResultBox":
+        """Make an empty one."""
+        descriptor = os.memfd_create("lockstep-result")
+        os.ftruncate(descriptor, _HEADER.size)
+        return cls(descriptor)
+
+    def put(self, result: Any, giver: Giver) -> None:
+        """Put a result in; one of a worker only where there is none.
+
+        What is there stays valid until all of the new one is there, also if this process is killed.
+
+        Raises:
+            InputError: the result cannot be pickled.
+        """
+        # Opened anew: a lock, and a place in the file, are of one open file, which processes inherit.
+        with Path(f"/proc/self/fd/{self.descriptor}").open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if giver is Giver.WORKER and self._header()[2] != Giver.NOBODY:
+                return
+            start = file.seek(0, os.SEEK_END)
+            try:
+                _cloudpickle().dump(result, file)
+            except _PICKLING_FAILS as error:
+                raise InputError(
+                    f"the function returned {type(result).__name__}, which cannot be sent back "
+                    f"({error}); return arrays, numbers, strings, or lists and dicts of them"
+                ) from None
+            length = file.tell() - start
+            file.flush()
+            os.pwrite(self.descriptor, _HEADER.pack(start, length, giver), 0)
+
+    def take(self) -> tuple[Giver, Any]:
+        """Return who gave the result that counts, and the result."""
+        start, _, giver = self._header()
+        if giver == Giver.NOBODY:
+            return Giver.NOBODY, None
+        with mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ) as memory:
+            memory.seek(start)
+            return Giver(giver), pickle.load(memory)
+
+    def close(self) -> None:
+        """Give the memory back, once everybody else has."""
+        os.close(self.descriptor)
+
+    def _header(self) -> tuple[int, int, int]:
+        start, length, giver = _HEADER.unpack(os.pread(self.descriptor, _HEADER.size, 0))
+        return start, length, giver
+
+
+def _cloudpickle() -> ModuleType:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise UnfitError(
+            "lockstep.launch sends functions to its workers with cloudpickle, which is not installed: "
+            "pip install 'keras-lockstep[notebook]'"
+        ) from None
+    module: ModuleType = cloudpickle
+    return module
+
+
+def _why_not(cloudpickle: ModuleType, value: Any) -> str:
+    """Say why a value cannot be pickled; empty if it can."""
+    try:
+        cloudpickle.dumps(value)
+    except _PICKLING_FAILS as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+Why = Callable[[Any], str]
+"""Says why a value cannot be pickled; empty if it can."""
+
+
+def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], why: Why) -> str:
+    """Say what of a function or its arguments cannot be pickled, and why; empty if nothing is found."""
+    given = [(f"args[{at}]", value) for at, value in enumerate(args)]
+    given += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
+    for name, value in given:
+        if reason := why(value):
+            return f"{name}, of type {type(value).__name__} ({reason}); pass what it is made from"
+    if not why(function):
+        return ""
+    name = getattr(plain(function), "__name__", type(function).__name__)
+    path, value = _follow(plain(function), why, [])
+    if not path:
+        return f"{name} ({why(function)})"
+    what = f"{' -> '.join(path)}, which {name} uses, of type {type(value).__name__}"
+    return f"{what} ({why(value)}); create it there"
+
+
+def used_by_class_bodies(function: Any) -> dict[str, Any]:
+    """Return the globals that the bodies of classes use which a function of a notebook or script defines.
+
+    cloudpickle takes the globals along that functions use, and overlooks these.
+    """
+    found: dict[str, Any] = {}
+    for each in _reached(plain(function), []):
+        names = _loaded(each.__code__, "LOAD_NAME")
+        found |= {name: each.__globals__[name] for name in names if name in each.__globals__}
+    return {name: value for name, value in found.items() if not name.startswith("__")}
+
+
+def plain(function: Any) -> Any:
+    """Return what is below a bound method or a `functools.partial`."""
+    return getattr(function, "__func__", getattr(function, "func", function))
+
+
+def _reached(thing: Any, seen: list[Any]) -> Iterator[FunctionType]:
+    """Yield the functions of `__main__` that a function or class can call."""
+    if getattr(thing, "__module__", None) != "__main__" or any(thing is other for other in seen):
+        return
+    seen.append(thing)
+    if isinstance(thing, FunctionType):
+        yield thing
+    for _, value in _used(thing):
+        yield from _reached(value, seen)
+
+
+def _follow(thing: Any, why: Why, seen: list[Any]) -> tuple[list[str], Any]:
+    """Return the names that lead to the innermost thing that cannot be pickled, and that thing."""
+    seen.append(thing)
+    for name, value in _used(thing):
+        if not any(value is other for other in seen) and why(value):
+            deeper, last = _follow(plain(value), why, seen)
+            return [name, *deeper], last
+    return [], thing
+
+
+def _used(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and values that a function uses, or that a class of `__main__` consists of."""
+    if isinstance(thing, type) and thing.__module__ == "__main__":
+        yield from vars(thing).items()
+    if not isinstance(thing, FunctionType):
+        return
+    yield from inspect.getclosurevars(thing).nonlocals.items()
+    for name in sorted(_loaded(thing.__code__, "LOAD_GLOBAL", "LOAD_NAME")):
+        if name in thing.__globals__:
+            yield name, thing.__globals__[name]
+    for value in (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()):
+        yield "a default", value
+
+
+def _loaded(code: CodeType, *operations: str) -> set[str]:
+    inner = [_loaded(constant, *operations) for constant in code.co_consts if isinstance(constant, CodeType)]
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in operations}
+    return own.union(*inner)

@@ -1,0 +1,1 @@
+"""Every message between processes, and what a job is asked to be; no sockets."""

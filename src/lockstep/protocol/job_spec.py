@@ -1,0 +1,112 @@
+"""What a person asked for: one job on this host."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.system.environment import Checkpoints
+from lockstep.system.prose import count
+from lockstep.topology import View, place
+
+GRACE = 20.0
+"""Seconds that a job which is stopped has for its step and a checkpoint, unless a person says otherwise."""
+
+Tee = Literal["chief", "all"]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The GPUs of one worker.
+
+    Attributes:
+        visible: the worker's `CUDA_VISIBLE_DEVICES`.
+        shared: whether another worker uses one of them.
+    """
+
+    visible: str
+    shared: bool
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One job, with nothing left to decide.
+
+    Attributes:
+        target: path of the script, or name of the module.
+        module: whether `target` is a module.
+        arguments: of the script.
+        workers: number of workers.
+        replicas: number of replicas.
+        threads: number of threads that compute one replica.
+        seed: everything random in the job follows from it.
+        timeout: seconds after which a worker that others wait for is stuck.
+        run_dir: the run's own folder, as the person wrote it.
+        tee: whose output the terminal shows.
+        backend: the Keras backend, None to leave it.
+        chosen: says in words which backend it is, and why.
+        devices: of each worker; empty to leave them.
+        checkpoints: what is kept, if anything is.
+        accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
+        min_workers: with fewer, training waits.
+        max_restarts: how many lost workers are replaced.
+        grace: seconds that a stopped job has for its step and a checkpoint.
+        tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
+        adopts: whether models are distributed that a script without a strategy compiles.
+        inherited: descriptors of this process that the script finds at the same numbers.
+    """
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    workers: int
+    replicas: int
+    threads: int
+    seed: int
+    timeout: float
+    run_dir: Path
+    tee: Tee = "chief"
+    backend: str | None = None
+    chosen: str = ""
+    devices: tuple[Devices, ...] = ()
+    checkpoints: Checkpoints | None = None
+    accepts_changes: bool = False
+    min_workers: int = 1
+    max_restarts: int = 0
+    grace: float = GRACE
+    tf_distribute: bool = False
+    adopts: bool = True
+    inherited: tuple[int, ...] = ()
+
+    @property
+    def view(self) -> View:
+        """Who owns which replica at the start."""
+        return place(self.replicas, tuple(range(self.workers)))
+
+    def devices_of(self, slot: int) -> Devices | None:
+        """Return the GPUs of the worker at a slot; None to leave them.
+
+        Who has none of the first workers' slots shares theirs.
+        """
+        if not self.devices:
+            return None
+        devices = self.devices[slot % len(self.devices)]
+        return devices if slot < len(self.devices) else Devices(devices.visible, shared=True)
+
+    def describe(self) -> str:
+        """Say in one line what is about to run, and where its workers write."""
+        return f"{self.shape}; logs in {self.run_dir}"
+
+    @property
+    def shape(self) -> str:
+        """What the result depends on, and how many compute it, in one line."""
+        parts = [
+            f"{count(self.workers, 'worker')}, {count(self.replicas, 'replica')}, "
+            f"{count(self.threads, 'thread')} each, seed {self.seed}"
+        ]
+        if self.chosen:
+            parts.append(self.chosen)
+        if self.replicas > 1:
+            parts.append(f"the same bits with any 1 to {self.replicas} workers")
+        if self.checkpoints is not None and self.checkpoints.resume is not None:
+            parts.append(f"resuming from {self.checkpoints.resume}")
+        return "; ".join(parts)

@@ -1,0 +1,197 @@
+"""What a process that a person starts for a task, and the coordinator of its job, tell each other.
+
+JSON, one message a packet. Once the process is admitted, both go on with `lockstep.protocol.worker`.
+"""
+
+import msgspec
+
+from lockstep.system.prose import count
+
+MAX_PACKET = 256 * 1024
+"""Bytes that no encoded message exceeds; whoever receives reads with a buffer of this size."""
+
+MOST_OF_ARRIVAL = 120 * 1024
+"""Bytes that no encoded arrival exceeds: it is an argument of the coordinator's command, too."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """A task that trains.
+
+    Attributes:
+        kind: "chief" or "worker".
+        index: among those of its kind.
+        address: as `TF_CONFIG` has it.
+        place: the same with the host's number in the place of its name.
+    """
+
+    kind: str
+    index: int
+    address: str
+    place: str
+
+    @property
+    def name(self) -> str:
+        """How messages call it."""
+        return f"{self.kind} {self.index}"
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.address})"
+
+
+class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
+    """A process has come for a task; the descriptor of its stderr comes with this message.
+
+    Attributes:
+        tasks: all that train, in the order of their replicas.
+        slot: which of them the process is for.
+        version: of Lockstep.
+        backend: of Keras.
+        cores: that the process may use.
+        gpus: that it sees.
+        target: the script or module that it runs.
+    """
+
+    tasks: tuple[Task, ...]
+    slot: int
+    version: str
+    backend: str
+    cores: int
+    gpus: tuple[str, ...]
+    target: str
+
+    @property
+    def task(self) -> Task:
+        """The task that the process is for."""
+        return self.tasks[self.slot]
+
+
+class KeepWaiting(msgspec.Struct, frozen=True, tag="patience"):
+    """The process has to wait, for `what`."""
+
+    what: str
+
+
+class Rejected(msgspec.Struct, frozen=True, tag="turned away"):
+    """The process cannot take part, for `reason`."""
+
+    reason: str
+
+
+class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
+    """The process is a worker now.
+
+    With this come the descriptors of the memory for partials and totals and, unless the worker joins, of the
+    memory in which the first workers meet.
+
+    Attributes:
+        worker: its id.
+        joins: whether the job runs already.
+        replicas: of the job.
+        seed: of the job.
+        threads: that compute one replica.
+        timeout: seconds after which a worker that others wait for is stuck.
+        run_dir: the run's folder, absolute.
+        coordinator: process id.
+        shares: whether another worker uses one of its GPUs.
+    """
+
+    worker: int
+    joins: bool
+    replicas: int
+    seed: int
+    threads: int
+    timeout: float
+    run_dir: str
+    coordinator: int
+    shares: bool
+
+
+Answer = KeepWaiting | Rejected | Admitted
+
+_arrivals: msgspec.json.Decoder[Arrival] = msgspec.json.Decoder(Arrival)
+_answers: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
+
+
+def encode(message: Arrival | Answer) -> bytes:
+    """Return the packet of `message`.
+
+    Raises:
+        ValueError: it is too large.
+    """
+    packet = msgspec.json.encode(message)
+    if len(packet) > MAX_PACKET:
+        raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
+    return packet
+
+
+def decode_arrival(packet: bytes) -> Arrival:
+    """Return the arrival in a packet.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        arrival = _arrivals.decode(packet)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    if not 0 <= arrival.slot < len(arrival.tasks):
+        raise ValueError(f"no slot {arrival.slot} of {len(arrival.tasks)}")
+    return arrival
+
+
+def decode_answer(packet: bytes) -> Answer:
+    """Return the answer in a packet.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return _answers.decode(packet)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
+    """Say why a process cannot take part in a job; nothing if it can.
+
+    Args:
+        first: the arrival that the job began with.
+        other: the process's own.
+        pid: of the process that is there for the same task already; None if there is none.
+    """
+    name, version = other.task.name, first.version
+    if other.version != version:
+        return f"{name} runs Lockstep {other.version}, but the job uses {version}; use one version for all"
+    if mine := _difference(first, other):
+        return (
+            f"{name} and {first.task.name} have different clusters: {mine}. Give all tasks the same "
+            "'cluster' in TF_CONFIG"
+        )
+    if pid is not None:
+        return (
+            f"{name} ({other.task.address}) already runs: process {pid}. Each process needs its own task "
+            "in TF_CONFIG: give this one another 'index', or stop that process first"
+        )
+    if other.backend != first.backend:
+        return (
+            f"{name} runs Keras on {other.backend}, but {first.task.name} on {first.backend}, which do not "
+            "give the same bits; set one KERAS_BACKEND for all"
+        )
+    return ""
+
+
+def _difference(first: Arrival, other: Arrival) -> str:
+    """Say how the tasks of two arrivals differ; nothing if they do not."""
+    mine, theirs = other.tasks, first.tasks
+    if len(mine) != len(theirs):
+        return (
+            f"{count(len(mine), 'task')} ({_listed(mine)}), {count(len(theirs), 'task')} ({_listed(theirs)})"
+        )
+    for own, its in zip(mine, theirs, strict=True):
+        if (own.kind, own.index, own.place) != (its.kind, its.index, its.place):
+            return f"{own} in the one, {its} in the other"
+    return ""
+
+
+def _listed(tasks: tuple[Task, ...]) -> str:
+    return ", ".join(task.address for task in tasks)

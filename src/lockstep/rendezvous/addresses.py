@@ -1,0 +1,177 @@
+"""The addresses of tasks on this host, and the names by which their processes find each other.
+
+Nothing listens at the addresses themselves. Each stands for the name of an abstract Unix socket, which has no
+file and which the kernel frees when the last process that has it ends.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+import threading
+from collections.abc import Sequence
+
+from lockstep.coordinator.admin_socket import peer
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.system.socket_owners import describe, is_of_another_user, process_of, user_of
+
+_PATIENCE = 5.0
+_BACKLOG = 128
+
+
+def resolve(address: str, task: str) -> str:
+    """Return the place of an address: the same, with a number in the place of the host's name.
+
+    Raises:
+        ConfigError: there is no host of this name, or the place is on another host.
+    """
+    host, _, port = address.rpartition(":")
+    number = _number(host.strip("[]"), address, task)
+    place = f"[{number}]:{int(port)}" if ":" in number else f"{number}:{int(port)}"
+    with contextlib.closing(socket.socket(_family(number))) as probe:
+        try:
+            probe.bind((number, 0))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise UnfitError(f"{task}'s address {address} cannot be used: {error.strerror}") from None
+            raise ConfigError(
+                f"{task}'s address {address} is not one of this host: workers that are started by hand must "
+                "run on one host. Give all of them addresses of this host, such as 127.0.0.1:20000"
+            ) from None
+    return place
+
+
+def check_free(place: str, task: str) -> None:
+    """See that no other program listens at a place.
+
+    Raises:
+        ConfigError: one does.
+    """
+    number, port = _split(place)
+    with contextlib.closing(socket.socket(_family(number))) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((number, port))
+        except OSError as error:
+            # Nothing of ours will listen there: only what shows that the address is another program's counts.
+            if error.errno == errno.EADDRINUSE:
+                raise ConfigError(
+                    f"{task}'s address {place} is in use by {_user_of(port)}: stop it, or give another port "
+                    "to this task in every TF_CONFIG"
+                ) from None
+
+
+def claim(places: Sequence[str]) -> "list[socket.socket] | str":
+    """Take the names of all places, and listen there, or take none.
+
+    Returns:
+        The sockets that listen; or the place whose name is taken.
+
+    Raises:
+        UnfitError: there is no socket.
+    """
+    with contextlib.ExitStack() as undo:
+        listeners = []
+        # In one order everywhere: of several that come at once, one gets all.
+        for place in sorted(places):
+            try:
+                listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener.bind(_name(place))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    return place
+                raise UnfitError(f"the job cannot open a socket: {error.strerror}") from None
+            listeners.append(listener)
+        for listener in listeners:
+            listener.listen(_BACKLOG)
+        undo.pop_all()
+    return listeners
+
+
+def connect(place: str) -> socket.socket | None:
+    """Return a connection to the process that has the name of a place; waits for nothing.
+
+    Returns:
+        None if no process listens there now, or if the queue of connections is full.
+
+    Raises:
+        ConfigError: a process of another user has the name.
+    """
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(
+            socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        )
+        try:
+            connection.connect(_name(place))
+        except (ConnectionRefusedError, BlockingIOError, PermissionError):
+            if is_of_another_user(_name(place)):
+                raise _squatted(place, user_of(_name(place)), process_of(_name(place))) from None
+            return None
+        pid, user = peer(connection)
+        if user != os.geteuid():
+            raise _squatted(place, user, pid)
+        connection.setblocking(True)
+        undo.pop_all()
+    return connection
+
+
+def holder(place: str) -> str:
+    """Say which process has the name of a place, as far as this user may know."""
+    return describe(user_of(_name(place)), process_of(_name(place)))
+
+
+def _squatted(place: str, user: int | None, pid: int | None) -> ConfigError:
+    return ConfigError(
+        f"{describe(user, pid)} holds the name that stands for {place} on this host, so the tasks "
+        "cannot connect; set other ports in TF_CONFIG, the same for all tasks, or stop that process"
+    )
+
+
+def _name(place: str) -> bytes:
+    return f"\0lockstep/{os.geteuid()}/at/{place}".encode()
+
+
+def _number(host: str, address: str, task: str) -> str:
+    found: list[str] = []
+    why = [f"no answer in {_PATIENCE:g} s"]
+
+    def ask() -> None:
+        try:
+            infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            why[:] = [str(getattr(error, "strerror", None) or error)]
+        else:
+            infos.sort(key=lambda info: info[0] != socket.AF_INET)
+            found.append(str(infos[0][4][0]))
+
+    # A name server that is gone is waited for much longer by the system.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_PATIENCE)
+    if not found:
+        raise ConfigError(
+            f"the host {host!r} of {task}'s address {address} cannot be resolved ({why[0]}); correct it in "
+            "TF_CONFIG, or give its IP address"
+        )
+    return found[0]
+
+
+def _family(number: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in number else socket.AF_INET
+
+
+def _split(place: str) -> tuple[str, int]:
+    number, _, port = place.rpartition(":")
+    return number.strip("[]"), int(port)
+
+
+def _user_of(port: int) -> str:
+    # Imported only where something is wrong, which is rare.
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        for found in psutil.net_connections("tcp"):
+            listens = found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port
+            if listens and found.pid:
+                return f"{psutil.Process(found.pid).name()} (process {found.pid})"
+    return "another program"

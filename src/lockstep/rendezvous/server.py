@@ -1,0 +1,301 @@
+"""Where processes come that a person starts for the tasks of a job."""
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from lockstep.agent.worker_handle import WorkerHandle
+from lockstep.coordinator.admin_socket import is_of_this_user, peer
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.rendezvous import (
+    MAX_PACKET,
+    Admitted,
+    Answer,
+    Arrival,
+    KeepWaiting,
+    Rejected,
+    decode_arrival,
+    encode,
+    refusal,
+)
+from lockstep.rendezvous.processes import ExternalHandle
+from lockstep.system.paths import RunPaths
+
+_MOST_AT_ONCE = 64
+
+
+@dataclass
+class StartedProcess:
+    """A process that has come.
+
+    Attributes:
+        handle: the process.
+        arrival: what it has said; None until it has.
+    """
+
+    handle: ExternalHandle
+    arrival: Arrival | None = None
+
+    def tell(self, answer: Answer, *descriptors: int) -> None:
+        """Send an answer; one that has ended does not hear it."""
+        with contextlib.suppress(OSError):
+            socket.send_fds(self.handle.control, [encode(answer)], descriptors)
+
+
+class RendezvousServer:
+    """Hears who comes, and turns away whoever cannot take part.
+
+    `fileno` is readable when there is something to `serve`. The processes that may take part wait until they
+    are taken, one a task.
+
+    Args:
+        first: the arrival that the job begins with.
+        listeners: sockets on which processes connect.
+    """
+
+    def __init__(self, first: Arrival, listeners: list[socket.socket]) -> None:
+        self.first = first
+        self.waiting: dict[int, StartedProcess] = {}
+        self.assigned: dict[int, StartedProcess] = {}
+        self._listeners = listeners
+        self._silent: list[StartedProcess] = []
+        self._events = select.epoll()
+        self._calls: dict[int, Callable[[], None]] = {}
+        self._came: Callable[[], None] = self._tell_who_is_missing
+        self._left: Callable[[], None] = self._tell_who_is_missing
+        for listener in listeners:
+            listener.setblocking(False)
+            # On the edge: who cannot be accepted, for want of descriptors, must not keep this busy.
+            self._watch(listener.fileno(), partial(self._accept, listener), select.EPOLLET)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether a process waits for each task."""
+        return len(self.waiting) == len(self.first.tasks)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is there."""
+        return not (self.waiting or self._silent)
+
+    def fileno(self) -> int:
+        """Return the descriptor to watch for reading."""
+        return self._events.fileno()
+
+    def serve(self) -> None:
+        """Deal with whoever has come, said something or left; never waits."""
+        for descriptor, _ in self._events.poll(0):
+            # What came before may have let this one go.
+            if (call := self._calls.get(descriptor)) is not None:
+                call()
+
+    def begin(self, job: str, came: Callable[[], None]) -> None:
+        """From now on, whoever comes has to wait until the job takes it.
+
+        Args:
+            job: its name.
+            came: called when somebody has come who may take part.
+        """
+
+        def wait() -> None:
+            for process in self.waiting.values():
+                process.tell(KeepWaiting(f"{job} to let it in"))
+
+        def arrive() -> None:
+            wait()
+            came()
+
+        self._came, self._left = arrive, wait
+
+    def take(
+        self, worker: int, admitted: Callable[[bool], Admitted], *descriptors: int
+    ) -> tuple[int, StartedProcess]:
+        """Make the process that waits for the first task a worker; return its slot and the process.
+
+        Args:
+            worker: its id.
+            admitted: what to tell it; is told whether it shares a GPU with another.
+            descriptors: for it.
+
+        Raises:
+            OSError: nobody waits.
+        """
+        if not self.waiting:
+            raise OSError("no process has been started for it")
+        slot = min(self.waiting)
+        process = self.waiting.pop(slot)
+        self._forget(process.handle.control.fileno())
+        others = [*self.waiting.values(), *(other for at, other in self.assigned.items() if at != slot)]
+        process.tell(admitted(any(_shares(process, other) for other in others)), *descriptors)
+        self.assigned[slot] = process
+        return slot, process
+
+    def handles(self) -> Iterator[ExternalHandle]:
+        """Return the processes that take part or wait."""
+        for process in (*self.assigned.values(), *self.waiting.values()):
+            yield process.handle
+
+    def workers(self) -> Iterator[ExternalHandle]:
+        """Return the processes that take part."""
+        for process in self.assigned.values():
+            yield process.handle
+
+    def turn_away(self, reason: str) -> None:
+        """Turn away all who wait."""
+        for process in self.waiting.values():
+            process.tell(Rejected(reason))
+
+    def close(self) -> None:
+        """Hear no more: whoever waits finds that the names are free again."""
+        for listener in self._listeners:
+            listener.close()
+        for process in (*self.waiting.values(), *self._silent):
+            process.handle.close()
+        self._events.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(_MOST_AT_ONCE):
+                self._welcome(listener.accept()[0])
+            # There may be more; another user who connects again and again must not keep this busy.
+            self._events.modify(listener.fileno(), select.EPOLLIN | select.EPOLLET)
+
+    def _welcome(self, connection: socket.socket) -> None:
+        pid = peer(connection)[0]
+        try:
+            # In a container with other process ids there is no id here.
+            exited = os.pidfd_open(pid) if pid and is_of_this_user(connection) else None
+        except ProcessLookupError:
+            exited = None
+        if exited is None:
+            connection.close()
+            return
+        connection.setblocking(False)
+        process = StartedProcess(ExternalHandle(pid, exited, connection))
+        self._silent.append(process)
+        self._watch(connection.fileno(), partial(self._hear, process))
+
+    def _hear(self, process: StartedProcess) -> None:
+        try:
+            packet, descriptors, _, _ = socket.recv_fds(
+                process.handle.control, MAX_PACKET, 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, descriptors = b"", []
+        if not packet or process.arrival is not None:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._leave(process)
+            return
+        self._silent.remove(process)
+        process.handle.take_terminal(descriptors)
+        self._judge(process, packet)
+
+    def _judge(self, process: StartedProcess, packet: bytes) -> None:
+        try:
+            arrival = decode_arrival(packet)
+        except ValueError as error:
+            reason = (
+                f"the job cannot read this process's message ({error}); use one version of Lockstep for all"
+            )
+        else:
+            reason = refusal(self.first, arrival, self._pid_at(arrival.slot))
+        if reason:
+            process.tell(Rejected(reason))
+            self._forget(process.handle.control.fileno())
+            process.handle.close()
+            return
+        if (gone := self.waiting.get(arrival.slot)) is not None:
+            self._leave(gone)
+        process.arrival = arrival
+        self.waiting[arrival.slot] = process
+        self._came()
+
+    def _pid_at(self, slot: int) -> int | None:
+        for process in (self.waiting.get(slot), self.assigned.get(slot)):
+            if process is not None and process.handle.is_running:
+                return process.handle.pid
+        return None
+
+    def _leave(self, process: StartedProcess) -> None:
+        self._forget(process.handle.control.fileno())
+        process.handle.close()
+        if process.arrival is None:
+            self._silent.remove(process)
+        else:
+            del self.waiting[process.arrival.slot]
+            self._left()
+
+    def _tell_who_is_missing(self) -> None:
+        missing = [str(task) for slot, task in enumerate(self.first.tasks) if slot not in self.waiting]
+        for process in self.waiting.values() if missing else ():
+            process.tell(KeepWaiting(", ".join(missing)))
+
+    def _watch(self, descriptor: int, call: Callable[[], None], how: int = 0) -> None:
+        self._events.register(descriptor, select.EPOLLIN | how)
+        self._calls[descriptor] = call
+
+    def _forget(self, descriptor: int) -> None:
+        self._events.unregister(descriptor)
+        del self._calls[descriptor]
+
+
+@dataclass
+class RendezvousStarter:
+    """Takes processes that a person has started as the workers of one job; a `Starter`.
+
+    Attributes:
+        spec: the job.
+        paths: of the run, absolute.
+        pid: of the coordinator.
+        server: where they wait.
+        pool: descriptor of the memory for partials and totals.
+    """
+
+    spec: JobSpec
+    paths: RunPaths
+    pid: int
+    server: RendezvousServer
+    pool: int
+
+    def prepare(self) -> None:
+        """Whoever waits is ready."""
+
+    def close(self) -> None:
+        """Nothing is there only to start workers."""
+
+    def start(self, worker: int, taken: frozenset[int], segment: int | None) -> WorkerHandle:
+        """Take a process that waits, whatever slots others have taken.
+
+        Raises:
+            OSError: nobody waits.
+        """
+        spec = self.spec
+
+        def admitted(shares: bool) -> Admitted:
+            return Admitted(
+                worker,
+                segment is None,
+                spec.replicas,
+                spec.seed,
+                spec.threads,
+                spec.timeout,
+                str(self.paths.root),
+                self.pid,
+                shares,
+            )
+
+        descriptors = (self.pool,) if segment is None else (self.pool, segment)
+        slot, process = self.server.take(worker, admitted, *descriptors)
+        return WorkerHandle(worker, slot, process.handle, None, (), self.paths.stack(worker))
+
+
+def _shares(process: StartedProcess, other: StartedProcess) -> bool:
+    mine, theirs = process.arrival, other.arrival
+    return mine is not None and theirs is not None and bool(set(mine.gpus) & set(theirs.gpus))

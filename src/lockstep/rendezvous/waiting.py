@@ -1,0 +1,119 @@
+"""The patience of a process that has come for a task, until all the others have."""
+
+import select
+import socket
+import time
+
+from lockstep.coordinator.admin_socket import peer
+from lockstep.errors import ConfigError, PeerStuckError
+from lockstep.protocol.rendezvous import MAX_PACKET, Admitted, Answer, KeepWaiting, Rejected, decode_answer
+from lockstep.system.notes import note
+
+_SOON = 1.0
+_EVERY = 5.0
+_LONGEST = 600.0
+_MOST_DESCRIPTORS = 2
+
+
+class WaitNotices:
+    """Says for whom a process waits, every few seconds, and when it has waited for too long. Pure.
+
+    Args:
+        name: of the process's task.
+        now: when it begins to wait.
+    """
+
+    def __init__(self, name: str, now: float) -> None:
+        self._what = "the others"
+        self._name = name
+        self._since = now
+        self._has_said = False
+        # Who comes last does not wait, and need not say so.
+        self._due = now + _SOON
+
+    def waits_for(self, what: str, now: float) -> None:
+        """Note for whom it waits from now on; a change is worth a line."""
+        if what != self._what and self._has_said:
+            self._due = now
+        self._what = what
+
+    def line(self, now: float) -> str:
+        """Return what to say now; nothing before it is time.
+
+        Raises:
+            PeerStuckError: it has waited for too long.
+        """
+        waited = now - self._since
+        if waited >= _LONGEST:
+            raise PeerStuckError(
+                f"{self._name} has waited {_LONGEST:g} s for {self._what} and gives up; start all tasks of "
+                "TF_CONFIG within that time"
+            )
+        if now < self._due:
+            return ""
+        self._due, self._has_said = now + _EVERY, True
+        return f"{self._name} waits for {self._what}" + (f", {waited:.0f} s" if waited >= 1 else "")
+
+    def left(self, now: float) -> float:
+        """Return the seconds until there is something to say."""
+        return max(0.0, self._due - now)
+
+
+class RendezvousWait:
+    """Waits at a coordinator, or at several, one after the other.
+
+    Args:
+        name: of the process's task.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._patient = WaitNotices(name, time.monotonic())
+
+    def answer(self, connection: socket.socket) -> tuple[Admitted, list[int]] | None:
+        """Wait until the process is admitted; return what it is told, with the descriptors of memory.
+
+        Returns:
+            None if the coordinator has ended: then another one is needed.
+
+        Raises:
+            ConfigError: the process cannot take part, or does not understand what it is told.
+            PeerStuckError: others have not come in time.
+        """
+        pid = peer(connection)[0]
+        self._patient.waits_for(f"an answer from the coordinator (process {pid})", time.monotonic())
+        while True:
+            self._say()
+            if not select.select([connection], [], [], self._patient.left(time.monotonic()))[0]:
+                continue
+            try:
+                packet, descriptors, _, _ = socket.recv_fds(
+                    connection, MAX_PACKET, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+                )
+            except ConnectionError:
+                return None
+            if not packet:
+                return None
+            match self._understood(packet, len(descriptors), pid):
+                case KeepWaiting(what):
+                    self._patient.waits_for(what, time.monotonic())
+                case Rejected(reason):
+                    raise ConfigError(reason)
+                case admitted:
+                    return admitted, descriptors
+
+    def _understood(self, packet: bytes, descriptors: int, pid: int) -> Answer:
+        try:
+            answer = decode_answer(packet)
+            if isinstance(answer, Admitted) and descriptors != (1 if answer.joins else 2):
+                raise ValueError(f"it comes with {descriptors} descriptors")
+        except ValueError as error:
+            raise ConfigError(
+                f"{self._name} cannot read the answer of process {pid}, which holds the names of the job's "
+                f"tasks ({error}); use the same version of Lockstep for all tasks, or stop that process"
+            ) from None
+        return answer
+
+    def _say(self) -> None:
+        if line := self._patient.line(time.monotonic()):
+            note(line)

@@ -1,0 +1,283 @@
+"""What supervision hears of, and what it can decide: events, actions, and the verdict at the end of a job."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lockstep.protocol.request import Request
+from lockstep.topology import View
+
+
+class Evidence(Enum):
+    """What a message about a worker should show."""
+
+    NONE = auto()
+    LOG = auto()
+    LOG_NAME = auto()
+    STACK = auto()
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker's process ended; `status` is negative for a signal."""
+
+    worker: int
+    status: int
+
+
+@dataclass(frozen=True)
+class ScriptEnded:
+    """A worker's script has come to its end; its process still runs."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class ScriptFailed:
+    """A worker's script raised; `blames` if only because of another worker.
+
+    Without `prints` only the log has the traceback, and the summary says it all.
+    """
+
+    worker: int
+    status: int
+    summary: str
+    blames: bool
+    prints: bool = True
+
+
+@dataclass(frozen=True)
+class StrategyCreated:
+    """A worker has made a strategy: from now on others can do what it leaves undone."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class DistributionStarted:
+    """The script has given the replicas something to compute, or to read."""
+
+
+@dataclass(frozen=True)
+class CheckpointingStarted:
+    """The script keeps checkpoints from now on."""
+
+
+@dataclass(frozen=True)
+class FinalStepEnded:
+    """The chief, asked to stop, has completed step `step` and writes its checkpoint."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointKept:
+    """A checkpoint of step `step` is on the disk."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class CheckpointFailed:
+    """A checkpoint could not be written, for `reason`."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class TimeoutChanged:
+    """The script wants a worker that others wait for to be stuck after `seconds`."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class JoinRequested:
+    """A worker that joins wants to know where the training is, or, if `whole`, to be let in."""
+
+    worker: int
+    whole: bool
+
+
+@dataclass(frozen=True)
+class StateGiven:
+    """The chief of a view has given the position, or the whole state: then all of the view wait for the next.
+
+    Attributes:
+        view: its number.
+        whole: whether it is the whole state.
+        failure: why nothing could be given; empty if it was.
+    """
+
+    view: int
+    whole: bool
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerArrived:
+    """A person has started one more worker, which waits to be taken."""
+
+
+@dataclass(frozen=True)
+class ScaleRequested:
+    """A person wants so many workers from now on."""
+
+    workers: int
+
+
+@dataclass(frozen=True)
+class WaitReported:
+    """A worker has waited for `seconds` in `what` for `workers`."""
+
+    worker: int
+    what: str
+    workers: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ViewFailed:
+    """This machine cannot give what the next view needs."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StopRequested:
+    """A person or a scheduler wants the job to end."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class DeadlinePassed:
+    """The deadline of the state has come."""
+
+
+Event = (
+    WorkerExited
+    | ScriptEnded
+    | ScriptFailed
+    | StrategyCreated
+    | DistributionStarted
+    | CheckpointingStarted
+    | FinalStepEnded
+    | CheckpointKept
+    | CheckpointFailed
+    | TimeoutChanged
+    | JoinRequested
+    | StateGiven
+    | WorkerArrived
+    | ScaleRequested
+    | WaitReported
+    | ViewFailed
+    | StopRequested
+    | DeadlinePassed
+)
+
+
+@dataclass(frozen=True)
+class AbortExchange:
+    """End the exchange between the workers."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartView:
+    """End the view, for `reason`, and begin `view`.
+
+    Its members that were not in the one before get the state that was given; who was, and still runs, but
+    is in this one no more, is told to leave.
+    """
+
+    view: View
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Start a worker that is to join."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class AskMembers:
+    """Ask the members of the view for something, or take it back."""
+
+    request: Request
+
+
+@dataclass(frozen=True)
+class SendPosition:
+    """Tell a worker that joins the position, which was given."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class SignalWorker:
+    """Send `signal` to the main process of a worker."""
+
+    worker: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """Kill the main process of a worker."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class DumpStack:
+    """Ask a worker for its Python stack."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class ShowMessage:
+    """Tell the person."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How the job ends.
+
+    Attributes:
+        status: the exit status of the job.
+        message: why, in one line; empty if all went well.
+        workers: whose evidence to show.
+        evidence: which.
+    """
+
+    status: int
+    message: str = ""
+    workers: tuple[int, ...] = ()
+    evidence: Evidence = Evidence.NONE
+
+
+@dataclass(frozen=True)
+class FinishJob:
+    """Kill what is left, tell the person, end with the verdict's status."""
+
+    outcome: JobOutcome
+
+
+Action = (
+    AbortExchange
+    | StartView
+    | StartWorker
+    | AskMembers
+    | SendPosition
+    | SignalWorker
+    | KillWorker
+    | DumpStack
+    | ShowMessage
+    | FinishJob
+)

@@ -1,0 +1,423 @@
+"""The environment: the only module of the package that reads it, and what workers find in theirs."""
+
+import json
+import os
+import pwd
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from lockstep.errors import ConfigError
+from lockstep.system.cgroups import cpu_quota
+
+_PREFIX = "LOCKSTEP_"
+_PARENT = f"{_PREFIX}PARENT"
+_FIRST_PORT = 20000
+_XLA_DETERMINISTIC = "xla_gpu_deterministic_ops"
+_CUBLAS = (":4096:8", ":16:8")
+_MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
+"""Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again: PyTorch takes
+its tensors from there, and TensorFlow the batches of `tf.data`. JAX has an allocator of its own."""
+LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
+RUN = "lockstep run"
+"""The environment in the `TF_CONFIG` of workers that were not started by hand."""
+
+_at_start = {"TF_CONFIG": os.environ.get("TF_CONFIG")}
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Which checkpoints a job keeps, and which one it goes on from.
+
+    Attributes:
+        folder: where they are, absolute.
+        steps: how many steps of training lie between two; None where time decides.
+        seconds: how many seconds; None where steps decide.
+        keep: how many are kept.
+        resume: the one to go on from; None to begin.
+    """
+
+    folder: Path
+    steps: int | None
+    seconds: float | None
+    keep: int
+    resume: Path | None = None
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What a worker is told by the agent that starts it.
+
+    Attributes:
+        worker: the worker's id, from 0.
+        workers: number of workers the job starts with.
+        replicas: number of replicas of the job.
+        seed: everything random in the job follows from it.
+        threads: number of threads that compute one replica.
+        timeout: seconds after which a worker that others wait for is stuck.
+        run_dir: the run's own folder, absolute.
+        agent: process id of the agent.
+        control: inherited descriptor of the socket to the agent.
+        pool: inherited descriptor of the memory for partials and totals.
+        segment: inherited descriptor of the memory in which the workers meet; None for a worker that joins.
+        checkpoints: what is kept, if anything is.
+        accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
+        tf_distribute: whether names under `tf.distribute` are Lockstep's.
+        adopts: whether models are distributed that a script without a strategy compiles.
+        by_hand: whether a person has started this process.
+    """
+
+    worker: int
+    workers: int
+    replicas: int
+    seed: int
+    threads: int
+    timeout: float
+    run_dir: Path
+    agent: int
+    control: int
+    pool: int
+    segment: int | None
+    checkpoints: Checkpoints | None = None
+    accepts_changes: bool = False
+    tf_distribute: bool = False
+    adopts: bool = False
+    by_hand: bool = False
+
+    @property
+    def joins(self) -> bool:
+        """Whether the worker joins a job that runs already."""
+        return self.segment is None
+
+
+def parent_variable(told: str) -> dict[str, str]:
+    """Return the variable in which the parent of a job's workers finds what it is told."""
+    return {_PARENT: told}
+
+
+def parent_told(environ: Mapping[str, str] = os.environ) -> str:
+    """Return what `parent_variable` has put there; empty if nothing."""
+    return environ.get(_PARENT, "")
+
+
+def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
+    """Parse the `LOCKSTEP_*` variables.
+
+    Raises:
+        ConfigError: one is missing or wrong; the message names it.
+    """
+    config = WorkerConfig(
+        worker=_parse(environ, "WORKER", _count),
+        workers=_parse(environ, "WORKERS", _positive),
+        replicas=_parse(environ, "REPLICAS", _positive),
+        seed=_parse(environ, "SEED", _count),
+        threads=_parse(environ, "THREADS", _positive),
+        timeout=_parse(environ, "TIMEOUT", _seconds),
+        run_dir=_parse(environ, "RUN_DIR", _folder),
+        agent=_parse(environ, "AGENT", _positive),
+        control=_parse(environ, "CONTROL_FD", _count),
+        pool=_parse(environ, "POOL_FD", _count),
+        segment=_parse(environ, "ARENA_FD", _count_or_none),
+        checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
+        accepts_changes=f"{_PREFIX}ACCEPT_CHANGES" in environ,
+        tf_distribute=f"{_PREFIX}TF_DISTRIBUTE" in environ,
+        adopts=f"{_PREFIX}ADOPTS" in environ,
+        by_hand=f"{_PREFIX}BY_HAND" in environ,
+    )
+    if config.worker >= config.workers and not config.joins:
+        raise ConfigError(
+            f"{_PREFIX}WORKER is {config.worker}, but the {config.workers} workers count from 0"
+        )
+    return config
+
+
+def forget_worker(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Remove the `LOCKSTEP_*` variables, so that a worker's children do not take themselves for it."""
+    for name in [name for name in environ if name.startswith(_PREFIX)]:
+        del environ[name]
+
+
+def worker_environment(
+    config: WorkerConfig,
+    inherited: Mapping[str, str] = os.environ,
+    *,
+    slot: int | None = None,
+    backend: str | None = None,
+    devices: str | None = None,
+    shared: bool = False,
+) -> dict[str, str]:
+    """Return the whole environment of a worker.
+
+    Args:
+        config: what `read_worker` will give in the worker.
+        inherited: what the worker has besides.
+        slot: the worker's index in `TF_CONFIG`; its id where it has that slot from the beginning.
+        backend: the Keras backend, None to leave it.
+        devices: the worker's `CUDA_VISIBLE_DEVICES`, None to leave it.
+        shared: whether other workers use the same devices.
+    """
+    environment = job_environment(config.seed, config.threads, inherited, backend=backend)
+    environment |= _lockstep_variables(config)
+    environment["TF_CONFIG"] = tf_config(config.worker if slot is None else slot, config.replicas)
+    if devices is not None:
+        environment |= device_variables(inherited, devices, shared)
+    return environment
+
+
+def job_environment(
+    seed: int, threads: int, inherited: Mapping[str, str] = os.environ, *, backend: str | None = None
+) -> dict[str, str]:
+    """Return what the environments of all workers of a job have in common.
+
+    Args:
+        seed: of the job.
+        threads: number of threads that compute one replica.
+        inherited: what workers have besides.
+        backend: the Keras backend, None to leave it.
+    """
+    environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
+    environment |= _thread_variables(threads)
+    environment["PYTHONHASHSEED"] = str(seed % 2**32)
+    environment["PYTHONUNBUFFERED"] = "1"
+    if backend is not None:
+        environment["KERAS_BACKEND"] = backend
+    if backend in ("tensorflow", "torch"):
+        environment = _MALLOC | environment
+    return environment
+
+
+def put_descriptors(control: int, pool: int, segment: int | None) -> None:
+    """Correct the numbers of a worker's descriptors, where it has got others than the agent has."""
+    numbers = {"CONTROL_FD": control, "POOL_FD": pool, "ARENA_FD": "none" if segment is None else segment}
+    os.environ.update({f"{_PREFIX}{name}": str(number) for name, number in numbers.items()})
+
+
+def take_environment(changes: Mapping[str, str | None]) -> None:
+    """Have the environment of a process that was started with these changes; None removes a variable."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _at_start["TF_CONFIG"] = os.environ.get("TF_CONFIG")
+
+
+def tf_config(slot: int, replicas: int) -> str:
+    """Return the `TF_CONFIG` of the worker at a slot.
+
+    It has one address a replica, the same for the job's whole life.
+    The addresses only name the replicas; nothing listens there. Processes that a worker starts find it too:
+    the environment that it names says that they have no task in it.
+    """
+    addresses = [f"127.0.0.1:{_FIRST_PORT + replica}" for replica in range(replicas)]
+    task = {"type": "worker", "index": slot}
+    return json.dumps({"cluster": {"worker": addresses}, "task": task, "environment": RUN})
+
+
+def tf_config_given() -> str | None:
+    """Return the `TF_CONFIG` this process was started with, None if there was none."""
+    return _at_start["TF_CONFIG"]
+
+
+def tf_config_now() -> str | None:
+    """Return the `TF_CONFIG` of this moment: the script may have set its own."""
+    return os.environ.get("TF_CONFIG")
+
+
+def environment_at_start(file: Path = Path("/proc/self/environ")) -> dict[str, str]:
+    """Return the environment that this process was started with, whatever it has changed since."""
+    lines = os.fsdecode(file.read_bytes()).split("\0")
+    pairs = [line.partition("=") for line in lines if line]
+    if not all(name and equals for name, equals, _ in pairs):
+        # A program that shows a title of its own among the processes has written over it.
+        return dict(os.environ)
+    return {name: value for name, _, value in pairs}
+
+
+def visible_gpus(
+    environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
+) -> tuple[str, ...]:
+    """Return the GPUs that CUDA would show, without asking any framework."""
+    listed = environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        found = len(list(driver.iterdir())) if driver.is_dir() else 0
+        return tuple(str(number) for number in range(found))
+    names = [name.strip() for name in listed.split(",")]
+    # CUDA itself stops at the first name that it does not know; "-1" and "" are how people hide GPUs.
+    hidden = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
+    return tuple(names[:hidden])
+
+
+def hide_gpus(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let no process that this one starts, or becomes, see a GPU."""
+    environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let CUDA show these GPUs only, to a framework that has not looked for them yet."""
+    environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what Slurm says about the job step of this process, None if it does not."""
+    return environ.get(f"SLURM_{name}")
+
+
+def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
+    """Return what `KERAS_BACKEND` and Keras's own configuration file say; None for what is not there."""
+    base = environ.get("HOME") or Path.home()
+    # As Keras looks for it.
+    home = environ.get("KERAS_HOME") or Path(base if os.access(base, os.W_OK) else "/tmp") / ".keras"
+    try:
+        settings = json.loads((Path(home) / "keras.json").read_text())
+    except (OSError, ValueError, RecursionError):
+        settings = None
+    configured = settings.get("backend") if isinstance(settings, dict) else None
+    return environ.get("KERAS_BACKEND"), configured if isinstance(configured, str) else None
+
+
+def legacy_keras(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the value of the variable that makes `tf.keras` Keras 2, if there is one."""
+    return environ.get(LEGACY_KERAS)
+
+
+def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """Return the variables by which a person has switched a backend's deterministic operations off."""
+    off = {
+        "XLA_FLAGS": f"{_XLA_DETERMINISTIC}=false" in environ.get("XLA_FLAGS", ""),
+        "TF_DETERMINISTIC_OPS": environ.get("TF_DETERMINISTIC_OPS", "1") not in ("1", "true"),
+        "CUBLAS_WORKSPACE_CONFIG": environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8") not in _CUBLAS,
+    }
+    return tuple(name for name, is_off in off.items() if is_off)
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder in which Lockstep may keep, for this user, what can be made again."""
+    if base := environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "lockstep"
+    return home_folder(environ) / ".cache" / "lockstep"
+
+
+def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return the user's home, which need not exist."""
+    if home := environ.get("HOME"):
+        return Path(home)
+    try:
+        return Path(pwd.getpwuid(os.geteuid()).pw_dir)
+    except KeyError:
+        # Containers have users of whom nothing is known.
+        return Path("/nonexistent")
+
+
+def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the number of cores whose time this process may use, by its affinity and by its cgroups."""
+    cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(proc / "self" / "cgroup", cgroups)
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
+    values: dict[str, object] = {
+        "WORKER": config.worker,
+        "WORKERS": config.workers,
+        "REPLICAS": config.replicas,
+        "SEED": config.seed,
+        "THREADS": config.threads,
+        "TIMEOUT": config.timeout,
+        "RUN_DIR": config.run_dir,
+        "AGENT": config.agent,
+        "CONTROL_FD": config.control,
+        "POOL_FD": config.pool,
+        "ARENA_FD": "none" if config.segment is None else config.segment,
+    }
+    if config.checkpoints is not None:
+        values["CHECKPOINTS"] = msgspec.json.encode(config.checkpoints, enc_hook=str).decode()
+    if config.accepts_changes:
+        values["ACCEPT_CHANGES"] = "yes"
+    if config.tf_distribute:
+        values["TF_DISTRIBUTE"] = "yes"
+    if config.adopts:
+        values["ADOPTS"] = "yes"
+    if config.by_hand:
+        values["BY_HAND"] = "yes"
+    return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}
+
+
+def _thread_variables(threads: int) -> dict[str, str]:
+    # The number of threads decides in which order a backend adds, so it is part of the result. NPROC
+    # is what XLA's CPU client reads; "dynamic" would let OpenMP and MKL take fewer threads at will.
+    names = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
+    fixed = {"TF_NUM_INTEROP_THREADS": "1", "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
+    return {name: str(threads) for name in names} | fixed
+
+
+def device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -> dict[str, str]:
+    """Return the variables of a worker that computes on GPUs; see `worker_environment`."""
+    # The same bits twice, on a GPU too, unless the person has decided otherwise.
+    flags = inherited.get("XLA_FLAGS", "")
+    if _XLA_DETERMINISTIC not in flags:
+        flags = f"{flags} --{_XLA_DETERMINISTIC}=true".strip()
+    variables = {
+        "CUDA_VISIBLE_DEVICES": devices,
+        "XLA_FLAGS": flags,
+        "TF_DETERMINISTIC_OPS": inherited.get("TF_DETERMINISTIC_OPS", "1"),
+        "CUBLAS_WORKSPACE_CONFIG": inherited.get("CUBLAS_WORKSPACE_CONFIG", _CUBLAS[0]),
+    }
+    if shared:
+        # JAX and TensorFlow would each take all of the memory at the start; PyTorch does not.
+        variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
+    return variables
+
+
+def _parse(environ: Mapping[str, str], name: str, convert: Callable[[str], Value]) -> Value:
+    name = _PREFIX + name
+    if name not in environ:
+        raise ConfigError(f"{name} is not set: workers are started by `lockstep run`, not by hand")
+    try:
+        return convert(environ[name])
+    except ValueError as error:
+        raise ConfigError(f"{name} is {environ[name]!r}: {error}") from None
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError("expected a whole number, 0 or more")
+    return int(text)
+
+
+def _count_or_none(text: str) -> int | None:
+    return None if text == "none" else _count(text)
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ValueError("expected a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise ValueError("expected seconds") from None
+    if not 0 < seconds < float("inf"):
+        raise ValueError("expected seconds, more than 0")
+    return seconds
+
+
+def _checkpoints(text: str) -> Checkpoints | None:
+    try:
+        return msgspec.json.decode(text, type=Checkpoints | None, dec_hook=lambda kind, value: kind(value))
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+def _folder(text: str) -> Path:
+    if not text.startswith("/"):
+        raise ValueError("expected an absolute path")
+    return Path(text)

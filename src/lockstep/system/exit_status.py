@@ -1,0 +1,40 @@
+"""How the ends of processes, and who computes what, are named in messages."""
+
+import signal
+
+UNKNOWN_STATUS = -(2**16)
+"""The exit status of a process whose exit status is unknown; like a signal, it carries no report."""
+
+
+def shell_status(status: int) -> int:
+    """Return the exit status a shell shows: 128 + N for signal N."""
+    if status == UNKNOWN_STATUS:
+        return 1
+    return 128 - status if status < 0 else status
+
+
+def describe_exit(status: int) -> str:
+    """Say how a process ended; `status` is negative for a signal."""
+    if status == UNKNOWN_STATUS:
+        return "ended (exit status unknown)"
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
+
+
+def whose_lines(workers: int, replicas: int) -> str:
+    """Say who computes a script's own lines, outside of all that is distributed."""
+    if workers > 1:
+        return f"each of the {workers} workers runs the whole script on its own"
+    return f"the {replicas} replicas have nothing to compute"
+
+
+def signal_name(number: int) -> str:
+    """Return a name such as SIGTERM."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def unkillable(left: tuple[int, ...]) -> str:
+    """Say which processes SIGKILL did not end."""
+    return f"these processes could not be killed: {', '.join(map(str, left))}"

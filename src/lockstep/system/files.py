@@ -1,0 +1,137 @@
+"""Lockstep's own files: how they are opened, and those that grow while training runs."""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+Complain = Callable[[str], None]
+
+FOLDER_MODE = 0o775
+"""Of new folders: not every user may write to them, whatever the umask allows."""
+
+_ALWAYS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a regular file in a folder of Lockstep's; return its descriptor.
+
+    Raises:
+        OSError: see `open_in`; or every user may write to the folder, and so put other files into it.
+    """
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        mode = stat.S_IMODE(os.fstat(folder).st_mode)
+        if mode & stat.S_IWOTH:
+            raise PermissionError(
+                errno.EPERM, f"every user may write to it (mode {mode:o}; chmod o-w prevents that)"
+            )
+        return open_in(folder, path.name, flags)
+    finally:
+        os.close(folder)
+
+
+def open_in(folder: int, name: str, flags: int) -> int:
+    """Open a regular file in a folder; return its descriptor.
+
+    The file is never reached through a link, and opening it never waits: another user may have put something
+    else in its place.
+
+    Args:
+        folder: descriptor of the folder.
+        name: of the file in it.
+        flags: as for `os.open`.
+
+    Raises:
+        OSError: it cannot be opened, or is a link or no regular file.
+    """
+    try:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | _ALWAYS, 0o666, dir_fd=folder)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise OSError(errno.ELOOP, f"{name} in it is a symbolic link") from None
+        raise
+    return _regular(descriptor, name)
+
+
+def open_regular(path: Path) -> int:
+    """Open a file to read it; return its descriptor. Opening it never waits.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file.
+    """
+    return _regular(os.open(path, os.O_RDONLY | _ALWAYS), path.name)
+
+
+def read_regular(path: Path) -> bytes:
+    """Return what a file holds.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or does not fit into memory.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        try:
+            return file.read()
+        except MemoryError:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from None
+
+
+def _regular(descriptor: int, name: str) -> int:
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, f"{name} is not a regular file")
+
+
+class AppendFile:
+    """A file to append to; a failure to write is reported once, and training continues.
+
+    Attributes:
+        path: of the file.
+        descriptor: open for reading and appending.
+        start: the file's size when it was opened.
+    """
+
+    def __init__(self, path: Path, descriptor: int, complain: Complain) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.start = os.fstat(descriptor).st_size
+        self._complain = complain
+        self._lost = False
+
+    @classmethod
+    def open(cls, path: Path, complain: Complain) -> "AppendFile":
+        """Open or make a file in a folder of Lockstep's; where that fails, all that is written is lost."""
+        try:
+            return cls(path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), complain)
+        except OSError as error:
+            opened = cls(path, os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC), complain)
+            opened._lose(error)
+            return opened
+
+    def write(self, data: bytes) -> None:
+        """Append `data`, or lose it if that fails."""
+        try:
+            while data and not self._lost:
+                data = data[os.write(self.descriptor, data) :]
+        except OSError as error:
+            self._lose(error)
+
+    def read(self, count: int, start: int) -> bytes:
+        """Return up to `count` bytes from `start` on; none if they cannot be read."""
+        try:
+            return os.pread(self.descriptor, count, start)
+        except OSError:
+            return b""
+
+    def _lose(self, error: OSError) -> None:
+        self._lost = True
+        self._complain(f"cannot write {self.path}: {error.strerror}; further output to it is lost")
+
+    def close(self) -> None:
+        """Close the file."""
+        # What the disk of another machine has refused may show itself only now.
+        with contextlib.suppress(OSError):
+            os.close(self.descriptor)

@@ -1,0 +1,117 @@
+"""Locks on files, which the kernel frees when the process that holds one ends."""
+
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.system.files import open_own, open_regular
+
+_POLL_SECONDS = 0.02
+_FLOCK = "hhqqi"
+"""The kernel's struct flock: type, whence, start, length, process."""
+
+
+def try_lock(path: Path) -> int | None:
+    """Lock the file at `path`, which is made where it does not exist; return at once.
+
+    Returns:
+        A descriptor; the lock is held until every process that has it has closed it. None if somebody else
+        holds the lock.
+
+    Raises:
+        OSError: the file cannot be opened; see `open_own`.
+    """
+    while True:
+        descriptor = _open(path)
+        locked = _locked(descriptor)
+        # Who had it may have removed the file in between: then others lock another one.
+        if locked and os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+        if not locked:
+            return None
+
+
+def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] | None = None) -> int | None:
+    """As `try_lock`, but wait for whoever holds the lock.
+
+    Args:
+        path: of the file.
+        patience: seconds after which to give up, and return None.
+        waiting: is told, many times a second, how long this has waited.
+
+    Raises:
+        OSError: the file cannot be opened; see `open_own`.
+    """
+    descriptor = _open(path)
+    begun = time.monotonic()
+    try:
+        while not _locked(descriptor):
+            waited = time.monotonic() - begun
+            if waited >= patience:
+                os.close(descriptor)
+                return None
+            if waiting is not None:
+                waiting(waited)
+            time.sleep(_POLL_SECONDS)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def share_lock(path: Path) -> int:
+    """Lock the file at `path` together with others that do the same; it is made where it does not exist.
+
+    These locks and those of `try_lock` know nothing of each other.
+
+    Returns:
+        A descriptor; the lock is held until every process that has it has closed it.
+
+    Raises:
+        OSError: the file cannot be opened, see `open_own`, or locked.
+    """
+    descriptor = _open(path)
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _whole_file(fcntl.F_RDLCK))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def is_shared(path: Path) -> bool:
+    """Whether anybody holds a lock of `share_lock` on the file at `path`; takes none.
+
+    Raises:
+        OSError: the file is there and cannot be looked at.
+    """
+    try:
+        descriptor = open_regular(path)
+    except FileNotFoundError:
+        return False
+    try:
+        found = fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, _whole_file(fcntl.F_WRLCK))
+    finally:
+        os.close(descriptor)
+    return bool(struct.unpack_from(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+def _whole_file(kind: int) -> bytes:
+    # Padded at its end, as C does it.
+    return struct.pack(f"{_FLOCK}0q", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _open(path: Path) -> int:
+    return open_own(path, os.O_RDWR | os.O_CREAT)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""What workers write: into their logs, and to the terminal."""
+
+import os
+import re
+import select
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+from lockstep.system.files import AppendFile, Complain
+
+_PIECE = 4096
+_MAX_LINE = 64 * 1024
+_TAIL = 64 * 1024
+_CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
+
+
+class Sink:
+    """A terminal, pipe or file that may take its time; writing never blocks.
+
+    What is written waits in `pending` until `flush` finds that it can be taken. Once a write has failed, as
+    when the reader is gone or the disk is full, everything is thrown away: the logs have it.
+
+    Attributes:
+        descriptor: of the file.
+        pending: how many bytes wait.
+        taken: how many bytes were given to it so far.
+        failure: why everything is thrown away; empty as long as nothing is.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.pending = 0
+        self.taken = 0
+        self.failure = ""
+        self._queue: deque[bytes] = deque()
+
+    def write(self, data: bytes) -> None:
+        """Take `data`, and pass on what can be passed on now."""
+        self.taken += len(data)
+        if self.failure or not data:
+            return
+        self._queue.append(data)
+        self.pending += len(data)
+        self.flush()
+
+    def flush(self) -> None:
+        """Pass on what can be passed on now."""
+        while self._queue and self._is_ready():
+            piece, rest = self._queue[0][:_PIECE], self._queue[0][_PIECE:]
+            try:
+                written = os.write(self.descriptor, piece)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._give_up(error.strerror or repr(error))
+                return
+            self.pending -= written
+            self._queue.popleft()
+            if remaining := piece[written:] + rest:
+                self._queue.appendleft(remaining)
+
+    def _is_ready(self) -> bool:
+        # A pipe that polls as writable takes PIPE_BUF bytes without blocking.
+        poll = select.poll()
+        poll.register(self.descriptor, select.POLLOUT)
+        return bool(poll.poll(0))
+
+    def _give_up(self, failure: str) -> None:
+        self.failure = failure
+        self._queue.clear()
+        self.pending = 0
+
+
+class LinePrefixer:
+    """Passes on complete lines, each with a prefix, so that those of several workers do not mix."""
+
+    def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
+        self._prefix = prefix
+        self._write = write
+        self._open = b""
+
+    def write(self, data: bytes) -> None:
+        """Take `data`; a line without end is passed on once it is 64 KiB long."""
+        *lines, self._open = (self._open + data).split(b"\n")
+        if len(self._open) > _MAX_LINE:
+            lines.append(self._open)
+            self._open = b""
+        self._write(b"".join(self._prefix + line + b"\n" for line in lines))
+
+    def close(self) -> None:
+        """Pass on a last line that has no end."""
+        if self._open:
+            self.write(b"\n")
+
+
+class Log:
+    """A worker's log file, which it shares with earlier runs in the same folder."""
+
+    def __init__(self, file: AppendFile) -> None:
+        self._file = file
+
+    @classmethod
+    def open(cls, path: Path, complain: Complain) -> "Log":
+        """Open `path` to append."""
+        return cls(AppendFile.open(path, complain))
+
+    @property
+    def path(self) -> Path:
+        """Where the log is."""
+        return self._file.path
+
+    def write(self, data: bytes) -> None:
+        """Append `data`."""
+        self._file.write(data)
+
+    def tail(self, lines: int) -> list[str]:
+        """Return the last lines that this run wrote, fit for a terminal; none if they cannot be read."""
+        try:
+            size = os.fstat(self._file.descriptor).st_size
+        except OSError:
+            return []
+        start = max(self._file.start, size - _TAIL)
+        text = self._file.read(size - start, start).decode(errors="replace")
+        return [_plain(line) for line in text.rstrip("\n").split("\n")][-lines:] if text else []
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _plain(line: str) -> str:
+    # Of a progress bar that redraws itself only the last drawing is worth showing.
+    return _CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2])

@@ -1,0 +1,223 @@
+"""Downloads of `keras.utils.get_file`: one worker of a host makes them, and the others wait."""
+
+import hashlib
+import json
+import os
+import threading
+import urllib.parse
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, wraps
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+from lockstep.errors import PeerStuckError
+from lockstep.system.environment import cache_folder
+from lockstep.system.files import open_regular
+from lockstep.system.locks import wait_for_lock
+from lockstep.system.paths import RunPaths
+from lockstep.worker.import_hooks import when_imported
+
+_MODULE = "keras.src.utils.file_utils"
+_FIRST_SAID = 5.0
+_SAID_EVERY = 30.0
+_PATIENCE = 3600.0
+"""Seconds that a worker waits for a download of another process."""
+_MOST_HOLDER = 8192
+
+
+class ReportWait(Protocol):
+    """Tells the agent what happens in this worker."""
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Note `event`; never blocks for long, never raises."""
+
+
+@cache
+def serve_downloads() -> None:
+    """Let workers take turns in `get_file`: in this process, or one that it forks, once it takes part.
+
+    Call it before Keras is imported: datasets keep the function that they find then.
+    """
+    when_imported({_MODULE: _serve_in})
+
+
+def share_downloads(run: Path, agent: int, worker: int, report: ReportWait) -> None:
+    """Let this worker take turns in `get_file` with the others.
+
+    Workers that make the same call share its result: the first downloads, checks and unpacks the file.
+
+    Args:
+        run: the run's folder.
+        agent: process id of the agent.
+        worker: this worker's id.
+        report: hears for whom this worker waits.
+    """
+    serve_downloads()
+    folders = (cache_folder() / "downloads", run / "downloads")
+    # The folder may be that of an earlier run too.
+    _taking_part[:] = [Turns(folders, RunPaths(run).downloaded, f"{agent} {run}", worker, report)]
+    os.register_at_fork(after_in_child=_taking_part.clear)
+
+
+class Turns:
+    """The turns of one worker: who has the lock of an origin downloads from there.
+
+    The kernel frees the lock of a process that ends, so the next worker tries what one has left undone.
+
+    Args:
+        folders: for locks; the first that can be used is. Another job of this user waits if it has the same.
+        record: the file in which the workers of the job note what they have downloaded.
+        job: tells the job from others.
+        worker: this worker's id.
+        report: hears for whom this worker waits.
+        patience: seconds to wait for another process.
+    """
+
+    def __init__(
+        self,
+        folders: tuple[Path, ...],
+        record: Path,
+        job: str,
+        worker: int,
+        report: ReportWait,
+        patience: float = _PATIENCE,
+    ) -> None:
+        self._folders = folders
+        self._record = record
+        self._job = job
+        self._worker = worker
+        self._report = report
+        self._patience = patience
+        self._calls: Counter[str] = Counter()
+
+    def take(self, origin: str, name: str, purpose: str, download: Callable[[], str]) -> str:
+        """Return what `download` does, or what it has returned to another worker that made this call.
+
+        Args:
+            origin: the address; two downloads from there never run at the same time.
+            name: of the file, for messages.
+            purpose: all that the call asks for; the n-th call with it is the n-th of every worker.
+            download: makes the file; where it raises, the next worker calls its own.
+
+        Raises:
+            PeerStuckError: another process has been downloading for an hour.
+        """
+        self._calls[purpose] += 1
+        call = _digest(f"{self._job} {purpose} {self._calls[purpose]}")
+        with self._locked(_digest(origin), name):
+            path = self._done(call)
+            if path is None:
+                path = download()
+                self._note(call, path)
+            return path
+
+    @contextmanager
+    def _locked(self, origin: str, name: str) -> Iterator[None]:
+        file, descriptor = self._lock(origin, name)
+        try:
+            holder = json.dumps({"job": self._job, "worker": self._worker, "process": os.getpid()}).encode()
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, holder, 0)
+            # Of this host and this lock: any other process that writes there holds the lock, or is gone.
+            _turn.partial = f".{_digest(f'{os.uname().nodename} {file}')}.part"
+            yield
+        finally:
+            _turn.partial = None
+            os.close(descriptor)
+
+    def _lock(self, origin: str, name: str) -> tuple[Path, int]:
+        said = _FIRST_SAID - _SAID_EVERY
+
+        def waiting(waited: float) -> None:
+            nonlocal said
+            if waited - said >= _SAID_EVERY:
+                said = waited
+                self._report("waits for download", file=name, of=self._holder(file), seconds=round(waited))
+
+        refused: OSError | None = None
+        for folder in self._folders:
+            file = folder / origin
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = wait_for_lock(file, self._patience, waiting)
+            except OSError as error:
+                refused = error
+            else:
+                if descriptor is None:
+                    raise PeerStuckError(
+                        f"{self._holder(file)} has not downloaded {name} within {self._patience:g} s; check "
+                        "whether its network and disk respond, or download the file before the job"
+                    )
+                return file, descriptor
+        raise refused or OSError("there is no folder for locks")
+
+    def _holder(self, file: Path) -> str:
+        """Say who has a lock."""
+        try:
+            descriptor = open_regular(file)
+            try:
+                holder = json.loads(os.pread(descriptor, _MOST_HOLDER, 0))
+            finally:
+                os.close(descriptor)
+            worker, process = holder["worker"], holder["process"]
+            return f"worker {worker}" if holder["job"] == self._job else f"another job (process {process})"
+        except (OSError, ValueError, KeyError, TypeError):
+            # It has only just got it.
+            return "another process"
+
+    def _done(self, call: str) -> str | None:
+        """Return what a worker has returned from a call, if that is still there."""
+        try:
+            lines = self._record.read_text(errors="surrogateescape").split("\n")
+        except FileNotFoundError:
+            return None
+        for line in lines:
+            done, _, path = line.partition(" ")
+            if done == call and Path(path).exists():
+                return path
+        return None
+
+    def _note(self, call: str, path: str) -> None:
+        if "\n" not in path:
+            with self._record.open("a", errors="surrogateescape") as file:
+                file.write(f"{call} {path}\n")
+
+
+def _serve_in(file_utils: ModuleType) -> None:
+    get_file, urlretrieve = file_utils.get_file, file_utils.urlretrieve
+
+    @wraps(get_file)
+    def get_in_turn(fname: Any = None, origin: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if not _taking_part or not isinstance(origin, str):
+            return get_file(fname, origin, *args, **kwargs)
+        purpose = repr((fname, origin, args, sorted(kwargs.items())))
+        name = str(fname or Path(urllib.parse.urlsplit(origin).path).name)
+        return _taking_part[0].take(origin, name, purpose, lambda: get_file(fname, origin, *args, **kwargs))
+
+    @wraps(urlretrieve)
+    def retrieve_whole(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Give the file its name when all of it is there: a process that is killed leaves no half of it."""
+        partial = getattr(_turn, "partial", None)
+        if partial is None or filename is None:
+            return urlretrieve(url, filename, *args, **kwargs)
+        final = Path(os.path.realpath(filename))
+        beside = final.with_name(partial)
+        try:
+            _, headers = urlretrieve(url, beside, *args, **kwargs)
+            beside.replace(final)
+        finally:
+            beside.unlink(missing_ok=True)
+        return filename, headers
+
+    vars(file_utils).update(get_file=get_in_turn, urlretrieve=retrieve_whole)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+_turn = threading.local()
+_taking_part: list[Turns] = []

@@ -1,0 +1,217 @@
+"""What JAX has compiled, kept in files: other workers, replacements and later runs need not compile it again.
+
+JAX has such a cache, which this one stands in for. It writes whole entries or none, however a process ends;
+it never serves what was compiled for another processor or another number of threads, which JAX does not tell
+apart; and of several processes that need the same at once, one compiles, and the others wait for it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import xxhash
+
+from lockstep.errors import UnfitError
+from lockstep.system.files import open_in
+from lockstep.system.notes import note
+from lockstep.worker.import_hooks import when_imported
+
+_SEAM = "jax._src.compilation_cache", "get_file_cache"
+"""The function of JAX that makes its cache; private, see tests/training/test_private_parts.py."""
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+_LONGEST_WAIT = 60.0
+_LOOK_EVERY = 0.005
+_MOST_BYTES = 2**30
+_DIGEST_BYTES = 8
+_OFFSETS = 2**62
+_TURNS = "turns"
+
+
+def keep_compiled(base: Path, threads: int) -> None:
+    """Have JAX keep what it compiles, once it is imported, unless the person has decided that otherwise.
+
+    Args:
+        base: the folder for it.
+        threads: number of threads that compute one replica; what is compiled depends on it.
+    """
+    when_imported({"jax": partial(_keep, base / f"jax-{processor()}-{threads}")})
+
+
+def processor(file: Path = Path("/proc/cpuinfo")) -> str:
+    """Return a name for the kind of processor that this is."""
+    first = file.read_text().partition("\n\n")[0].splitlines()
+    told = [
+        line for line in first if line.startswith(("vendor_id", "model name", "flags", "Features", "CPU "))
+    ]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+
+
+def _keep(folder: Path, jax: ModuleType) -> None:
+    module, name = sys.modules.get(_SEAM[0]), _SEAM[1]
+    theirs: Callable[[str], Any] | None = getattr(module, name, None)
+    config = jax.config
+    if theirs is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
+        return
+    try:
+        cache = CompiledFiles.open(folder)
+    except UnfitError as error:
+        note(f"JAX compiles without its cache: {error}")
+        return
+    except OSError:
+        # Without a cache everything is as before, but for the time.
+        return
+    config.update("jax_compilation_cache_dir", str(folder))
+    config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+    def get_file_cache(path: str) -> Any:
+        # The script may name a folder of its own.
+        return (cache, path) if path == str(folder) else theirs(path)
+
+    def leave_when_compiled(event: str, seconds: float, **details: Any) -> None:
+        if event == _COMPILED:
+            cache.leave()
+
+    setattr(module, name, get_file_cache)
+    jax.monitoring.register_event_duration_secs_listener(leave_when_compiled)
+
+
+class CompiledFiles:
+    """A folder with a file for each entry; what JAX asks of a cache.
+
+    Who does not find an entry makes it. Others that look for it meanwhile wait, until it is there, or whoever
+    makes it has come to another end, or for at most a minute: then they make it as well.
+
+    Args:
+        folder: descriptor of the folder: what is done there does not depend on what its path means later.
+        turns: descriptor of a file in which locks of single bytes stand for entries in the making.
+    """
+
+    def __init__(self, folder: int, turns: int) -> None:
+        self._folder = folder
+        self._turns = turns
+        self._making = threading.local()
+        self._trimmed = False
+
+    @classmethod
+    def open(cls, path: Path) -> "CompiledFiles":
+        """Make the folder, if it is not there.
+
+        Raises:
+            OSError: it cannot be used.
+            UnfitError: others could put code for this user there.
+        """
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _check_own(parent, path.parent)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path.name, 0o700, dir_fd=parent)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            folder = os.open(path.name, flags, dir_fd=parent)
+        finally:
+            os.close(parent)
+        try:
+            _check_own(folder, path)
+            return cls(folder, open_in(folder, _TURNS, os.O_RDWR | os.O_CREAT))
+        except BaseException:
+            os.close(folder)
+            raise
+
+    def get(self, key: str) -> bytes | None:
+        """Return an entry; None if this process is to make it."""
+        self.leave()
+        value = self._read(key)
+        if value is None and self._take_turn(key):
+            value = self._read(key)
+            if value is not None:
+                self.leave()
+        return value
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep an entry, if there is room."""
+        new = f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
+        try:
+            self._trim()
+            with os.fdopen(open_in(self._folder, new, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
+                file.write(_digest(value) + value)
+            os.replace(new, key, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        except OSError:
+            self._remove(new)
+        self.leave()
+
+    def leave(self) -> None:
+        """Let others make what this thread was to make."""
+        offset, self._making.offset = getattr(self._making, "offset", None), None
+        if offset is not None:
+            fcntl.lockf(self._turns, fcntl.LOCK_UN, 1, offset)
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            with os.fdopen(open_in(self._folder, key, os.O_RDONLY), "rb") as file:
+                data = file.read()
+                os.utime(file.fileno())
+        except OSError:
+            return None
+        value = data[_DIGEST_BYTES:]
+        return value if _digest(value) == data[:_DIGEST_BYTES] else None
+
+    def _take_turn(self, key: str) -> bool:
+        """Be the one that makes an entry; return whether that came to be in time."""
+        offset = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % _OFFSETS
+        give_up = time.monotonic() + _LONGEST_WAIT
+        while time.monotonic() < give_up:
+            try:
+                fcntl.lockf(self._turns, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, offset)
+            except (BlockingIOError, PermissionError):
+                time.sleep(_LOOK_EVERY)
+                continue
+            except OSError:
+                # This file system has no locks.
+                return False
+            self._making.offset = offset
+            return True
+        return False
+
+    def _trim(self) -> None:
+        """Remove what was not used for the longest time, where there is too much; once a process."""
+        if self._trimmed:
+            return
+        self._trimmed = True
+        with os.scandir(self._folder) as found:
+            entries = [(entry.stat(follow_symlinks=False), entry.name) for entry in found]
+        entries.sort(key=lambda entry: entry[0].st_mtime)
+        left = sum(status.st_size for status, _ in entries)
+        for status, name in entries:
+            if left <= _MOST_BYTES:
+                return
+            if name != _TURNS:
+                self._remove(name)
+                left -= status.st_size
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=self._folder)
+
+
+def _check_own(folder: int, path: Path) -> None:
+    """Raise UnfitError if others may write to a folder; `path` is for the message."""
+    status = os.fstat(folder)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise UnfitError(
+            f"other users may write to {path}; run chmod go-w on it, or set XDG_CACHE_HOME to another folder"
+        )
+
+
+def _digest(value: bytes) -> bytes:
+    return bytes(xxhash.xxh3_64_digest(value))

@@ -1,0 +1,336 @@
+"""What a process knows of the job it computes for."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from lockstep.checkpoint.scheduler import CheckpointScheduler
+from lockstep.checkpoint.store import Contents
+from lockstep.collectives.contract import Communicator, WaitPolicy
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.errors import DisagreementError, InternalError, LockstepError, PeerLostError
+from lockstep.protocol.request import Request
+from lockstep.topology import View, place
+
+Result = TypeVar("Result")
+
+GRACE_FOR_AGENT = 60.0
+"""Seconds that a wait goes on after the agent should have ended it, for the agent can show more."""
+
+
+class Reporter(Protocol):
+    """Tells whoever watches this process what happened (an event of `events.jsonl`)."""
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        """Note `event` with fields that JSON can hold; never blocks for long, never raises."""
+
+
+Place = tuple[View, Communicator]
+"""A view, and this worker's end of its exchange."""
+
+
+class Membership(Protocol):
+    """A worker's way from view to view, as the agent decides."""
+
+    def next_place(self, lost: PeerLostError) -> Place:
+        """Wait for the view that follows one that is over, and enter it.
+
+        Raises:
+            PeerLostError: none follows; `lost`, or with a reason of its own.
+        """
+
+    def leave(self, differs: DisagreementError) -> NoReturn:
+        """End this worker, which computes something else than the others; nothing of its script goes on.
+
+        Raises:
+            DisagreementError: there is no way to do that.
+        """
+
+    def hand_over(self, contents: Contents, *, whole: bool) -> None:
+        """Give the state of the training, or only the position, to those who join."""
+
+    def prepare(self, contents: Contents) -> None:
+        """Make ready for handing over contents like these."""
+
+    def position(self) -> Contents:
+        """Wait until the members say where the training is; for a worker that joins.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+    def join(self) -> tuple[Contents, Place]:
+        """Wait for the state and for the view that this worker is let into; for one that joins.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+
+
+class Alone:
+    """The `Membership` of a process without an agent."""
+
+    def next_place(self, lost: PeerLostError) -> Place:
+        """Raise `lost`: no view follows."""
+        raise lost
+
+    def leave(self, differs: DisagreementError) -> NoReturn:
+        """Raise `differs`: nobody else goes on."""
+        raise differs
+
+    def hand_over(self, contents: Contents, *, whole: bool) -> None:
+        """Nobody joins."""
+
+    def prepare(self, contents: Contents) -> None:
+        """Nobody joins."""
+
+    def position(self) -> Contents:
+        """Nobody is there."""
+        raise InternalError("a process on its own has no job to join")
+
+    def join(self) -> tuple[Contents, Place]:
+        """Nobody is there."""
+        raise InternalError("a process on its own has no job to join")
+
+
+@dataclass
+class Job:
+    """One worker's place in its job.
+
+    Attributes:
+        view: who owns which replica, now.
+        worker: this process's worker id.
+        seed: everything random in the job follows from it.
+        threads: number of threads that compute one replica.
+        communicator: this worker's end of the view's exchange.
+        report: hears what this worker does.
+        folder: the run's own, where workers may leave notes for each other; None without one.
+        membership: the way to the next view.
+        joins: whether this worker is not in any view of the job yet: it computes alone what others have
+            computed, until it is let in.
+        scheduler: keeps checkpoints, if there are to be any.
+        accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
+        policy: how this worker waits for others.
+        resumed: the checkpoint that the job goes on from, if any.
+        trained: says how many steps of training there were, and which model was trained last; None as long as
+            nothing is trained.
+        driven: whether the program is in a loop of its own that workers may join and leave.
+        failure: the last error that was raised where a library hands on only what it says.
+        began_with: how many workers the job began with; None where nobody can join.
+        task: the type of this process's task in `TF_CONFIG`: "worker" also for a chief, or "evaluator", which
+            takes no part in the job of the workers.
+    """
+
+    view: View
+    worker: int
+    seed: int
+    threads: int
+    communicator: Communicator
+    report: Reporter
+    folder: Path | None = None
+    membership: Membership = field(default_factory=Alone)
+    joins: bool = False
+    scheduler: CheckpointScheduler | None = None
+    resumed: Contents | None = None
+    accepts_changes: bool = False
+    policy: WaitPolicy = field(default_factory=WaitPolicy)
+    trained: Callable[[], dict[str, Any]] | None = None
+    driven: bool = False
+    failure: LockstepError | None = None
+    began_with: int | None = None
+    task: str = "worker"
+    _distributes: bool = False
+    _undone: list[Callable[[], object]] = field(default_factory=list)
+    _stepped: bool = False
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether this process only evaluates what others train; in its own job, it is alone."""
+        return self.task == "evaluator"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes and prints, in the present view."""
+        return self.worker == self.view.chief and not self.joins
+
+    def be_patient(self, timeout: float) -> None:
+        """From now on a worker that others wait for is stuck after `timeout` seconds; all workers say so."""
+        self.policy.timeout = timeout + GRACE_FOR_AGENT
+        self.report("patience", seconds=timeout)
+
+    def stepped(self) -> None:
+        """Note that a step has been computed and summed; the first is reported."""
+        if not self._stepped:
+            self._stepped = True
+            self.report("first step")
+
+    def distributes(self) -> None:
+        """Report, once, that the script has given the replicas something to compute, or to read."""
+        if not self._distributes:
+            self._distributes = True
+            self.report("distributes")
+
+    def as_chief(self, act: Callable[[], object]) -> None:
+        """Have `act` done by the chief: writing a file, for example.
+
+        All workers call this at the same place. If the chief is lost before it has taken part in the next
+        exchange, nobody knows how far it came: then the next chief does it, perhaps again.
+        """
+        if self.is_chief:
+            act()
+        else:
+            self._undone.append(act)
+
+    def exchange(
+        self,
+        act: Callable[[View, Communicator], Result],
+        catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Result:
+        """Make one call of the exchange: again in each view that follows before the call is done.
+
+        All workers of a view make the same calls, and a call is done for all of them or for none. So
+        whoever is in the next view makes the same call there.
+
+        A call in which only workers that have joined differ from the chief is made again without them: they
+        came by passing over what the others have computed, and end here.
+
+        Args:
+            act: makes the call for the view it is given, and nothing that must not be done twice.
+            catching_up: surrounds what this worker does when it has become the chief and the one before it
+                may have left things undone.
+
+        Raises:
+            PeerLostError: the view is over, and the job with it.
+            DisagreementError: workers that were there from the beginning differ; on every worker.
+        """
+        while True:
+            try:
+                result = act(self.view, self.communicator)
+            except DisagreementError as differs:
+                if not self._have_joined(differs.workers):
+                    raise
+                if self.worker in differs.workers:
+                    self.membership.leave(differs)
+                self._go_on(PeerLostError(str(differs)), catching_up)
+            except PeerLostError as lost:
+                self._go_on(lost, catching_up)
+            else:
+                self._undone.clear()
+                return result
+
+    def between_steps(self, take: Callable[[bool], Contents]) -> None:
+        """Let workers in and out, if the agent has asked for it.
+
+        All workers call this at the same places, at the end of a step of training, in the same state, and
+        come from the same last call of the exchange, with which the agent's notice reached all of them.
+
+        Args:
+            take: returns the state of the training; with False, only where it is.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        request = Request(self.communicator.notice)
+        if request is Request.POSITION and self.is_chief:
+            self.membership.hand_over(take(False), whole=False)
+            self.membership.prepare(take(True))
+        elif request is Request.CHANGE:
+            lost = PeerLostError("the workers change")
+            try:
+                if self.is_chief:
+                    self.membership.hand_over(take(True), whole=True)
+                else:
+                    # The chief does not come: the agent ends this view when it has the state.
+                    self.communicator.barrier(what="the change of workers")
+            except PeerLostError as over:
+                lost = over
+            self._enter(self.membership.next_place(lost))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Within the block this worker computes all replicas by itself, and the others know nothing of it."""
+        view, communicator, joins = self.view, self.communicator, self.joins
+        self.view, self.joins = place(view.replicas, (self.worker,)), True
+        self.communicator = by_itself(self.view)
+        try:
+            yield
+        finally:
+            self.communicator.close()
+            self.view, self.communicator, self.joins = view, communicator, joins
+
+    def join(self) -> Contents:
+        """Become a member; return the state at the end of the step after which the view begins.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        contents, place = self.membership.join()
+        self._enter(place)
+        self.joins = False
+        self._undone.clear()
+        return contents
+
+    def _have_joined(self, workers: tuple[int, ...]) -> bool:
+        return self.began_with is not None and bool(workers) and min(workers) >= self.began_with
+
+    def _go_on(self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]) -> None:
+        self._enter(self.membership.next_place(lost))
+        if self.is_chief and self._undone:
+            with catching_up():
+                self._catch_up()
+
+    def _enter(self, place: Place) -> None:
+        self.communicator.close()
+        self.view, self.communicator = place
+
+    def _catch_up(self) -> None:
+        undone, self._undone = self._undone, []
+        for act in undone:
+            act()
+
+
+_current: list[Job] = []
+
+
+def enter(job: Job) -> None:
+    """Make `job` this process's job; called once, before the user's script runs."""
+    _current[:] = [job]
+
+
+def current() -> Job:
+    """Return this process's job; one of a single worker and replica where nothing was entered."""
+    if not _current:
+        _current.append(alone())
+    return _current[0]
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker of a job that an agent watches, not a program by itself."""
+    return not isinstance(current().membership, Alone)
+
+
+def is_chief() -> bool:
+    """Whether this process is the chief of its job: the one worker that should write files and print.
+
+    Call it each time: the chief can change. It is always true in a program that runs on its own, and false
+    in an evaluator once it has created its first strategy.
+    """
+    return current().is_chief and not current().evaluates
+
+
+def by_itself(view: View) -> Communicator:
+    """Return the exchange of a view of one worker."""
+    return Hub(ReducePlan.of(view)).member(0)
+
+
+def alone() -> Job:
+    """Return the job of a process that nobody watches: one worker, one replica."""
+    view = place(replicas=1, workers=(0,))
+    return Job(view, worker=0, seed=0, threads=0, communicator=by_itself(view), report=_ignore)
+
+
+def _ignore(event: str, **fields: Any) -> None:
+    """Nobody watches a process that was started by hand."""

@@ -1,0 +1,165 @@
+"""A worker's way from view to view: into the exchange of the first, and of each that follows."""
+
+import os
+import sys
+import traceback
+from typing import NoReturn
+
+from lockstep.checkpoint.state_transfer import StateMemory, memory_for, pack_state, unpack_state
+from lockstep.checkpoint.store import Contents
+from lockstep.collectives.contract import Waiting, WaitPolicy
+from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.communicator import SharedCommunicator
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.errors import CheckpointError, DisagreementError, InternalError, PeerLostError
+from lockstep.protocol.worker import AgentMessage, JobOver, Leave, NewView, Position, StateReply
+from lockstep.system.environment import WorkerConfig
+from lockstep.topology import View, place
+from lockstep.worker.agent_client import AgentClient
+from lockstep.worker.job import GRACE_FOR_AGENT, Place
+from lockstep.worker.script import summarize_own
+
+_REPORT_EVERY = 0.5
+"""Seconds between two reports of a wait to the agent."""
+
+_ADVICE = (
+    "a worker that joins skips finished calls: give each call an input of its own, the same in every process"
+)
+
+
+def wait_policy(timeout: float) -> WaitPolicy:
+    """Return how a worker waits where the agent ends waits after `timeout` seconds."""
+    return WaitPolicy(_REPORT_EVERY, timeout + GRACE_FOR_AGENT)
+
+
+class AgentMembership:
+    """Enters this worker into the views that the agent decides; a `Membership`.
+
+    The agent is waited for as long as a stuck worker would be: it may itself wait for workers to come, until
+    there are as many as the person wants.
+    """
+
+    def __init__(self, config: WorkerConfig, client: AgentClient, policy: WaitPolicy) -> None:
+        self._config = config
+        self._client = client
+        self._policy = policy
+        self._segment: ControlSegment | None = None
+        self._buffers = Buffers(SharedPool.attach(config.pool))
+        self._ready: StateMemory | None = None
+        self._view = place(1, (config.worker,))
+
+    def enter(self, view: View, descriptor: int) -> SharedCommunicator:
+        """Take part in the exchange of `view`, whose memory `descriptor` is; takes it over."""
+        if self._segment is not None:
+            self._segment.close()
+        self._forget_ready()
+        self._view = view
+        self._segment = ControlSegment.attach(descriptor)
+        position = view.workers.index(self._config.worker)
+        return SharedCommunicator(
+            self._segment, self._buffers, position, ReducePlan.of(view), self._policy, self._observe
+        )
+
+    def next_place(self, lost: PeerLostError) -> Place:
+        """Wait for the view that follows the one that ended with `lost`, and enter it.
+
+        A worker that is not needed any more ends here.
+
+        Raises:
+            PeerLostError: none follows.
+        """
+        patience = self._policy.timeout
+        answer = self._client.next_view(patience)
+        if answer is None:
+            raise PeerLostError(f"{lost}; the agent has not announced the next view within {patience:.0f} s")
+        message, descriptors = answer
+        return self._place(message, descriptors[0] if descriptors else -1)
+
+    def leave(self, differs: DisagreementError) -> NoReturn:
+        """Tell the agent why this worker ends, and end; the agent lets the others go on without it."""
+        differs.add_note(_ADVICE)
+        text = "".join(traceback.format_exception(differs))
+        said = f"{summarize_own(differs)}; {_ADVICE}"
+        told = self._client.failed(1, said, text, blames=False, prints=False)
+        _end(1, "" if told else text)
+
+    def prepare(self, contents: Contents) -> None:
+        """Make memory ready for contents like these, so that to hand them over takes less time."""
+        self._forget_ready()
+        self._ready = memory_for(contents)
+        self._ready.make_ready()
+
+    def hand_over(self, contents: Contents, *, whole: bool) -> None:
+        """Give the agent what those who join need."""
+        ready, failure = self._ready if whole else None, ""
+        try:
+            descriptor = pack_state(contents, ready)
+        except CheckpointError as error:
+            failure = str(error)
+        if failure:
+            self._client.given(StateReply(self._view.number, whole, failure))
+        else:
+            self._client.given(StateReply(self._view.number, whole), descriptor)
+            os.close(descriptor)
+
+    def _forget_ready(self) -> None:
+        if self._ready is not None:
+            self._ready.close()
+            self._ready = None
+
+    def position(self) -> Contents:
+        """Wait until the members say where the training is: at the end of a step, however long it takes.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        self._client.asks(whole=False)
+        message, descriptors = self._hear()
+        if isinstance(message, Position):
+            return unpack_state(descriptors[0])
+        self._place(message, -1)
+        raise InternalError("the agent admitted a worker that had not asked to join")
+
+    def join(self) -> tuple[Contents, Place]:
+        """Wait until this worker is let in: at the end of a step, however long it takes.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        self._buffers.look_around()
+        self._client.asks(whole=True)
+        message, descriptors = self._hear()
+        place = self._place(message, descriptors[0] if descriptors else -1)
+        return unpack_state(descriptors[1]), place
+
+    def _hear(self) -> tuple[AgentMessage, list[int]]:
+        # The agent tells when the job is over, and when it is gone, this process is too.
+        answer = self._client.receive(None)
+        assert answer is not None
+        return answer
+
+    def _place(self, message: AgentMessage, descriptor: int) -> Place:
+        match message:
+            case NewView(number, workers):
+                view = place(self._config.replicas, workers, number)
+                return view, self.enter(view, descriptor)
+            case Leave():
+                _end(0)
+            case JobOver(reason):
+                raise PeerLostError(reason)
+        raise InternalError(f"the agent sent a {type(message).__name__} to a worker that waits for a view")
+
+    def _observe(self, waiting: Waiting) -> None:
+        self._client.waiting(waiting.what, waiting.workers, waiting.seconds)
+
+
+def _end(status: int, text: str = "") -> NoReturn:
+    """End this process, with a last word; the script goes no further, as if the process had been killed."""
+    try:
+        print(text, end="", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)

@@ -1,0 +1,203 @@
+"""The texts of a program's own modules: all workers of a job read those that the first of them has read.
+
+A person may edit a script while it runs. A worker that starts later, to replace another, computes with the
+text that the others have, and tracebacks show it.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import linecache
+import os
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+_INSTALLED = {"site-packages", "dist-packages"}
+_LIBRARIES = {
+    Path(sysconfig.get_path("stdlib")),
+    Path(sysconfig.get_path("platstdlib")),
+    Path(__file__).parents[1],
+}
+_GENERATED = "__autograph_generated_file"
+"""What the names of files begin with that TensorFlow writes and imports, other ones in each process."""
+_NOTEBOOK = "<ipython-input"
+
+_read: dict[str, str] = {}
+"""Hashes of the texts that this process has read, by path."""
+
+Changed = Callable[[str, str], object]
+"""Takes the path of a file, and what is wrong with it."""
+
+
+def keep_sources(folder: Path, changed: Changed) -> None:
+    """From now on, let this process read the texts that are kept in a folder, and keep there what is not.
+
+    That holds for the script and for modules that are the program's own, however and whenever they are
+    imported; not for installed libraries. `__file__` and tracebacks have the path of the original.
+
+    Args:
+        folder: of the job, for its user only; exists.
+        changed: is called for a file that has changed since, or cannot be saved.
+    """
+    kept = KeptSources(folder, changed)
+    get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
+
+    def read_kept(self: SourceFileLoader, path: str) -> bytes:
+        if path != self.path or not is_own(path):
+            return get_data(self, path)
+        text = kept.read(path)
+        _show(path, text)
+        return text
+
+    def stats(self: SourceFileLoader, path: str) -> object:
+        if is_own(path):
+            # What Python has compiled before, and keeps beside the file, may be of another text.
+            raise OSError(f"{path}: the version that the job saved takes precedence")
+        return path_stats(self, path)
+
+    SourceFileLoader.get_data = read_kept  # type: ignore[method-assign, assignment]
+    SourceFileLoader.path_stats = stats  # type: ignore[method-assign, assignment]
+    sys.meta_path.append(_Removed(kept))
+
+
+def is_own(path: str) -> bool:
+    """Whether the module at a path is the program's own, not of an installed library."""
+    file = Path(path)
+    installed = not _LIBRARIES.isdisjoint(file.parents) or not _INSTALLED.isdisjoint(file.parts)
+    return not installed and not file.name.startswith(_GENERATED)
+
+
+@cache
+def is_program(file: str) -> bool:
+    """Whether code from a file is the program's own: of its script, a module, or a cell of a notebook."""
+    return (file.startswith(_NOTEBOOK) or not file.startswith("<")) and is_own(file)
+
+
+def own_sources() -> dict[str, str]:
+    """Return the hashes of the texts of the program's own modules that this process has imported, by path.
+
+    The paths are relative to the script's folder where they are below it.
+    """
+    script = _file(sys.modules["__main__"])
+    found = {}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        path = _own_file(name) if isinstance(name, str) else None
+        if path is None:
+            continue
+        # What it was when this was first asked for: the file may be another one later.
+        text = _read.get(str(path)) or _read.setdefault(str(path), file_hash(path) or "")
+        below = script is not None and path.is_relative_to(script.parent)
+        found[str(path.relative_to(script.parent) if script and below else path)] = text
+    return found
+
+
+def file_hash(path: Path) -> str | None:
+    """Return the hash of the text of a file; None if there is none."""
+    try:
+        return _hash(path.read_bytes())
+    except OSError:
+        return None
+
+
+class KeptSources:
+    """The texts that are kept in a folder: each is one file, named for the path of the original."""
+
+    def __init__(self, folder: Path, changed: Changed) -> None:
+        self._folder = folder
+        self._changed = changed
+
+    def has(self, path: Path) -> bool:
+        """Whether the text of the file at a path is kept."""
+        return self._place(path).exists()
+
+    def read(self, path: str) -> bytes:
+        """Return the kept text of the file at a path; keep what it has now if none is.
+
+        Raises:
+            OSError: no text is kept, and there is no file.
+        """
+        file = Path(path).absolute()
+        try:
+            text = self._place(file).read_bytes()
+        except FileNotFoundError:
+            text = self._keep(file, file.read_bytes())
+        own = _read[str(file)] = _hash(text)
+        if file_hash(file) != own:
+            self._changed(path, "has changed; this worker uses the version that the job read first")
+        return text
+
+    def _place(self, file: Path) -> Path:
+        return self._folder / f"{_hash(os.fsencode(file))}.py"
+
+    def _keep(self, file: Path, text: bytes) -> bytes:
+        """Keep a text, whole or not at all; return the one that is kept, which may be another worker's."""
+        place = self._place(file)
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder) as new:
+                new.write(text)
+                new.flush()
+                place.hardlink_to(new.name)
+        except FileExistsError:
+            return place.read_bytes()
+        except OSError as error:
+            self._changed(
+                str(file),
+                f"cannot be saved ({error.strerror}); workers that start later read its current version",
+            )
+        return text
+
+
+class _Removed(MetaPathFinder):
+    """Finds modules whose files are gone, and whose text is kept."""
+
+    def __init__(self, kept: KeptSources) -> None:
+        self._kept = kept
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Look where the file would be."""
+        name = fullname.rpartition(".")[2]
+        for entry in sys.path if path is None else path:
+            package = Path(entry).absolute() / name
+            for file, folders in (
+                (package / "__init__.py", [str(package)]),
+                (package.with_name(f"{name}.py"), None),
+            ):
+                if self._kept.has(file):
+                    return importlib.util.spec_from_file_location(
+                        fullname, file, submodule_search_locations=folders
+                    )
+        return None
+
+
+def _show(path: str, text: bytes) -> None:
+    """Let tracebacks, and other readers of source lines, find this text at the path."""
+    with contextlib.suppress(SyntaxError, UnicodeDecodeError):
+        lines = importlib.util.decode_source(text).splitlines(keepends=True)
+        # Without a time of change, linecache does not check the file.
+        linecache.cache[path] = (len(text), None, lines, path)
+
+
+def _file(module: ModuleType) -> Path | None:
+    path = getattr(module, "__file__", None)
+    return Path(path).absolute() if isinstance(path, str) and path.endswith(".py") else None
+
+
+@cache
+def _own_file(name: str) -> Path | None:
+    """Return the path of a file of the program's own, None for any other; a process imports thousands."""
+    path = Path(name).absolute() if name.endswith(".py") else None
+    return path if path is not None and is_own(str(path)) else None
+
+
+def _hash(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()

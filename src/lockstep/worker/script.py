@@ -1,0 +1,236 @@
+"""Running a script or a module as `python` itself would."""
+
+import builtins
+import importlib.machinery
+import importlib.util
+import os
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.worker.program_sources import is_program
+
+_IN_A_GRAPH = "Graph execution error:"
+_AROUND = ("in user code:", "Exception encountered when calling ")
+"""How errors begin that TensorFlow and Keras raise again, with text of theirs around what they said."""
+_CONVERTED = re.compile(r'File "([^"]+)", line (\d+), in .*  \*$', re.MULTILINE)
+_NO_CAUSES = ("[[", "File ", "Detected at node", "0 successful operations", "0 derived errors")
+"""How lines of TensorFlow's errors begin that say where something has failed, not what."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What to run.
+
+    Attributes:
+        target: path of a script, or name of a module.
+        module: whether it is a module (`python -m`).
+        arguments: what follows in `sys.argv`.
+    """
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str]) -> "Script":
+        """Read `[-m] target arguments...`."""
+        module = arguments[0] == "-m"
+        target, *rest = arguments[1:] if module else arguments
+        return cls(target, module, tuple(rest))
+
+    @property
+    def command_line(self) -> tuple[str, ...]:
+        """What `parse` reads."""
+        return (*(("-m",) if self.module else ()), self.target, *self.arguments)
+
+    def check(self) -> None:
+        """See that it can be found, without running or importing anything.
+
+        Raises:
+            ConfigError: it cannot, or it has names that cannot be told.
+        """
+        try:
+            refuse_undecodable(self.target, *self.arguments, self.folder, Path.cwd())
+        except FileNotFoundError:
+            raise ConfigError("the current folder no longer exists; change to another one") from None
+        if self.module:
+            find_module(self.target, [str(Path.cwd()), *sys.path])
+        else:
+            _check_file(Path(self.target))
+
+    @property
+    def folder(self) -> Path:
+        """Where it finds modules first."""
+        return Path.cwd() if self.module else Path(os.path.realpath(self.target)).parent
+
+    def source(self) -> Path | None:
+        """Return the file with its Python code, None if there is none."""
+        if not self.module:
+            return Path(self.target)
+        origin = find_module(self.target, [str(self.folder), *sys.path]).origin
+        return Path(origin) if origin is not None and origin.endswith(".py") else None
+
+    def run(self) -> None:
+        """Become the program: `__main__`, `sys.argv` and `sys.path` are as `python` would make them."""
+        sys.path.insert(0, str(self.folder))
+        main = ModuleType("__main__")
+        attributes = self._module_attributes() if self.module else self._file_attributes()
+        sys.argv[:] = [self.target if not self.module else attributes["__file__"], *self.arguments]
+        vars(main).update(attributes, __annotations__={}, __builtins__=builtins)
+        sys.modules["__main__"] = main
+        exec(self._code(attributes), vars(main))
+
+    def _file_attributes(self) -> dict[str, Any]:
+        path = str(Path(self.target).absolute())
+        return {
+            "__file__": path,
+            "__cached__": None,
+            "__loader__": SourceFileLoader("__main__", path),
+            "__spec__": None,
+        }
+
+    def _module_attributes(self) -> dict[str, Any]:
+        spec = find_module(self.target, sys.path)
+        return {
+            "__file__": spec.origin,
+            "__cached__": spec.cached,
+            "__loader__": spec.loader,
+            "__package__": spec.parent,
+            "__spec__": spec,
+        }
+
+    def _code(self, attributes: dict[str, Any]) -> CodeType:
+        if not self.module:
+            path = attributes["__file__"]
+            return compile(attributes["__loader__"].get_data(path), path, "exec", dont_inherit=True)
+        spec: ModuleSpec = attributes["__spec__"]
+        # `python -m` imports the packages around the module before it runs it.
+        if spec.parent:
+            importlib.import_module(spec.parent)
+        code: CodeType = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+        return code
+
+
+def refuse_undecodable(*names: str | Path | None) -> None:
+    """Raise ConfigError for names that are not UTF-8, which messages, events and checkpoints are."""
+    for name in names:
+        try:
+            os.fspath(name or "").encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                f"{os.fsencode(name or '')!r} is not UTF-8; names and arguments must be"
+            ) from None
+
+
+def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
+    """Find what `python -m name` would run, without importing the packages around it.
+
+    Raises:
+        ConfigError: there is no such module, or it is a package without `__main__`.
+    """
+    spec: ModuleSpec | None = None
+    search: Sequence[str] | None = path
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        spec = _find(".".join(parts[:end]), search) if search is not None else None
+        if spec is None:
+            raise ConfigError(f"-m {name}: there is no module {'.'.join(parts[:end])!r} here or installed")
+        search = spec.submodule_search_locations
+    if spec is None or search is None:
+        return _runnable(name, spec)
+    main = _find(f"{name}.__main__", search)
+    if main is None:
+        raise ConfigError(f"-m {name}: it is a package without a module `__main__`; name one of its modules")
+    return _runnable(name, main)
+
+
+def user_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` from the script's first frame on: without Lockstep's own frames, if any is left."""
+    package = Path(__file__).parents[1]
+    own = (
+        str(Path(__file__)),
+        str(package / "launcher" / "worker_main.py"),
+        str(package / "notebook" / "worker.py"),
+    )
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+def summarize(error: BaseException) -> str:
+    """Say in one line what was raised: neither the code of a SyntaxError, nor notes, nor further lines.
+
+    Where TensorFlow only says that executing a graph has failed, and then how the graph was made, the line
+    ends with what has failed in it.
+    """
+    texts = [text for text in traceback.format_exception_only(error) if not text.startswith(" ")]
+    first, *others = texts[0].strip().split("\n")
+    if not first.endswith(_IN_A_GRAPH):
+        return first
+    causes = [line for line in others if line.strip() and not line.lstrip().startswith(_NO_CAUSES)]
+    return f"{first} {causes[-1].strip()}" if causes else first
+
+
+def summarize_own(error: LockstepError) -> str:
+    """Say in one line what Lockstep has raised, and which line of the program has led there."""
+    said = error
+    while str(said).startswith(_AROUND) and isinstance(said.__context__, LockstepError):
+        said = said.__context__
+    line = _converted_line(error) or _line(error.__traceback__)
+    return f"{type(said).__name__}: {' '.join(str(said).split())}{f' ({line})' if line else ''}"
+
+
+def _converted_line(error: BaseException) -> str | None:
+    """Return the line of a function that TensorFlow has written anew, and so shows in the text only."""
+    lines = [
+        f"{Path(file).name}:{number}" for file, number in _CONVERTED.findall(str(error)) if is_program(file)
+    ]
+    return lines[-1] if lines else None
+
+
+def _line(trace: TracebackType | None) -> str | None:
+    """Return the program's innermost line."""
+    lines = [
+        f"{Path(frame.f_code.co_filename).name}:{number}"
+        for frame, number in traceback.walk_tb(trace)
+        if is_program(frame.f_code.co_filename)
+    ]
+    return lines[-1] if lines else None
+
+
+def _runnable(name: str, spec: ModuleSpec | None) -> ModuleSpec:
+    compiled = spec is None or spec.origin == "built-in" or isinstance(spec.loader, ExtensionFileLoader)
+    if spec is None or compiled or not hasattr(spec.loader, "get_code"):
+        raise ConfigError(f"-m {name}: it has no Python code to run")
+    return spec
+
+
+def _find(name: str, path: Sequence[str]) -> ModuleSpec | None:
+    top = "." not in name
+    for finder in sys.meta_path:
+        if finder is importlib.machinery.PathFinder:
+            spec = importlib.machinery.PathFinder.find_spec(name, path)
+        else:
+            spec = finder.find_spec(name, None if top else path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a Python script")
+    if not path.exists():
+        raise ConfigError(f"there is no script {path} (looked in {Path.cwd()})")
+    if not path.is_file():
+        raise ConfigError(f"the script {path} is not a regular file; every worker must be able to open it")
+    if not os.access(path, os.R_OK):
+        raise ConfigError(f"the script {path} cannot be read")

@@ -1,0 +1,48 @@
+"""The Python stack of a worker, even of one that holds the interpreter."""
+
+import faulthandler
+import os
+import re
+import signal
+from pathlib import Path
+
+from lockstep.system.files import open_own
+
+STACK_SIGNAL = signal.SIGRTMAX - 1
+"""Asks a worker for its stack; nobody else uses this signal."""
+
+# The frames that start a script; the person did not write them.
+_STARTING = re.compile(
+    r'File "(.*/lockstep/(launcher/(fork_server|worker)_main|worker/script)\.py|<frozen runpy>)"'
+)
+
+
+def write_when_asked(path: Path) -> None:
+    """Make this process append the stacks of its threads to `path` whenever `STACK_SIGNAL` comes."""
+    try:
+        descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    except OSError:
+        # Where there is no room for the stack, the question must still not end this process.
+        descriptor = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+
+
+def innermost(dump: str, frames: int) -> list[str]:
+    """Return the innermost frames, the innermost first, of the thread that Python would interrupt.
+
+    Args:
+        dump: what `write_when_asked` wrote: a section for each thread, the main thread's the last.
+        frames: how many lines at most.
+    """
+    lines = dump.rstrip("\n").split("\n")
+    starts = [number for number, line in enumerate(lines) if _is_heading(line)]
+    if not starts:
+        return []
+    current = next((start for start in starts if lines[start].startswith("Current")), starts[-1])
+    section = lines[current + 1 :]
+    end = next((number for number, line in enumerate(section) if not line.startswith("  ")), len(section))
+    return [line.strip() for line in section[:end] if not _STARTING.search(line)][:frames]
+
+
+def _is_heading(line: str) -> bool:
+    return line.startswith(("Thread 0x", "Current thread 0x"))

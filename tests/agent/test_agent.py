@@ -1,0 +1,395 @@
+"""The agent with workers that the test plays."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_launcher import FakeHandle, FakeLauncher, end_by_signal
+
+from lockstep.agent.agent import Agent
+from lockstep.agent.console import Console
+from lockstep.agent.starter import LocalStarter
+from lockstep.agent.views import ExchangeHandle, Views
+from lockstep.observability.event_log import EventLog
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.worker import EventReport, Failed, Finished, Started, Stop, WaitReport, encode
+from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.output import Sink
+from lockstep.system.paths import RunPaths
+
+QUICK = TimeLimits(timeout=60, blame=0.01, look=0.01, abort=0.01, term=0.01, kill=0.01)
+
+
+@dataclass
+class NoDescendants:
+    """Nobody is below: the test's own children are none of the agent's business."""
+
+    graces: list[float] = field(default_factory=list)
+
+    def reap(self, owned: frozenset[int]) -> None:
+        pass
+
+    def end(self, grace: float) -> tuple[int, ...]:
+        self.graces.append(grace)
+        return ()
+
+
+@dataclass
+class Outcome:
+    status: int
+    stdout: str
+    stderr: str
+    events: list[dict[str, object]]
+    workers: list[FakeHandle]
+    aborts: list[str]
+    graces: list[float]
+
+    def events_of(self, event: str) -> list[dict[str, object]]:
+        names = ("time", "event")
+        return [
+            {name: value for name, value in entry.items() if name not in names}
+            for entry in self.events
+            if entry["event"] == event
+        ]
+
+
+class TellingLog(EventLog):
+    """Tells the test of each event, so that it can act at that very moment."""
+
+    def __init__(self, descriptor: int, clock: Clock) -> None:
+        super().__init__(descriptor, clock)
+        self.listeners: list[Callable[[str], None]] = []
+
+    def write(self, event: str, /, **fields: Any) -> None:
+        super().write(event, **fields)
+        for listener in self.listeners:
+            listener(event)
+
+
+Play = Callable[[FakeHandle], None]
+
+
+@dataclass
+class Stage:
+    """Runs the agent with workers that do what `plays` say; the last ones join, if any do."""
+
+    folder: Path
+    command: socket.socket
+    agent_side: socket.socket
+
+    def run(
+        self,
+        *plays: Play,
+        react: Callable[[FakeHandle, int], None] = end_by_signal,
+        on_event: Callable[[str], None] = lambda event: None,
+        tee: str = "chief",
+        joining: int = 0,
+    ) -> Outcome:
+        paths, descendants, aborts = RunPaths(self.folder), NoDescendants(), []
+        launcher = FakeLauncher(lambda worker: plays[worker.launch.worker](worker), react)
+        workers, wanted = len(plays) - joining, len(plays) if joining else 0
+        spec = JobSpec("a.py", False, (), workers, len(plays), 1, 0, 60.0, self.folder)
+
+        def abort(reason: str) -> None:
+            aborts.append(reason)
+            for worker in launcher.started:
+                worker.end(1)
+
+        out, err = self.folder / "out", self.folder / "err"
+        with out.open("wb", 0) as stdout, err.open("wb", 0) as stderr:
+            console = Console(Sink(stdout.fileno()), Sink(stderr.fileno()), tee, 0)  # type: ignore[arg-type]
+            with TellingLog.open(paths.events, SystemClock(), pytest.fail) as events:
+                events.listeners.append(on_event)
+                status = Agent(
+                    spec,
+                    paths,
+                    LocalStarter(spec, paths, os.getpid(), launcher, console, pool=0),
+                    Views(lambda members: ExchangeHandle(0, abort, lambda notice: None, lambda: None)),
+                    self.agent_side,
+                    console,
+                    events,
+                    SystemClock(),
+                    descendants,
+                    State(
+                        frozenset(range(workers)),
+                        QUICK,
+                        view=spec.view,
+                        size=JobSize.of(wanted, 1, 0),
+                        next_worker=workers,
+                    ),
+                ).run()
+        entries = [json.loads(line) for line in paths.events.read_text().splitlines()]
+        return Outcome(
+            status,
+            out.read_text(),
+            err.read_text(),
+            entries,
+            launcher.started,
+            aborts,
+            descendants.graces,
+        )
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    command, agent_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with command, agent_side:
+        yield Stage(tmp_path, command, agent_side)
+
+
+def well(worker: FakeHandle) -> None:
+    worker.say(Started())
+    worker.say(EventReport("strategy", {}))
+    worker.say(EventReport("distributes", {}))
+    worker.write(stdout=f"out {worker.launch.worker}\n".encode(), stderr=b"err\n")
+    worker.say(Finished())
+    worker.end(0)
+
+
+def waits(worker: FakeHandle) -> None:
+    worker.say(Started())
+
+
+def test_a_good_run(stage: Stage) -> None:
+    outcome = stage.run(well, well)
+    assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "out 0\n", "err\n")
+    assert [(stage.folder / f"worker-{n}.log").read_text() for n in (0, 1)] == [
+        "out 0\nerr\n",
+        "out 1\nerr\n",
+    ]
+    assert outcome.events_of("exited") == [{"worker": 0, "status": 0}, {"worker": 1, "status": 0}]
+    assert outcome.events_of("strategy") == [{"worker": 0}, {"worker": 1}]
+    (finished,) = outcome.events_of("finished")
+    assert {name: finished[name] for name in ("status", "message", "workers", "steps")} == {
+        "status": 0,
+        "message": "",
+        "workers": [],
+        "steps": None,
+    }
+    assert outcome.aborts == []
+    assert outcome.graces == [0.5, 0]
+
+
+def test_the_last_line_says_what_the_job_has_done(stage: Stage) -> None:
+    def trains(worker: FakeHandle) -> None:
+        worker.say(EventReport("strategy", {}))
+        worker.say(EventReport("checkpoint", {"path": "kept/step-3", "step": 3}))
+        worker.say(Finished())
+        # Only the chief's word counts.
+        steps = 3 + worker.launch.worker
+        worker.say(EventReport("trained", {"steps": steps, "model": "small", "digest": "1f3c"}))
+        worker.end(0)
+
+    outcome = stage.run(trains, trains)
+    line = outcome.stderr.splitlines()[-1]
+    assert line.startswith("lockstep: finished in ")
+    assert line.endswith(" s: 3 steps on 2 workers; 2 checkpoints; digest 1f3c of model 'small'")
+    (finished,) = outcome.events_of("finished")
+    told = {"lost": 0, "joined": 0, "checkpoints": 2, "before": 0, "steps": 3, "model": "small"}
+    assert finished.items() >= {**told, "digest": "1f3c"}.items()
+
+
+def test_all_lines_with_their_worker(stage: Stage) -> None:
+    outcome = stage.run(well, well, tee="all")
+    assert sorted(outcome.stdout.splitlines()) == ["[worker 0] out 0", "[worker 1] out 1"]
+
+
+def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
+    def fails(worker: FakeHandle) -> None:
+        worker.write(stderr=b"Traceback: no good\n")
+        worker.say(Failed(1, "ValueError: no good", "Traceback", False))
+        worker.end(1)
+
+    outcome = stage.run(waits, fails)
+    assert outcome.status == 1
+    assert outcome.aborts == ["worker 1 exited with status 1: ValueError: no good"]
+    assert outcome.stderr == (
+        "lockstep: worker 1 exited with status 1: ValueError: no good\n"
+        "  | Traceback: no good\n"
+        f"  log: {stage.folder}/worker-1.log\n"
+    )
+    assert outcome.events_of("failed") == [
+        {"worker": 1, "summary": "ValueError: no good", "traceback": "Traceback"}
+    ]
+
+
+def test_a_traceback_that_says_nothing_more_is_in_the_log_only(stage: Stage) -> None:
+    def refused(worker: FakeHandle) -> None:
+        worker.write(stdout=b"epoch 1\n")
+        worker.say(Failed(1, "ScopeError: no (a.py:3)", "Traceback\n", blames=False, prints=False))
+        worker.end(1)
+
+    outcome = stage.run(refused, waits)
+    assert outcome.stderr == (
+        f"lockstep: worker 0: ScopeError: no (a.py:3)\n  log: {stage.folder}/worker-0.log\n"
+    )
+    assert outcome.aborts == ["worker 0: ScopeError: no (a.py:3)"]
+    assert (stage.folder / "worker-0.log").read_text() == "epoch 1\nTraceback\n"
+
+
+def test_reports_that_were_sent_before_an_end_do_not_count_against_it(stage: Stage) -> None:
+    def reports_then_ends(worker: FakeHandle) -> None:
+        for seconds in (0.5, 1.0, 1.5):
+            worker.say(WaitReport("barrier", (0,), seconds))
+        well(worker)
+
+    assert stage.run(well, reports_then_ends).status == 0
+
+
+def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
+    started: list[FakeHandle] = []
+
+    def wait_in_vain(event: str) -> None:
+        if event == "exited" and started:
+            worker = started.pop()
+            for seconds in (0.5, 1.0):
+                worker.say(WaitReport("barrier", (0,), seconds))
+
+    outcome = stage.run(well, started.append, on_event=wait_in_vain)
+    message = "worker 0 exited with status 0 while worker 1 waited for it in barrier"
+    assert outcome.aborts == [message]
+    assert outcome.status == 1
+    assert outcome.stderr == f"err\nlockstep: {message}\n  log: {stage.folder}/worker-0.log\n"
+
+
+def test_a_notice_is_shown(stage: Stage) -> None:
+    def waits_long(worker: FakeHandle) -> None:
+        worker.say(WaitReport("step 3", (0,), 12.0))
+        well(worker)
+
+    outcome = stage.run(well, waits_long)
+    assert outcome.stderr.splitlines().count("lockstep: worker 1 has waited 12 s for worker 0 in step 3") == 1
+
+
+def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> None:
+    def waits_for_file(worker: FakeHandle) -> None:
+        worker.say(EventReport("waits for download", {"file": "a.npz", "of": "worker 0", "seconds": 5}))
+        well(worker)
+
+    outcome = stage.run(well, waits_for_file, waits_for_file)
+    (line,) = [line for line in outcome.stderr.splitlines() if "a.npz" in line]
+    assert line in [f"lockstep: worker {worker} waits for worker 0 to download a.npz" for worker in (1, 2)]
+
+
+def test_garbage_is_noted_and_ignored(stage: Stage) -> None:
+    def babbles(worker: FakeHandle) -> None:
+        worker.say_raw(b'{"type": "nix"}')
+        well(worker)
+
+    outcome = stage.run(well, babbles)
+    assert outcome.status == 0
+    assert [entry["worker"] for entry in outcome.events_of("misunderstood")] == [1]
+
+
+def test_a_stop_reaches_every_worker_once(stage: Stage) -> None:
+    stage.command.send(encode(Stop(signal.SIGTERM)))
+    outcome = stage.run(waits, waits)
+    assert outcome.status == 143
+    assert [worker.signals for worker in outcome.workers] == [[15], [15]]
+    assert outcome.stderr == "lockstep: stopped by SIGTERM\n"
+    assert outcome.graces == [0.5, 0]
+
+
+def test_workers_that_ignore_a_stop_are_killed(stage: Stage) -> None:
+    def ignore(worker: FakeHandle, number: int) -> None:
+        if number == signal.SIGKILL:
+            worker.end(-number)
+
+    stage.command.send(encode(Stop(signal.SIGINT)))
+    outcome = stage.run(waits, waits, react=ignore)
+    assert outcome.status == 130
+    assert [worker.signals for worker in outcome.workers] == [[2, 9], [2, 9]]
+    assert outcome.graces == [0, 0]
+
+
+def test_the_kill_of_a_worker_that_was_to_join_takes_no_time_from_what_scripts_left_behind(
+    stage: Stage,
+) -> None:
+    members: list[FakeHandle] = []
+
+    def trains(worker: FakeHandle) -> None:
+        worker.say(EventReport("strategy", {}))
+        members.append(worker)
+
+    outcome = stage.run(trains, lambda joins: well(members[0]), joining=1)
+    assert outcome.status == 0
+    assert outcome.workers[1].signals == [signal.SIGKILL]
+    assert outcome.graces == [0.5, 0]
+
+
+def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
+    stage.command.close()
+    outcome = stage.run(waits, waits)
+    assert outcome.status == 137
+    assert outcome.graces == [0]
+    assert outcome.events_of("finished") == [{"status": 137, "message": "the command was killed"}]
+
+
+def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.coordinator.startup_progress._QUIET", 0.0)
+
+    def compiles(worker: FakeHandle) -> None:
+        worker.say(Started())
+        worker.say(EventReport("strategy", {}))
+        worker.say(EventReport("call", {"name": "fit 1"}))
+
+    def stop(event: str) -> None:
+        if event == "call":
+            stage.command.send(encode(Stop(signal.SIGINT)))
+
+    outcome = stage.run(waits, compiles, on_event=stop)
+    assert outcome.status == 130
+    told = "; worker 1: compiling and computing the first step of fit 1\n"
+    assert told in outcome.stderr
+
+
+def test_a_kill_for_want_of_memory_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([3, 4])
+    monkeypatch.setattr("lockstep.agent.agent.memory_kills", lambda: next(kills))
+
+    def killed(worker: FakeHandle) -> None:
+        worker.say(Started())
+        worker.end(-signal.SIGKILL)
+
+    outcome = stage.run(killed)
+    assert outcome.status == 137
+    assert outcome.events_of("no memory") == [{"worker": 0, "kills": 1}]
+    assert outcome.stderr.startswith(
+        "lockstep: the kernel killed a process because memory ran out, probably worker 0: use fewer workers"
+    )
+
+
+def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
+    def alone(worker: FakeHandle) -> None:
+        worker.end(0)
+
+    what = "the script used no strategy and compiled no model"
+    line = f"lockstep: {what}: each of the 2 workers ran all of it on its own\n"
+    assert stage.run(alone, alone).stderr == line
+
+
+def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
+    def by_itself(worker: FakeHandle) -> None:
+        worker.say(EventReport("strategy", {}))
+        worker.end(0)
+
+    said = stage.run(by_itself, by_itself).stderr
+    assert "the script distributed nothing: each of the 2 workers runs the whole script on its own" in said
+
+
+def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:
+    def refuse(worker: FakeHandle) -> None:
+        worker.end(0)
+        raise OSError(11, "too many processes")
+
+    outcome = stage.run(waits, refuse)
+    assert outcome.status == 1
+    assert outcome.stderr == "lockstep: cannot start worker 1: [Errno 11] too many processes\n"
+    assert outcome.graces == [0, 0]

@@ -1,0 +1,373 @@
+"""A job's admin: orders are answered, and nobody at the admin can harm the job."""
+
+import itertools
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.coordinator.admin_socket import MOST_OPEN, AdminSocket, address
+from lockstep.errors import UnfitError
+from lockstep.protocol.admin import (
+    MAX_PACKET,
+    MAX_TEXT,
+    Order,
+    Refused,
+    Reply,
+    ScaleRequest,
+    Status,
+    StatusRequest,
+    StopRequest,
+    decode_order,
+    decode_reply,
+    encode,
+)
+
+STATUS = Status("job", "a.py", 1, "/runs/job", 5.0, 4, (0, 2), (3,), 3, "fit 1")
+GARBAGE = {
+    "text": b"hello",
+    "no text": b"\xff\x00",
+    "unknown": b'{"type": "dance"}',
+    "incomplete": b'{"type": "scale"}',
+    "too few": b'{"type": "scale", "workers": 0}',
+    "too many": b'{"type": "scale", "workers": ' + b"9" * 5000 + b"}",
+    "deep": b'{"type": "ask", "x": ' + b"[" * 50_000,
+    "too long": b'"' + b"x" * MAX_PACKET + b'"',
+}
+OPENS_AND_STAYS = """
+import signal, sys
+from lockstep.coordinator.admin_socket import AdminSocket
+admin = AdminSocket.open(sys.argv[1], print)
+print(admin.name, flush=True)
+signal.pause()
+"""
+CALLS_AS_SOMEBODY_ELSE = """
+import os, socket, sys
+os.setuid(65534)
+client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+client.connect(bytes.fromhex(sys.argv[1]))
+client.send(bytes.fromhex(sys.argv[2]))
+print("called", flush=True)
+try:
+    print(client.recv(100))
+except ConnectionError:
+    print(b"")
+"""
+numbers = itertools.count()
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
+counts = st.integers(1, 10**6)
+ids = st.lists(st.integers(0, 99)).map(tuple)
+
+
+class AdminSockets:
+    """Opens sockets that note their orders."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.orders: list[Order] = []
+        self.opened: list[AdminSocket] = []
+        self.clients: list[socket.socket] = []
+
+    def answer(self, order: Order) -> Reply:
+        self.orders.append(order)
+        return STATUS
+
+    def open(
+        self, name: str | None = None, answer: Callable[[Order], Reply] | None = None, **options: Any
+    ) -> AdminSocket:
+        self.opened.append(
+            AdminSocket.open(self.name if name is None else name, answer or self.answer, **options)
+        )
+        return self.opened[-1]
+
+    def connect(self, admin: AdminSocket, *packets: bytes) -> socket.socket:
+        client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.clients.append(client)
+        client.settimeout(10)
+        client.connect(address(admin.name))
+        for packet in packets:
+            client.send(packet)
+        return client
+
+    def close(self) -> None:
+        for opened in (*self.clients, *self.opened):
+            opened.close()
+
+
+@pytest.fixture
+def sockets() -> Iterator[AdminSockets]:
+    made = AdminSockets(f"door-{os.getpid()}-{next(numbers)}")
+    yield made
+    made.close()
+
+
+def is_readable(admin: AdminSocket) -> bool:
+    poll = select.poll()
+    poll.register(admin, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def names() -> list[str]:
+    """All names of this user's jobs that the system knows, of sockets of every kind."""
+    start = "@" + address("")[1:].decode()
+    lines = Path("/proc/net/unix").read_text(errors="replace").split("\n")
+    return [line.partition(start)[2] for line in lines if start in line]
+
+
+def descriptors() -> set[int]:
+    # The folder's own is listed too, and closed by now.
+    return {int(path.name) for path in list(Path("/proc/self/fd").iterdir()) if path.exists()}
+
+
+@given(
+    st.builds(StatusRequest)
+    | st.builds(StopRequest)
+    | st.builds(ScaleRequest, st.integers(1, 2**31 - 1))
+    | st.builds(Refused, texts)
+    | st.builds(Status, texts, texts, counts, texts, st.floats(0, 1e10), counts, ids, ids, counts, texts)
+)
+def test_decode_inverts_encode(message: Order | Reply) -> None:
+    decode: Callable[[bytes], object] = decode_order if isinstance(message, Order) else decode_reply
+    assert decode(encode(message)) == message
+
+
+@given(st.binary())
+def test_no_order_is_a_value_error(packet: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_order(packet)
+    with pytest.raises(ValueError, match=r"."):
+        decode_reply(packet)
+
+
+def test_texts_are_sent_within_bounds() -> None:
+    assert decode_reply(encode(Refused("\udc80"))) == Refused("\\udc80")
+    sent = decode_reply(encode(Refused("a" + "ä" * MAX_TEXT)))
+    assert sent == Refused("a" + "ä" * (MAX_TEXT // 2 - 1))
+
+
+@pytest.mark.parametrize("order", [StatusRequest(), ScaleRequest(3), StopRequest()])
+def test_an_order_is_answered(sockets: AdminSockets, order: Order) -> None:
+    admin = sockets.open()
+    assert not is_readable(admin)
+    client = sockets.connect(admin, encode(order))
+    assert is_readable(admin)
+    admin.serve()
+    assert decode_reply(client.recv(MAX_PACKET)) == STATUS
+    assert client.recv(1) == b""
+    assert sockets.orders == [order]
+    assert not is_readable(admin)
+
+
+def test_whoever_is_slow_is_heard_later_and_keeps_nobody_waiting(sockets: AdminSockets) -> None:
+    admin = sockets.open()
+    slow = sockets.connect(admin)
+    admin.serve()
+    assert not is_readable(admin)
+    quick = sockets.connect(admin, encode(StatusRequest()))
+    admin.serve()
+    assert decode_reply(quick.recv(MAX_PACKET)) == STATUS
+    slow.send(encode(ScaleRequest(2)))
+    assert is_readable(admin)
+    admin.serve()
+    assert decode_reply(slow.recv(MAX_PACKET)) == STATUS
+    assert sockets.orders == [StatusRequest(), ScaleRequest(2)]
+
+
+@pytest.mark.parametrize("packet", GARBAGE.values(), ids=GARBAGE)
+def test_what_is_no_order_is_refused(sockets: AdminSockets, packet: bytes) -> None:
+    admin = sockets.open()
+    client = sockets.connect(admin, packet)
+    admin.serve()
+    reply = decode_reply(client.recv(MAX_PACKET))
+    assert isinstance(reply, Refused)
+    assert reply.reason.startswith("unknown request (")
+    assert not sockets.orders
+    assert not is_readable(admin)
+
+
+def test_whoever_vanishes_leaves_nothing(sockets: AdminSockets) -> None:
+    admin = sockets.open()
+    before = descriptors()
+    sockets.connect(admin).close()
+    sockets.connect(admin, b"").close()
+    sockets.connect(admin, encode(StatusRequest())).close()
+    sockets.connect(admin, encode(StatusRequest()), b"more").close()
+    late = sockets.connect(admin)
+    admin.serve()
+    late.close()
+    assert is_readable(admin)
+    admin.serve()
+    assert not is_readable(admin)
+    assert descriptors() == before
+    assert sockets.orders == [StatusRequest(), StatusRequest()]
+
+
+def test_of_too_many_silent_ones_the_first_is_turned_away(sockets: AdminSockets) -> None:
+    admin = sockets.open()
+    before = descriptors()
+    clients = [sockets.connect(admin) for _ in range(3 * MOST_OPEN)]
+    while is_readable(admin):
+        admin.serve()
+    assert len(descriptors() - before) == len(clients) + MOST_OPEN
+    assert [client.recv(1) for client in clients[:-MOST_OPEN]] == [b""] * 2 * MOST_OPEN
+    for client in clients[-MOST_OPEN:]:
+        client.send(encode(StatusRequest()))
+    admin.serve()
+    assert [decode_reply(client.recv(MAX_PACKET)) for client in clients[-MOST_OPEN:]] == [STATUS] * MOST_OPEN
+    assert not is_readable(admin)
+
+
+def test_many_are_answered(sockets: AdminSockets) -> None:
+    admin = sockets.open()
+    clients = [sockets.connect(admin, encode(StatusRequest())) for _ in range(3 * MOST_OPEN)]
+    while is_readable(admin):
+        admin.serve()
+    assert [decode_reply(client.recv(MAX_PACKET)) for client in clients] == [STATUS] * 3 * MOST_OPEN
+
+
+def test_a_want_of_descriptors_keeps_nobody_busy(sockets: AdminSockets) -> None:
+    admin = sockets.open()
+    clients = [sockets.connect(admin, encode(StatusRequest()))]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        admin.serve()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert not is_readable(admin)
+    clients.append(sockets.connect(admin, encode(StatusRequest())))
+    assert is_readable(admin)
+    admin.serve()
+    assert [decode_reply(client.recv(MAX_PACKET)) for client in clients] == [STATUS] * 2
+
+
+def test_a_stranger_is_not_read(sockets: AdminSockets) -> None:
+    admin = sockets.open(trusts=lambda connection: False)
+    client = sockets.connect(admin, encode(StopRequest()))
+    admin.serve()
+    with pytest.raises(ConnectionResetError):
+        client.recv(1)
+    assert not sockets.orders
+    assert not is_readable(admin)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_another_user_is_a_stranger(sockets: AdminSockets) -> None:
+    admin = sockets.open()
+    call = [
+        sys.executable,
+        "-c",
+        CALLS_AS_SOMEBODY_ELSE,
+        address(admin.name).hex(),
+        encode(StopRequest()).hex(),
+    ]
+    with subprocess.Popen(call, stdout=subprocess.PIPE, text=True) as stranger:
+        assert stranger.stdout is not None
+        assert stranger.stdout.readline() == "called\n"
+        admin.serve()
+        assert stranger.stdout.readline() == "b''\n"
+    assert not sockets.orders
+
+
+def test_what_the_answer_raises_is_raised_and_the_client_let_go(sockets: AdminSockets) -> None:
+    def fail(order: Order) -> Reply:
+        raise OSError("the agent's own")
+
+    admin = sockets.open(answer=fail)
+    client = sockets.connect(admin, encode(StatusRequest()))
+    with pytest.raises(OSError, match="the agent's own"):
+        admin.serve()
+    assert client.recv(1) == b""
+    assert not is_readable(admin)
+
+
+def test_a_state_that_is_too_large_to_be_told_says_so(sockets: AdminSockets) -> None:
+    many = tuple(range(MAX_PACKET))
+    admin = sockets.open(answer=lambda order: Status("job", "a", 1, "r", 0.0, 1, many, (), 1, ""))
+    client = sockets.connect(admin, encode(StatusRequest()))
+    admin.serve()
+    reply = decode_reply(client.recv(MAX_PACKET))
+    assert isinstance(reply, Refused)
+    assert reply.reason.startswith("cannot send the answer: a message of ")
+
+
+def test_a_name_that_is_taken_gets_a_number(sockets: AdminSockets) -> None:
+    taken = [sockets.open().name for _ in range(3)]
+    assert taken == [sockets.name, f"{sockets.name}-2", f"{sockets.name}-3"]
+    sockets.opened[1].close()
+    assert sockets.open().name == f"{sockets.name}-2"
+
+
+def test_a_name_that_is_too_long_keeps_its_ends(sockets: AdminSockets) -> None:
+    wanted = f"{sockets.name}-{'ä' * 100}-20260102-030405"
+    taken = [sockets.open(wanted).name for _ in range(2)]
+    for name, number in zip(taken, ("", "-2"), strict=True):
+        assert name.startswith(f"{sockets.name}-ää")
+        assert name.endswith(f"ä-20260102-030405{number}")
+        assert len(address(name)) in (106, 107)
+        assert name in names()
+
+
+@pytest.mark.parametrize(
+    ("odd", "name"), [("a b/c\n\x1b\0", "a_b_c___"), ("\udc80", "_"), ("größe@1", "größe@1"), ("", "job")]
+)
+def test_a_name_can_be_typed(sockets: AdminSockets, odd: str, name: str) -> None:
+    admin = sockets.open(odd and sockets.name + odd)
+    assert admin.name.removeprefix(sockets.name).startswith(name)
+    assert admin.name in names()
+
+
+def test_without_a_socket_there_is_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    monkeypatch.setattr("lockstep.coordinator.admin_socket._MOST_NUMBER", 0)
+    with pytest.raises(UnfitError, match="cannot open the admin socket of job a: Address already in use"):
+        AdminSocket.open("a", lambda order: STATUS)
+    assert descriptors() == before
+
+
+def test_nothing_is_left_of_a_closed_door(sockets: AdminSockets) -> None:
+    before = descriptors()
+    admin = sockets.open()
+    assert names().count(admin.name) == 1
+    silent, unseen = sockets.connect(admin), sockets.connect(admin, encode(StopRequest()))
+    admin.serve()
+    silent.send(encode(StopRequest()))
+    admin.close()
+    admin.close()
+    assert admin.name not in names()
+    for client in (silent, unseen):
+        client.close()
+    assert descriptors() == before
+
+
+def test_workers_inherit_nothing(sockets: AdminSockets) -> None:
+    before = descriptors()
+    admin = sockets.open()
+    sockets.connect(admin)
+    admin.serve()
+    opened = descriptors() - before
+    assert len(opened) == 4
+    assert not any(os.get_inheritable(descriptor) for descriptor in opened)
+
+
+def test_nothing_is_left_of_a_killed_job(sockets: AdminSockets) -> None:
+    start = [sys.executable, "-c", OPENS_AND_STAYS, sockets.name]
+    with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == f"{sockets.name}\n"
+        assert sockets.name in names()
+        job.send_signal(signal.SIGKILL)
+    assert sockets.name not in names()
+    assert sockets.open().name == sockets.name

@@ -1,0 +1,49 @@
+"""What is said of files that several workers write."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.coordinator import file_conflicts
+from lockstep.coordinator.file_conflicts import FileConflicts
+
+RUNNING = frozenset({0, 1, 2})
+
+
+def test_a_file_of_one_worker_is_its_own() -> None:
+    made = FileConflicts(Path("/work"))
+    assert made.opened(1, "/work/a.csv", "train.py:3", RUNNING) is None
+    assert made.opened(1, "/work/a.csv", "train.py:9", RUNNING) is None
+    assert made.opened(2, "/work/b.csv", "train.py:3", RUNNING) is None
+
+
+def test_the_second_worker_is_told_of_once() -> None:
+    made = FileConflicts(Path("/work"))
+    assert made.opened(2, "/work/out/a.csv", "train.py:3", RUNNING) is None
+    assert made.opened(0, "/work/out/a.csv", "train.py:3", RUNNING) == (
+        "workers 0 and 2 both write out/a.csv (train.py:3); every worker runs the whole script: guard the "
+        "line with if lockstep.is_chief():"
+    )
+    assert made.opened(1, "/work/out/a.csv", "train.py:3", RUNNING) is None
+    assert made.opened(1, "/elsewhere/a.csv", "train.py:3", RUNNING) is None
+    assert "write /elsewhere/a.csv (" in str(made.opened(0, "/elsewhere/a.csv", "train.py:3", RUNNING))
+
+
+def test_a_worker_may_write_what_those_before_it_have_written() -> None:
+    """The next chief, and a worker that takes the place of another and runs the script again."""
+    made = FileConflicts(Path("/work"))
+    assert made.opened(0, "/work/a.csv", "train.py:3", RUNNING) is None
+    assert made.opened(1, "/work/a.csv", "train.py:3", RUNNING - {0}) is None
+    assert made.opened(2, "/work/a.csv", "train.py:3", RUNNING - {0}) is not None
+
+
+def test_the_lines_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_conflicts, "_MOST_FILES", 8)
+    made = FileConflicts(Path("/work"))
+    said = []
+    for number in range(10):
+        for worker in RUNNING:
+            said.append(made.opened(worker, f"/work/{number}", "train.py:3", RUNNING))
+    lines = [line for line in said if line]
+    assert [line.startswith("workers 0 and 1 both write") for line in lines] == [True] * 5 + [False]
+    assert lines[-1] == "several workers write more files; they are not listed"

@@ -1,0 +1,27 @@
+import pytest
+
+from lockstep.coordinator.job_summary import JobSummary
+
+
+@pytest.mark.parametrize(
+    ("tally", "seconds", "line"),
+    [
+        (JobSummary(), 5.0, ""),
+        (JobSummary(steps=0), 5.0, "finished in 5.0 s: 0 steps on 2 workers"),
+        (JobSummary(steps=1, model="m"), 42.4, "finished in 42 s: 1 step on 2 workers"),
+        (
+            JobSummary(1, 2, 3, 100, 120, "m", "1f3c"),
+            192.0,
+            "finished in 3 min 12 s: 120 steps, 100 of them before, on 2 workers (1 lost, 2 joined); "
+            "3 checkpoints; digest 1f3c of model 'm'",
+        ),
+        (
+            JobSummary(joined=1, steps=7, checkpoints=1),
+            7500.0,
+            "finished in 2 h 5 min: 7 steps on 2 workers ",
+        ),
+    ],
+)
+def test_the_last_line(tally: JobSummary, seconds: float, line: str) -> None:
+    said = tally.line(seconds, 2)
+    assert said.startswith(line) if line.endswith(" ") else said == line

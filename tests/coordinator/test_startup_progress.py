@@ -1,0 +1,36 @@
+"""Before the first step, a person is told what is waited for, unless something else is shown."""
+
+from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
+
+
+def test_silence_is_explained_and_output_is_left_alone() -> None:
+    told: list[str] = []
+    shown = 0
+    progress = Progress(range(3), told.append, lambda: shown + len(told), 100.0)
+
+    def at(now: float) -> list[str]:
+        before = len(told)
+        progress.serve(now)
+        return told[before:]
+
+    starting = "starting: importing the script's modules"
+    assert (at(104.9), progress.due) == ([], 105.0)
+    assert at(105.0) == [f"no step completed after 5 s; workers 0, 1 and 2: {starting}"]
+    progress.does(1, RUNNING)
+    progress.does(2, PREPARING)
+    progress.does(7, RUNNING)
+    assert (at(114.9), progress.due) == ([], 115.0)
+    assert at(115.0) == [
+        f"no step completed after 15 s; worker 0: {starting}; "
+        "worker 1: running the script, which has not compiled a model yet; "
+        "worker 2: preparing the first distributed call"
+    ]
+    shown = 9
+    assert (at(125.0), progress.due) == ([], 130.0)
+    progress.gone(2)
+    for worker in (0, 1):
+        progress.does(worker, first_step("fit 1"))
+    compiling = "workers 0 and 1: compiling and computing the first step of fit 1"
+    assert at(130.0) == [f"no step completed after 30 s; {compiling}"]
+    progress.end()
+    assert (at(999.0), progress.due) == ([], None)

@@ -1,0 +1,91 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.launcher.backend import Choice, Wishes, choose_backend, require_tensorflow
+from lockstep.system.environment import keras_backend
+
+ALL = ("jax", "tensorflow", "torch")
+
+
+def choose(*installed: str, **wishes: Any) -> Choice:
+    return choose_backend(Wishes(**wishes), installed.__contains__, "/bin/python")
+
+
+def test_the_first_that_says_something_decides() -> None:
+    says = {
+        "script": "torch",
+        "overrides": True,
+        "variable": "tensorflow",
+        "checkpoint": "torch",
+        "configured": "torch",
+        "tf_distribute": True,
+    }
+    assert choose(*ALL, asked="torch", **says) == Choice("torch", "--backend selects it")
+    assert choose(*ALL, **says) == Choice("torch", "the script sets KERAS_BACKEND")
+    says["overrides"] = False
+    assert choose(*ALL, **says) == Choice("tensorflow", "KERAS_BACKEND selects it")
+    says["variable"] = ""
+    assert choose(*ALL, **says) == Choice("torch", "the script sets KERAS_BACKEND")
+    says["script"] = None
+    assert choose(*ALL, **says) == Choice("torch", "the checkpoint uses it")
+    says["checkpoint"] = None
+    assert choose(*ALL, **says) == Choice("torch", "keras.json selects it")
+    says["configured"] = None
+    assert choose(*ALL, **says) == Choice("tensorflow", "--tf-distribute requires it")
+    says["tf_distribute"] = False
+    first = "it is the first installed of TensorFlow, JAX and PyTorch"
+    assert choose(*ALL, **says) == Choice("tensorflow", first)
+    assert choose("torch", "jax") == Choice("jax", first)
+    assert str(choose("torch")) == f"on PyTorch, because {first}"
+
+
+def test_what_keras_writes_by_itself_counts_as_nothing() -> None:
+    assert choose(*ALL, configured="tensorflow") == choose(*ALL)
+    assert choose("torch", configured="tensorflow").backend == "torch"
+    assert choose("jax", configured="torch") == choose("jax") == choose("jax", configured="nonsense")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"asked": "torch"}, "--backend torch: not installed for /bin/python; install it there"),
+        ({"variable": "torch"}, "KERAS_BACKEND=torch: not installed for /bin/python; install it there"),
+        ({"variable": "theano"}, "KERAS_BACKEND=theano: expected one of jax, tensorflow, torch"),
+        ({"script": "theano"}, "the script's KERAS_BACKEND=theano: expected one of jax"),
+        ({"checkpoint": "torch"}, "checkpoint of torch: not installed for /bin/python"),
+        (
+            {"asked": "jax", "script": "torch", "overrides": True},
+            "--backend jax, but the script sets KERAS_BACKEND to torch, which takes precedence",
+        ),
+    ],
+)
+def test_what_was_asked_for_must_be_there(wishes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose("jax", **wishes)
+
+
+def test_without_any_backend_the_message_says_how_to_get_one() -> None:
+    with pytest.raises(ConfigError, match=r"no Keras backend is installed.*keras-lockstep\[jax\]"):
+        choose(configured="tensorflow")
+
+
+def test_names_of_tensorflow_need_tensorflow_on_every_backend() -> None:
+    require_tensorflow(("jax", "tensorflow").__contains__, "/bin/python")
+    with pytest.raises(UnfitError, match=r"--tf-distribute: TensorFlow is not installed for /bin/python"):
+        require_tensorflow(("jax",).__contains__, "/bin/python")
+
+
+def test_the_configuration_is_kerass_own_file(tmp_path: Path) -> None:
+    environ = {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"}
+    assert keras_backend(environ) == ("torch", None)
+    (tmp_path / "keras.json").write_text("not JSON")
+    assert keras_backend(environ) == ("torch", None)
+    (tmp_path / "keras.json").write_text(json.dumps({"backend": "jax"}))
+    assert keras_backend({"KERAS_HOME": str(tmp_path)}) == (None, "jax")
+    (tmp_path / ".keras").mkdir()
+    (tmp_path / ".keras" / "keras.json").write_text(json.dumps({"backend": "torch"}))
+    assert keras_backend({"HOME": str(tmp_path)}) == (None, "torch")

@@ -1,0 +1,68 @@
+"""Which GPUs each worker gets."""
+
+import re
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.launcher.devices import assign, parse_devices, spread
+from lockstep.protocol.job_spec import Devices
+
+UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("0", (("0",),)),
+        ("0,1", (("0",), ("1",))),
+        ("0+1, 2+3", (("0", "1"), ("2", "3"))),
+        (f"{UUID},MIG-{UUID}/1/0", ((UUID,), (f"MIG-{UUID}/1/0",))),
+    ],
+)
+def test_parse(text: str, entries: tuple[tuple[str, ...], ...]) -> None:
+    assert parse_devices(text) == entries
+
+
+@pytest.mark.parametrize("text", ["", "0,", "a", "0++1", "-1", "0;1", "0 1"])
+def test_parse_refuses(text: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"--devices {text}: ") + ".* is not a GPU"):
+        parse_devices(text)
+
+
+def test_parse_refuses_a_gpu_twice_in_a_worker() -> None:
+    with pytest.raises(ConfigError, match=r"^--devices 1,0\+0: 0\+0 names a GPU twice$"):
+        parse_devices("1,0+0")
+
+
+@pytest.mark.parametrize(
+    ("text", "workers", "devices"),
+    [
+        ("0", 1, (Devices("0", False),)),
+        ("0", 2, (Devices("0", True), Devices("0", True))),
+        ("0+1", 2, (Devices("0,1", True), Devices("0,1", True))),
+        ("0,1", 2, (Devices("0", False), Devices("1", False))),
+        ("0+1,1,2", 3, (Devices("0,1", True), Devices("1", True), Devices("2", False))),
+    ],
+)
+def test_assign(text: str, workers: int, devices: tuple[Devices, ...]) -> None:
+    assert assign(parse_devices(text), workers) == devices
+
+
+def test_assign_refuses_another_number() -> None:
+    with pytest.raises(ConfigError, match=r"^--devices has 3 entries for 2 workers: "):
+        assign(parse_devices("0,1,2"), 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "visible"),
+    [
+        ((), 2, []),
+        (("4", "5"), 1, [("4", False)]),
+        (("4", "5"), 2, [("4", False), ("5", False)]),
+        (("4", "5"), 3, [("4", True), ("4", True), ("5", False)]),
+        (("4",), 2, [("4", True), ("4", True)]),
+    ],
+)
+def test_spread(gpus: tuple[str, ...], workers: int, visible: list[tuple[str, bool]]) -> None:
+    assert spread(gpus, workers) == tuple(Devices(*entry) for entry in visible)

@@ -1,0 +1,177 @@
+"""The parent that workers are forked from: what they find is what they would have found without it."""
+
+import os
+import select
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.launcher.fork_server import ForkServerPlan
+from lockstep.launcher.import_scan import NOTHING, ImportScan
+from lockstep.launcher.launcher import Launch, LocalHandle, LocalLauncher
+from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
+from lockstep.system.prctl import adopt_orphans
+
+PATIENCE = 20_000
+
+
+class Workers:
+    """Starts workers of one job, one at a time, and reads what they write."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pool = SharedPool.create()
+        self.launcher: LocalLauncher | None = None
+        self._handles: list[LocalHandle] = []
+
+    def plan(self, script: str, scan: ImportScan = NOTHING) -> None:
+        path = self.folder / "script.py"
+        path.write_text(script)
+        self.launcher = LocalLauncher(ForkServerPlan((str(path),), job_environment(5, 1), scan=scan))
+
+    def start(self, worker: int = 1) -> LocalHandle:
+        assert self.launcher is not None
+        while (descriptor := self.launcher.prepare()) is not None:
+            wait_for(descriptor)
+        handle = self.launcher.start(Launch(worker, self._environment(worker), (self.pool.fd,)))
+        self._handles.append(handle)
+        return handle
+
+    def output(self, worker: int = 1) -> tuple[int | None, str, str]:
+        """Start a worker; return its exit status and what it has written."""
+        handle = self.start(worker)
+        texts = []
+        for descriptor in (handle.stdout, handle.stderr):
+            os.set_blocking(descriptor, True)
+            with open(descriptor, closefd=False) as stream:
+                texts.append(stream.read())
+        wait_for(handle.exited)
+        return handle.poll(), texts[0], texts[1]
+
+    def close(self) -> None:
+        if self.launcher is not None:
+            self.launcher.close()
+        for handle in self._handles:
+            handle.send_signal(signal.SIGKILL)
+            wait_for(handle.exited)
+            handle.poll()
+            handle.close()
+        self.pool.close()
+
+    def _environment(self, worker: int) -> Callable[[int], dict[str, str]]:
+        def environment(control: int) -> dict[str, str]:
+            config = WorkerConfig(
+                worker, 1, 2, 5, 1, 60.0, self.folder, os.getpid(), control, self.pool.fd, None
+            )
+            return worker_environment(config, slot=worker)
+
+        return environment
+
+
+def wait_for(descriptor: int) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    assert poll.poll(PATIENCE)
+
+
+@pytest.fixture
+def workers(tmp_path: Path) -> Iterator[Workers]:
+    adopt_orphans()
+    made = Workers(tmp_path)
+    yield made
+    made.close()
+
+
+def importing(folder: Path, source: str) -> ImportScan:
+    (folder / "foreseen.py").write_text(source)
+    return ImportScan(("foreseen",), str(folder))
+
+
+def test_a_worker_is_a_child_with_a_session_and_an_environment_of_its_own(workers: Workers) -> None:
+    workers.plan(
+        "import os, json\n"
+        "task = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+        "ours = [name for name in os.environ if name.startswith('LOCKSTEP_')]\n"
+        "print(os.getppid(), os.getsid(0) == os.getpid(), task, ours, len(os.listdir('/proc/self/task')))\n"
+    )
+    assert workers.output(0) == (0, f"{os.getpid()} True 0 [] 1\n", "")
+    assert workers.output(1) == (0, f"{os.getpid()} True 1 [] 1\n", "")
+
+
+def test_what_is_foreseen_is_imported_once_and_each_worker_says_what_it_said(
+    workers: Workers, tmp_path: Path
+) -> None:
+    told = "import os, sys\nprint('imported'); print('oh', file=sys.stderr)\nwhere = os.getpid()\n"
+    workers.plan(
+        "import foreseen, os, sys\nprint(foreseen.where == os.getpid(), sys.path[0], sys.argv)\n",
+        importing(tmp_path, told),
+    )
+    expected = f"imported\nFalse {tmp_path} ['{tmp_path / 'script.py'}']\n"
+    assert workers.output(0) == (0, expected, "oh\n")
+    assert workers.output(1) == (0, expected, "oh\n")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "raise RuntimeError",
+        "import os; os._exit(3)",
+        "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+    ],
+)
+def test_what_cannot_be_imported_before_a_worker_is_there_is_imported_in_it(
+    workers: Workers, tmp_path: Path, source: str
+) -> None:
+    workers.plan("import sys; print('foreseen' in sys.modules)", importing(tmp_path, source))
+    assert workers.output() == (0, "False\n", "")
+
+
+def test_a_parent_that_is_lost_is_replaced(workers: Workers, tmp_path: Path) -> None:
+    workers.plan(
+        "import foreseen, os\nprint(foreseen.where)\n", importing(tmp_path, "import os\nwhere = os.getpid()")
+    )
+    first = int(workers.output()[1])
+    ended = os.pidfd_open(first)
+    os.kill(first, signal.SIGKILL)
+    wait_for(ended)
+    os.close(ended)
+    second = int(workers.output()[1])
+    assert second not in (first, os.getpid())
+
+
+def test_random_numbers_do_not_depend_on_who_has_imported(workers: Workers, tmp_path: Path) -> None:
+    script = "import random\nimport numpy\nprint(random.random(), numpy.random.rand())\n"
+    workers.plan(script, importing(tmp_path, "import random, numpy\nrandom.random()\nnumpy.random.rand()\n"))
+    with_it = workers.output(0)
+    assert workers.launcher is not None
+    workers.launcher.close()
+    workers.plan(script)
+    assert workers.output(1)[1] == with_it[1]
+    assert with_it[0] == 0
+
+
+def test_the_parent_ends_when_nobody_needs_it(workers: Workers, tmp_path: Path) -> None:
+    workers.plan(
+        "import foreseen\nprint(foreseen.where)\n", importing(tmp_path, "import os\nwhere = os.getpid()")
+    )
+    parent = os.pidfd_open(int(workers.output()[1]))
+    assert workers.launcher is not None
+    workers.launcher.close()
+    wait_for(parent)
+    os.close(parent)
+
+
+def test_a_parent_that_never_comes_to_life_is_an_error(tmp_path: Path) -> None:
+    nowhere = {"PYTHONHOME": str(tmp_path)}
+    launcher = LocalLauncher(
+        ForkServerPlan(("script.py",), nowhere, scan=ImportScan(("foreseen",), str(tmp_path)))
+    )
+    for _ in range(2):
+        descriptor = launcher.prepare()
+        assert descriptor is not None
+        wait_for(descriptor)
+    with pytest.raises(OSError, match="the fork server failed to start"):
+        launcher.prepare()

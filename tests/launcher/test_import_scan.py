@@ -1,0 +1,146 @@
+"""What the source of a script tells of its imports."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from lockstep.launcher import import_scan
+from lockstep.launcher.import_scan import NOTHING, ImportScan, scan_imports, setting_of
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    return tmp_path / "train.py"
+
+
+def foreseen(script: Path, source: str, backend: str | None = "jax") -> ImportScan:
+    script.write_text(source)
+    return scan_imports(script, script.parent, {"KERAS_BACKEND": backend} if backend else {})
+
+
+def test_a_script_that_imports_keras_needs_its_backend(script: Path) -> None:
+    found = foreseen(script, "import numpy as np\nfrom keras import layers\n")
+    assert found.imports[:3] == ("numpy", "keras", "jax")
+    assert "lockstep.keras.backends.jax" in found.imports
+    assert found.folder == str(script.parent)
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_what_is_foreseen_of_lockstep_is_there(script: Path, backend: str) -> None:
+    imports = foreseen(script, "import keras\n", backend).imports
+    assert all(find_spec(name) for name in imports if name.startswith("lockstep."))
+
+
+def test_the_order_is_that_of_the_script(script: Path) -> None:
+    found = foreseen(script, "import tensorflow as tf\nimport numpy\nimport tensorflow.data\n")
+    assert found.imports == ("tensorflow", "numpy")
+
+
+@pytest.mark.parametrize(
+    ("source", "needed"),
+    [
+        ("from lockstep.worker import job\n", False),
+        ("import lockstep\nimport tensorflow as tf\n", True),
+        ("import tensorflow as tf\n", False),
+    ],
+)
+def test_only_who_trains_needs_keras(script: Path, source: str, needed: bool) -> None:
+    assert ("keras" in foreseen(script, source).imports) is needed
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="Keras seeds TensorFlow where it is installed")
+@pytest.mark.parametrize(
+    ("source", "seeds"),
+    [
+        ("import keras\ndef main():\n    keras.utils.set_random_seed(1)\n", True),
+        ("from keras.utils import set_random_seed\n", True),
+        ("from keras.utils import to_categorical\n", False),
+        ("import random, keras\nrandom.seed(1)\n", False),
+    ],
+)
+def test_who_seeds_everything_needs_tensorflow_too(script: Path, source: str, seeds: bool) -> None:
+    for backend in ("jax", "torch"):
+        assert ("tensorflow" in foreseen(script, source, backend).imports) is seeds
+
+
+def test_who_seeds_everything_needs_nothing_that_is_not_installed(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_scan, "find_spec", lambda name: None)
+    assert "tensorflow" not in foreseen(script, "import keras\nkeras.utils.set_random_seed(1)\n").imports
+
+
+def test_what_lies_beside_the_script_is_looked_at_too(script: Path) -> None:
+    (script.parent / "model.py").write_text("import os\nfrom helpers import thing\n")
+    (script.parent / "helpers").mkdir()
+    (script.parent / "helpers" / "__init__.py").write_text("from . import other\n")
+    (script.parent / "helpers" / "other.py").write_text("import torch\nimport model\n")
+    assert foreseen(script, "if True:\n    import model\n").imports == ("torch",)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print('keras')",
+        "def main():\n    import keras\n",
+        "import json, os",
+        "import keras; import",
+        "import os, keras\nos.environ['KERAS_BACKEND'] = input()",
+        "import os, keras\nif 1:\n    os.environ['XLA_FLAGS'] = '--x'",
+        "import os, keras\nos.environ.update(A='b')",
+        "import os, keras\nos.environ |= {'A': 'b'}",
+        "import os, keras\nvariables = os.environ",
+        "import os, keras\ndel os.environ['A']",
+        "import os, keras\nos.putenv('A', 'b')",
+        "from os import environ\nimport keras",
+        "import sys\nsys.path.insert(0, '/mine')\nimport keras",
+        "from __future__ import annotations\nimport keras.\n",
+    ],
+)
+def test_nothing_is_known(script: Path, source: str) -> None:
+    assert foreseen(script, source) == NOTHING
+
+
+def test_a_module_beside_it_decides_as_well(script: Path) -> None:
+    (script.parent / "settings.py").write_text("import os\nos.environ['KERAS_BACKEND'] = 'torch'\n")
+    assert foreseen(script, "import settings\nimport keras\n") == NOTHING
+
+
+def test_what_a_script_sets_a_variable_to(script: Path) -> None:
+    for source, expected in (
+        ("import os, keras\nos.environ['KERAS_BACKEND'] = 'torch'", ("torch", True)),
+        ("import os\nos.environ.setdefault('KERAS_BACKEND', 'jax')", ("jax", False)),
+        ("import os\nos.environ['KERAS_BACKEND'] = input()", None),
+        ("import os\nos.environ['OTHER'] = 'jax'", None),
+        ("import keras; import", None),
+    ):
+        script.write_text(source)
+        assert setting_of(script, "KERAS_BACKEND") == expected
+
+
+def test_a_setting_before_the_first_import_counts(script: Path) -> None:
+    found = foreseen(
+        script,
+        "import os\nos.environ['KERAS_BACKEND'] = 'torch'\nimport keras\nos.environ['AFTER'] = '1'\n",
+    )
+    assert found.settings == {"KERAS_BACKEND": "torch"}
+    assert "lockstep.keras.backends.torch" in found.imports
+    assert "jax" not in found.imports
+
+
+def test_a_default_counts_where_there_is_nothing_else(script: Path) -> None:
+    source = "import os\nos.environ.setdefault('KERAS_BACKEND', 'torch')\nimport keras\n"
+    assert foreseen(script, source, "jax").settings == {}
+    assert foreseen(script, source, None).settings == {"KERAS_BACKEND": "torch"}
+
+
+def test_looking_at_the_environment_changes_nothing(script: Path) -> None:
+    source = "import os, keras\nprint(os.environ['HOME'], os.environ.get('RANK'), os.environ | {'A': 'b'})\n"
+    assert foreseen(script, source, None).imports == ("keras",)
+
+
+def test_what_cannot_be_read_tells_nothing(script: Path) -> None:
+    assert scan_imports(script, script.parent, {}) == NOTHING
+    script.write_bytes(b"\xff\xfe\x00")
+    assert scan_imports(script, script.parent, {}) == NOTHING

@@ -1,0 +1,135 @@
+"""Whatever starts workers keeps the same promises."""
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_launcher import FakeHandle, FakeLauncher
+
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.launcher.fork_server import ForkServerPlan
+from lockstep.launcher.launcher import Handle, Launch, Launcher, LocalLauncher
+from lockstep.protocol.worker import Finished, Started, decode
+from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
+from lockstep.system.paths import RunPaths
+from lockstep.system.prctl import adopt_orphans
+
+PATIENCE = 20_000
+Start = Callable[[str], Handle]
+
+SCRIPTS = {
+    "ends": "import sys; print('out'); print('err', file=sys.stderr)",
+    "leaves": "import sys; sys.exit(3)",
+    "stays": "import os; print('out'); os.read(os.pipe()[0], 1)",
+}
+
+
+def play(script: str, worker: FakeHandle) -> None:
+    worker.say(Started())
+    if script in ("ends", "stays"):
+        worker.write(stdout=b"out\n")
+    if script == "ends":
+        worker.write(stderr=b"err\n")
+        worker.say(Finished())
+    if script != "stays":
+        worker.end(3 if script == "leaves" else 0)
+
+
+@pytest.fixture(params=["local", "fake"])
+def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
+    segment, pool = ControlSegment.create(1), SharedPool.create()
+    handles, launchers = [], []
+    RunPaths(tmp_path).sources.mkdir()
+
+    def environment(control: int) -> dict[str, str]:
+        config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control, pool.fd, segment.fd)
+        return worker_environment(config)
+
+    def start(script: str) -> Handle:
+        path = tmp_path / f"{script}.py"
+        path.write_text(SCRIPTS[script])
+        local: Launcher = LocalLauncher(ForkServerPlan((str(path),), job_environment(0, 1)))
+        fake: Launcher = FakeLauncher(lambda worker: play(script, worker))
+        launcher = local if request.param == "local" else fake
+        launchers.append(launcher)
+        while (descriptor := launcher.prepare()) is not None:
+            wait_for(descriptor)
+        handles.append(launcher.start(Launch(0, environment, (pool.fd, segment.fd))))
+        return handles[-1]
+
+    adopt_orphans()
+    yield start
+    for launcher in launchers:
+        launcher.close()
+    for handle in handles:
+        handle.send_signal(signal.SIGKILL)
+        wait_for(handle.exited)
+        handle.poll()
+        handle.close()
+    os.close(segment.fd)
+    pool.close()
+
+
+def wait_for(descriptor: int | socket.socket) -> None:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    assert poll.poll(PATIENCE)
+
+
+def read(descriptor: int, size: int) -> bytes:
+    data, piece = b"", b"x"
+    while piece and len(data) < size:
+        wait_for(descriptor)
+        data += (piece := os.read(descriptor, size - len(data)))
+    return data
+
+
+def hear(handle: Handle) -> Any:
+    wait_for(handle.control)
+    packet = handle.control.recv(1000)
+    return decode(packet) if packet else None
+
+
+def test_output_comes_apart_and_ends(start: Start) -> None:
+    handle = start("ends")
+    assert read(handle.stdout, 100) == b"out\n"
+    assert read(handle.stderr, 100) == b"err\n"
+
+
+def test_messages_come_and_end(start: Start) -> None:
+    handle = start("ends")
+    assert [hear(handle), hear(handle), hear(handle)] == [Started(), Finished(), None]
+
+
+@pytest.mark.parametrize(("script", "status"), [("ends", 0), ("leaves", 3)])
+def test_the_exit_is_seen(start: Start, script: str, status: int) -> None:
+    handle = start(script)
+    wait_for(handle.exited)
+    assert [handle.poll(), handle.poll()] == [status, status]
+    handle.send_signal(signal.SIGTERM)
+    assert handle.poll() == status
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_ends_it(start: Start, number: int) -> None:
+    handle = start("stays")
+    assert read(handle.stdout, 4) == b"out\n"
+    assert handle.poll() is None
+    handle.send_signal(number)
+    wait_for(handle.exited)
+    assert handle.poll() == -number
+
+
+def test_reading_does_not_block(start: Start) -> None:
+    handle = start("stays")
+    read(handle.stdout, 4)
+    assert hear(handle) == Started()
+    for descriptor in (handle.stdout, handle.stderr, handle.control.fileno()):
+        with pytest.raises(BlockingIOError):
+            os.read(descriptor, 1)

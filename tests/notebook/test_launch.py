@@ -1,0 +1,252 @@
+"""What `lockstep.launch` gives back, and what it leaves behind: nothing."""
+
+import linecache
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+
+import lockstep
+from lockstep.errors import InputError, JobError, UnfitError
+from lockstep.worker import job
+
+HERE = Path(__file__).parent
+PATIENCE = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Workers do not find the modules of tests: their functions travel as those of a notebook do.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    monkeypatch.chdir(tmp_path)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def cell(source: str) -> Any:
+    """Return the function `f` of code that is in no file, as that of a notebook's cell."""
+    name = "/nowhere/cell.py"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    variables: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, name, "exec"), variables)
+    return variables["f"]
+
+
+def test_the_chiefs_result_and_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def train(array: Any, *, times: int) -> Any:
+        import os
+
+        print("out", job.current().worker)
+        os.write(2, "err \u00e9\n".encode())
+        return array * times, job.current().worker, job.current().view.replicas, sys.argv[1:], Path.cwd()
+
+    array = np.arange(100_000.0)
+    result, *others = lockstep.launch(train, (array,), {"times": 3}, replicas=4, seed=7)
+    shown = capsys.readouterr()
+    (run,) = (tmp_path / "runs").iterdir()
+    assert result.tobytes() == (array * 3).tobytes()
+    assert others == [0, 4, [], tmp_path]
+    assert shown.out == "out 0\n"
+    first, *rest = shown.err.splitlines()
+    assert first.startswith("lockstep: 2 workers, 4 replicas, ")
+    assert "seed 7; on JAX, because KERAS_BACKEND selects it; the same bits with any 1 to 4 workers" in first
+    assert first.endswith(f"; logs in runs/{run.name}")
+    assert rest[0] == "err \u00e9"
+    assert re.fullmatch(r"train-\d{8}-\d{6}", run.name)
+    assert set((run / "worker-1.log").read_text().splitlines()) == {"out 1", "err \u00e9"}
+
+
+def test_an_error_in_the_function() -> None:
+    function = cell(
+        "def f():\n    from lockstep.worker import job\n    return 1 / (1 - job.current().worker)\n"
+    )
+    with pytest.raises(JobError) as caught:
+        lockstep.launch(function, run_dir="run")
+    message = "worker 1 exited with status 1: ZeroDivisionError: division by zero; log: run/worker-1.log"
+    assert str(caught.value) == f"{message}\n\n{caught.value.traceback}"
+    assert caught.value.worker == 1
+    assert re.fullmatch(
+        r"Traceback \(most recent call last\):\n"
+        r'  File "/nowhere/cell.py", line 3, in f\n'
+        r"    return 1 / \(1 - job.current\(\).worker\)\n"
+        r"[ ~^]*\n?"
+        r"ZeroDivisionError: division by zero\n",
+        caught.value.traceback,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "worker"),
+    [
+        ("os.kill(os.getpid(), 9)", "worker 0 was killed by SIGKILL; log: run/worker-0.log", 0),
+        ("os._exit(3)", "worker 0 exited with status 3; log: run/worker-0.log", 0),
+        ("sys.exit()", "no worker returned a result: the function called sys.exit; logs in run", None),
+    ],
+)
+def test_a_function_that_does_not_return(body: str, message: str, worker: int | None) -> None:
+    with pytest.raises(JobError) as caught:
+        lockstep.launch(cell(f"def f():\n    import os, sys\n    {body}\n"), workers=1, run_dir="run")
+    assert (str(caught.value), caught.value.worker) == (message, worker)
+
+
+def test_a_run_folder_has_the_errors_of_other_runs_too() -> None:
+    for body in ("1 / 0", "[][1]"):
+        with pytest.raises(JobError) as caught:
+            lockstep.launch(cell(f"def f(): {body}\n"), workers=1, run_dir="run")
+    assert "IndexError" in caught.value.traceback
+
+
+def test_a_result_that_cannot_be_pickled_is_named() -> None:
+    with pytest.raises(JobError, match="InputError: the function returned generator, which cannot be"):
+        lockstep.launch(cell("def f(): return (x for x in ())"), workers=1)
+
+
+def test_a_worker_launches_nothing() -> None:
+    with pytest.raises(JobError, match=r"ConfigError: lockstep\.launch cannot be called in a worker"):
+        lockstep.launch(lambda: lockstep.launch(print), workers=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"workers": 0}, "Invalid value for '-n' / '--workers': 0 is not in the range 1<=x<=4096."),
+        ({"run_dir": ""}, "Invalid value for '--run-dir': the path is empty; name a folder"),
+        ({"run_dir": "a\0b"}, r"lockstep.launch, '--run-dir=a\x00b': it contains a null character"),
+        ({"checkpoint": "\udcff"}, r"b'\xff' is not UTF-8"),
+        ({"workers": 2, "replicas": 1}, "2 workers cannot share 1 replicas: "),
+        ({"backend": "theano"}, "Invalid value for '--backend': 'theano' is not one of"),
+    ],
+)
+def test_what_the_command_refuses(tmp_path: Path, options: Any, error: str) -> None:
+    with pytest.raises(InputError, match=re.escape(error)):
+        lockstep.launch(print, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+lock = threading.Lock()
+
+
+def uses_a_lock() -> Any:
+    return lock
+
+
+def uses_it_within() -> Any:
+    return [uses_a_lock() for _ in range(2)]
+
+
+def holds_a_lock() -> Callable[[], Any]:
+    held = threading.Lock()
+    return lambda: held
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "name"),
+    [
+        (uses_a_lock, (), "lock, which uses_a_lock uses, of type lock ("),
+        (uses_it_within, (), "uses_a_lock -> lock, which uses_it_within uses, of type lock ("),
+        (holds_a_lock(), (), "held, which <lambda> uses, of type lock ("),
+        (lambda x=lock: x, (), "a default, which <lambda> uses, of type lock ("),
+        (lock.acquire, (), "acquire ("),
+        (print, (1, lock), "args[1], of type lock ("),
+    ],
+)
+def test_what_cannot_be_pickled_is_named(function: Any, args: tuple[Any, ...], name: str) -> None:
+    expected = re.escape(f"lockstep.launch cannot send this to its workers: {name}")
+    with pytest.raises(InputError, match=f"^{expected}TypeError: cannot pickle"):
+        lockstep.launch(function, args)
+
+
+def test_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(UnfitError, match=re.escape("pip install 'keras-lockstep[notebook]'")):
+        lockstep.launch(print)
+
+
+STAY = """
+import os, signal, subprocess, sys
+def f():
+    child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
+    births = os.open("births", os.O_WRONLY)
+    os.write(births, f"{os.getpid()} {child.pid} {os.getppid()}\\n".encode())
+    signal.pause()
+"""
+
+
+class Born:
+    """Learns from two workers that run `STAY` the process ids of each, its child and its agent."""
+
+    def __init__(self) -> None:
+        os.mkfifo("births")
+        self._pending = os.open("births", os.O_RDWR)
+
+    def wait(self) -> list[int]:
+        text = b""
+        while text.count(b"\n") < 2:
+            assert select.select([self._pending], [], [], PATIENCE)[0]
+            text += os.read(self._pending, 4096)
+        os.close(self._pending)
+        return [os.pidfd_open(int(pid)) for pid in text.split()]
+
+
+def all_end(pidfds: list[int]) -> bool:
+    return all(select.select([pidfd], [], [], PATIENCE)[0] for pidfd in pidfds)
+
+
+def test_an_interrupt_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    born, processes = Born(), list[int]()
+
+    def interrupt() -> None:
+        processes.extend(born.wait())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        lockstep.launch(cell(STAY))
+    thread.join()
+    # The command ends last.
+    assert all(select.select([pidfd], [], [], 0)[0] for pidfd in processes)
+    assert "lockstep: stopped by SIGINT" in capsys.readouterr().err
+
+
+def test_nothing_outlives_a_caller_that_is_killed() -> None:
+    born = Born()
+    Path("caller.py").write_text(f"import lockstep\n{STAY}\nlockstep.launch(f)\n")
+    caller = subprocess.Popen([sys.executable, "caller.py"], stderr=subprocess.DEVNULL)
+    processes = born.wait()
+    caller.kill()
+    caller.wait()
+    assert all_end(processes)
+
+
+@pytest.mark.usefixtures("_compiled_once")
+def test_the_bits_are_those_of_a_script_whoever_dies(tmp_path: Path) -> None:
+    script = str(HERE / "launched_training.py")
+
+    def run(*command: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
+
+    alone = run(sys.executable, "-m", "lockstep", "run", "-n", "2", script)
+    launched = run(sys.executable, script, "launch")
+    assert (alone.returncode, launched.returncode) == (0, 0), alone.stderr + launched.stderr
+    refused, figures, digest = launched.stdout.splitlines()
+    assert refused.startswith(
+        "lockstep.launch cannot send this to its workers: strategy, which <lambda> uses, of type "
+        "MultiWorkerMirroredStrategy ("
+    )
+    assert figures == "1 4 ['loss']"
+    assert "worker 0 was killed by SIGKILL; worker 1 continues (view 2)" in launched.stderr
+    assert "worker 2 joined (2 workers, view 3)" in launched.stderr
+    assert [digest] == alone.stdout.splitlines()

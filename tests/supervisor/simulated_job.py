@@ -1,0 +1,198 @@
+"""A job in virtual time: what its agent does, and what happens to it. A job is a seed."""
+
+from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker, Workers
+
+from lockstep.protocol.request import Request
+from lockstep.supervisor.decide import decide
+from lockstep.supervisor.elasticity import refusal
+from lockstep.supervisor.events import (
+    AbortExchange,
+    Action,
+    AskMembers,
+    DeadlinePassed,
+    Event,
+    FinishJob,
+    JobOutcome,
+    KillWorker,
+    ScaleRequested,
+    SendPosition,
+    ShowMessage,
+    SignalWorker,
+    StartView,
+    StartWorker,
+    StateGiven,
+    StopRequested,
+    WorkerArrived,
+    WorkerExited,
+)
+from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
+from lockstep.topology import View, place
+
+LIMITS = TimeLimits(timeout=20.0, look=1.5, young=3.0, pause=0.5)
+
+
+class Job(Workers):
+    """A job: its workers, what happens to them, and what supervision has decided.
+
+    Attributes:
+        state: what supervision remembers.
+        views: all that there were.
+        holds: what the chief of the present view has given: whether all of it, and at which step.
+        notices: what the person was told.
+        outcome: how the job has ended; None until it has.
+        slots: how many workers there can be, if a person starts them.
+        waiting: how many were started by hand, and are not taken yet.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        count = self.dice.randint(1, 5)
+        view = place(self.dice.randint(count, 8), tuple(range(count)))
+        size = JobSize.of(count, self.dice.randint(1, count), self.dice.choice((0, 0, 1, 2, 5)))
+        if self.dice.random() < 0.2:
+            size = JobSize(count, by_hand=True)
+        workers = frozenset(view.workers)
+        keeps = self.dice.random() < 0.5
+        self.state = State(
+            workers, LIMITS, view=view, distributes=True, keeps=keeps, size=size, next_worker=count
+        )
+        self.views = [view]
+        self.holds: tuple[bool, int] | None = None
+        self.notices: list[str] = []
+        self.outcome: JobOutcome | None = None
+        self.slots, self.waiting = count, 0
+        self.pace = self.dice.choice((0.1, 0.5, 2.0))
+        self.mute = self.dice.random() < 0.03
+        self._draw_fates(view)
+        self._draw_orders(view)
+
+    def _draw_fates(self, view: View) -> None:
+        broken = self.dice.random() < 0.1
+        for number in view.workers:
+            one = self._drawn(number, view, 0.5)
+            if broken:
+                one.fate, one.moment, one.fated_step = "raises", "computing", 2
+            self.then(one, 1.0, self.begin)
+
+    def _drawn(self, number: int, view: View | None, harm: float) -> Worker:
+        fate = self.dice.choice(FATES) if self.dice.random() < harm else "well"
+        moment = "computing" if self.dice.random() < 0.2 else self.dice.choice(AS_MEMBER)
+        if view is None and self.dice.random() < 0.5:
+            moment = self.dice.choice(AS_RECRUIT)
+            if moment in ("starting", "knowing where") and self.dice.random() < 0.1:
+                fate = "ends"
+        one = Worker(number, view, fate, moment, self.dice.randrange(STEPS))
+        self.workers[number] = one
+        return one
+
+    def _draw_orders(self, view: View) -> None:
+        if self.dice.random() < 0.4:
+            for _ in range(self.dice.randint(1, 3)):
+                self.after(8.0, lambda: self._scale(self.dice.randint(1, view.replicas)))
+        if self.dice.random() < 0.1:
+            for _ in range(self.dice.choice((1, 1, 1, 2))):
+                self.after(8.0, lambda: self._stop(self.dice.choice((15, 15, 2))))
+
+    def _scale(self, workers: int) -> None:
+        if not refusal(self.state, workers):
+            self.seen["scaled"] += 1
+            self.decide(ScaleRequested(workers))
+
+    def _stop(self, number: int) -> None:
+        self.seen["stopped"] += 1
+        self.decide(StopRequested(number))
+
+    def _come(self) -> None:
+        """A person starts another worker in the place of one that has ended."""
+        if sum(one.alive for one in self.workers.values()) + self.waiting < self.slots:
+            self.seen["came"] += 1
+            self.waiting += 1
+            self.decide(WorkerArrived())
+
+    def run(self) -> None:
+        """Play the job to its end."""
+        for _ in range(2_000):
+            if self.outcome is not None:
+                return
+            due = self.state.due
+            if not self.happen(due):
+                assert due is not None, "a wait without an end"
+                self.now = max(self.now, due)
+                self.decide(DeadlinePassed())
+        raise AssertionError("the job does not end")
+
+    def hear(self, event: Event, step: int) -> None:
+        if isinstance(event, StateGiven):
+            if event.view != self.views[-1].number:
+                self.seen["given too late"] += 1
+            elif not event.failure:
+                self.holds = event.whole, step
+        self.decide(event)
+        if isinstance(event, WorkerExited) and self.state.size.by_hand and self.dice.random() < 0.7:
+            self.after(8.0, self._come)
+
+    def decide(self, event: Event) -> None:
+        """Tell supervision of an event, and do what it decides."""
+        if self.outcome is not None:
+            return
+        decision = decide(self.state, event, self.now)
+        self.state = decision.state
+        assert decision.reason
+        for action in decision.actions:
+            self.act(action)
+
+    def act(self, action: Action) -> None:
+        """Do what supervision has decided."""
+        match action:
+            case StartView(view, _):
+                self._renew(view)
+            case AskMembers(request):
+                self.asked = request
+            case SendPosition(worker):
+                self.tell(worker, "position")
+            case StartWorker(worker):
+                self._start(worker)
+            case AbortExchange():
+                for worker, one in self.workers.items():
+                    if one.alive:
+                        self.tell(worker, "over")
+            case SignalWorker(worker, number):
+                self._signal(self.workers[worker], number)
+            case KillWorker(worker):
+                self.end(self.workers[worker], -9)
+            case ShowMessage(text):
+                self.notices.append(text)
+            case FinishJob(outcome):
+                self.outcome = outcome
+
+    def _renew(self, view: View) -> None:
+        before = self.views[-1]
+        self.views.append(view)
+        for worker in view.workers:
+            if worker not in before.workers and self.holds is not None:
+                self.workers[worker].step = self.holds[1]
+                self.seen["joined"] += 1
+            self.tell(worker, view)
+        for worker in self.state.leaving.intersection(before.workers):
+            self.workers[worker].dismissed = True
+            self.seen["left"] += 1
+            self.tell(worker, "leave")
+        self.asked, self.holds = Request.NOTHING, None
+
+    def _start(self, worker: int) -> None:
+        one = self._drawn(worker, None, 0.5)
+        self.seen["started"] += 1
+        self.waiting -= self.state.size.by_hand
+        assert self.waiting >= 0, "a worker is started by hand, and there is none"
+        if self.dice.random() < 0.02:
+            self.seen["not started"] += 1
+            one.alive = False
+            self.decide(WorkerExited(worker, 1))
+        else:
+            self.then(one, self.pace, self.join)
+
+    def _signal(self, one: Worker, number: int) -> None:
+        if self.state.stage is Stage.SAVING:
+            one.saves = True
+        elif not one.hung or self.dice.random() < 0.5:
+            self.end(one, -number)

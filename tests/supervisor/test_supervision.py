@@ -1,0 +1,443 @@
+"""Supervision: a table of single decisions, and scenarios whose whole trace is written down.
+
+A scenario file is its own golden trace: unindented lines are what happens, indented ones what follows.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.protocol.request import Request
+from lockstep.supervisor.decide import decide
+from lockstep.supervisor.elasticity import refusal
+from lockstep.supervisor.events import (
+    AbortExchange,
+    Action,
+    AskMembers,
+    CheckpointFailed,
+    CheckpointingStarted,
+    CheckpointKept,
+    DeadlinePassed,
+    DistributionStarted,
+    DumpStack,
+    Event,
+    Evidence,
+    FinalStepEnded,
+    FinishJob,
+    JobOutcome,
+    JoinRequested,
+    KillWorker,
+    ScaleRequested,
+    ScriptEnded,
+    ScriptFailed,
+    SendPosition,
+    ShowMessage,
+    SignalWorker,
+    StartView,
+    StartWorker,
+    StateGiven,
+    StopRequested,
+    StrategyCreated,
+    ViewFailed,
+    WaitReported,
+    WorkerArrived,
+    WorkerExited,
+)
+from lockstep.supervisor.state import JobSize, Joiner, Stage, State, TimeLimits
+from lockstep.system.exit_status import signal_name
+from lockstep.system.prose import name_workers
+from lockstep.topology import place
+
+SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
+TWO = State(frozenset({0, 1}), TimeLimits(timeout=60.0))
+ELASTIC = State(
+    frozenset({0, 1}), view=place(4, (0, 1)), elastic=True, size=JobSize.of(2, 1, 1), next_worker=2
+)
+JOINING = replace(
+    ELASTIC,
+    running=frozenset({0, 1, 2}),
+    size=JobSize.of(3, 1, 0),
+    joiners=(Joiner(2, since=1.0),),
+    next_worker=3,
+)
+ASKED = replace(JOINING, joiners=(Joiner(2, 1.0, Request.CHANGE),), asked=Request.CHANGE)
+WAITING = replace(JOINING, size=JobSize.of(3, 3, 0), given=True, patience_ends=60.0)
+ENDING = replace(TWO, stage=Stage.ENDING, outcome=JobOutcome(3, "because"), deadline=8.0)
+TERMINATING = replace(ENDING, stage=Stage.TERMINATING)
+
+PATTERNS: list[tuple[str, type[Event]]] = [
+    (r"the script of worker (?P<worker>\d+) ends", ScriptEnded),
+    (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", WorkerExited),
+    (
+        r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)",
+        ScriptFailed,
+    ),
+    (
+        r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)",
+        WaitReported,
+    ),
+    (r"worker (?P<worker>\d+) has a strategy", StrategyCreated),
+    (r"the script distributes", DistributionStarted),
+    (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", JoinRequested),
+    (
+        r"the chief of view (?P<view>\d+) gives the (?P<whole>state|position)(, but (?P<failure>.*))?",
+        StateGiven,
+    ),
+    (r"a worker is started by hand", WorkerArrived),
+    (r"scale to (?P<workers>\d+)", ScaleRequested),
+    (r"stop by (?P<signal>\d+)", StopRequested),
+    (r"the script keeps checkpoints", CheckpointingStarted),
+    (r"step (?P<step>\d+) ends, the last one", FinalStepEnded),
+    (r"the checkpoint of step (?P<step>\d+) is on the disk", CheckpointKept),
+    (r"a checkpoint cannot be written: (?P<reason>.*)", CheckpointFailed),
+    (r"time passes", DeadlinePassed),
+]
+CONVERT: dict[str, Callable[[str], Any]] = {
+    "worker": int,
+    "step": int,
+    "reason": str,
+    "status": int,
+    "signal": int,
+    "seconds": float,
+    "blames": bool,
+    "summary": str,
+    "what": str,
+    "whole": lambda text: text in ("to be let in", "state"),
+    "view": int,
+    "failure": lambda text: text or "",
+}
+
+
+def parse(text: str) -> Event:
+    for pattern, kind in PATTERNS:
+        if match := re.fullmatch(pattern, text):
+            fields = {
+                name: CONVERT[name](value) for name, value in match.groupdict().items() if name in CONVERT
+            }
+            if "workers" in match.groupdict():
+                workers = tuple(int(worker) for worker in match["workers"].split())
+                fields["workers"] = workers[0] if kind is ScaleRequested else workers
+            return kind(**fields)
+    raise AssertionError(f"no event: {text}")
+
+
+def render(action: Action) -> str:
+    match action:
+        case AbortExchange(reason):
+            return f"abort: {reason}"
+        case StartView(view, _):
+            return f"view {view.number} of {name_workers(view.workers)}"
+        case StartWorker(worker):
+            return f"start worker {worker}"
+        case AskMembers(request):
+            return f"ask the members for {request.name}"
+        case SendPosition(worker):
+            return f"tell worker {worker} where the training is"
+        case SignalWorker(worker, number):
+            return f"signal worker {worker}: {signal_name(number)}"
+        case KillWorker(worker):
+            return f"kill worker {worker}"
+        case DumpStack(worker):
+            return f"ask worker {worker} for its stack"
+        case ShowMessage(text):
+            return f"tell: {text}"
+        case FinishJob(outcome):
+            shown = f" [{outcome.evidence.name} of {outcome.workers}]" if outcome.workers else ""
+            return f"finish with {outcome.status}: {outcome.message or 'all is well'}{shown}"
+
+
+def trace(scenario: str) -> str:
+    """What the scenario's happenings lead to, written as a scenario."""
+    lines, state = [], State(frozenset())
+    for line in scenario.splitlines():
+        if line.startswith(" "):
+            continue
+        lines.append(line)
+        if match := re.fullmatch(r"workers (\d+), timeout (\d+)", line):
+            count = int(match[1])
+            view = place(count, tuple(range(count)))
+            limits = TimeLimits(timeout=float(match[2]))
+            state = State(frozenset(view.workers), limits, view=view, distributes=True)
+        elif match := re.fullmatch(r"at least (\d+), restarts (\d+)(?:, replicas (\d+))?", line):
+            count = len(state.running)
+            view = place(int(match[3] or count), tuple(range(count)))
+            size = JobSize.of(count, int(match[1]), int(match[2]))
+            state = replace(state, size=size, next_worker=count, view=view)
+        elif line == "workers are started by hand":
+            size = JobSize(len(state.running), by_hand=True)
+            state = replace(state, size=size, next_worker=len(state.running))
+        elif line == "nothing is distributed yet":
+            state = replace(state, distributes=False)
+        elif line == "keeps checkpoints":
+            state = replace(state, keeps=True)
+        elif match := re.fullmatch(r"([\d.]+): (.*)", line):
+            decision = decide(state, parse(match[2]), float(match[1]))
+            state = decision.state
+            lines += [f"    {render(action)}" for action in decision.actions]
+            due = "" if state.due is None else f", due {state.due:g}"
+            lines.append(f"    = {state.stage.name}{due}: {decision.reason}")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_scenario(path: Path) -> None:
+    assert trace(path.read_text()) == path.read_text()
+
+
+def test_there_are_scenarios() -> None:
+    assert len(SCENARIOS) >= 40
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "actions", "stage"),
+    [
+        (TWO, WorkerExited(0, 0), (), Stage.RUNNING),
+        (TWO, WorkerExited(1, 3), (AbortExchange("worker 1 exited with status 3"),), Stage.ENDING),
+        (TWO, WorkerExited(1, -11), (AbortExchange("worker 1 was killed by SIGSEGV"),), Stage.ENDING),
+        (
+            TWO,
+            ScriptFailed(1, 1, "E: x", False),
+            (AbortExchange("worker 1 exited with status 1: E: x"),),
+            Stage.ENDING,
+        ),
+        (
+            TWO,
+            ScriptFailed(1, 1, "E: x", False, prints=False),
+            (AbortExchange("worker 1: E: x"),),
+            Stage.ENDING,
+        ),
+        (TWO, ScriptFailed(1, 1, "E: x", True), (), Stage.RUNNING),
+        (
+            replace(TWO, running=frozenset({1})),
+            ScriptFailed(1, 1, "E: x", True),
+            (AbortExchange("worker 1 exited with status 1: E: x"),),
+            Stage.ENDING,
+        ),
+        (TWO, WaitReported(0, "step 1", (1,), 59.9), None, Stage.RUNNING),
+        (TWO, WaitReported(0, "step 1", (1,), 60.0), (DumpStack(1),), Stage.LOOKING),
+        (TWO, WaitReported(0, "step 1", (1,), 9.9), (), Stage.RUNNING),
+        (TWO, StopRequested(2), (SignalWorker(0, 2), SignalWorker(1, 2)), Stage.TERMINATING),
+        (TWO, DeadlinePassed(), (), Stage.RUNNING),
+        (ENDING, DeadlinePassed(), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
+        (ENDING, WorkerExited(0, 1), (), Stage.ENDING),
+        (ENDING, ScriptFailed(0, 1, "E: y", False), (), Stage.ENDING),
+        (ENDING, WaitReported(0, "step 1", (1,), 99.0), (), Stage.ENDING),
+        (ENDING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
+        (TERMINATING, StopRequested(15), (KillWorker(0), KillWorker(1)), Stage.KILLING),
+        (TERMINATING, DeadlinePassed(), (KillWorker(0), KillWorker(1)), Stage.KILLING),
+        (
+            replace(TERMINATING, stage=Stage.KILLING),
+            DeadlinePassed(),
+            (FinishJob(JobOutcome(3, "because")),),
+            Stage.FINISHED,
+        ),
+        (
+            replace(ENDING, running=frozenset({1})),
+            WorkerExited(1, -9),
+            (FinishJob(JobOutcome(3, "because")),),
+            Stage.FINISHED,
+        ),
+        (
+            replace(TWO, running=frozenset({1})),
+            WorkerExited(1, 0),
+            (FinishJob(JobOutcome(0)),),
+            Stage.FINISHED,
+        ),
+        (
+            replace(TWO, running=frozenset({1})),
+            WorkerExited(1, -9),
+            (FinishJob(JobOutcome(137, "worker 1 was killed by SIGKILL", (1,), Evidence.LOG)),),
+            Stage.FINISHED,
+        ),
+        (replace(TWO, stage=Stage.FINISHED), StopRequested(2), (), Stage.FINISHED),
+    ],
+)
+def test_decision(state: State, event: Event, actions: tuple[object, ...] | None, stage: Stage) -> None:
+    decision = decide(state, event, 8.0)
+    if actions is not None:
+        assert decision.actions == actions
+    assert decision.state.stage is stage
+    assert decision.reason
+
+
+@pytest.mark.parametrize(
+    ("state", "event", "actions"),
+    [
+        (ELASTIC, WorkerExited(1, -9), (StartView, ShowMessage, StartWorker(2))),
+        (ELASTIC, WorkerExited(1, 0), ()),
+        (
+            ELASTIC,
+            ScaleRequested(4),
+            (ShowMessage("the job now wants 4 workers"), StartWorker(2), StartWorker(3)),
+        ),
+        (
+            ELASTIC,
+            ScaleRequested(1),
+            (ShowMessage("the job now wants 1 worker"), AskMembers(Request.CHANGE)),
+        ),
+        (ELASTIC, ViewFailed("no memory"), (AbortExchange("no memory"),)),
+        (JOINING, JoinRequested(2, whole=False), (AskMembers(Request.POSITION),)),
+        (JOINING, JoinRequested(2, whole=True), (AskMembers(Request.CHANGE),)),
+        (JOINING, JoinRequested(1, whole=True), ()),
+        (JOINING, WorkerExited(2, -9), (ShowMessage,)),
+        (JOINING, WorkerExited(1, 0), (KillWorker(2),)),
+        (JOINING, ScaleRequested(2), (KillWorker(2), ShowMessage)),
+        (ASKED, StateGiven(1, whole=True), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
+        (ASKED, StateGiven(1, whole=True, failure="no memory"), (KillWorker(2), StartView, ShowMessage)),
+        (ASKED, StateGiven(0, whole=True), ()),
+        (ASKED, WorkerExited(2, -9), (ShowMessage, AskMembers(Request.NOTHING))),
+        (WAITING, JoinRequested(2, whole=False), (SendPosition(2),)),
+        (WAITING, JoinRequested(2, whole=True), (StartView, ShowMessage)),
+        (WAITING, WorkerExited(2, -9), (AbortExchange,)),
+        (WAITING, WaitReported(0, "the change of workers", (1,), 700.0), ()),
+        (WAITING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15), SignalWorker(2, 15))),
+        (replace(WAITING, keeps=True), StopRequested(15), (SignalWorker(0, 15), StartView, ShowMessage)),
+        (replace(WAITING, patience_ends=8.0), DeadlinePassed(), (AbortExchange,)),
+        (replace(ELASTIC, finished=frozenset({1})), WorkerExited(0, -9), (StartView, ShowMessage)),
+    ],
+)
+def test_decision_about_who_takes_part(state: State, event: Event, actions: tuple[object, ...]) -> None:
+    decided = decide(state, event, 8.0).actions
+    assert len(decided) == len(actions)
+    for action, expected in zip(decided, actions, strict=True):
+        assert (type(action) if isinstance(expected, type) else action) == expected
+
+
+@pytest.mark.parametrize(
+    ("state", "workers", "reason"),
+    [
+        (ELASTIC, 3, ""),
+        (ELASTIC, 5, "5 workers cannot share 4 replicas"),
+        (replace(ELASTIC, size=JobSize.of(2, 2, 0)), 1, "with fewer than 2 workers training would wait"),
+        (replace(ELASTIC, size=JobSize(2, by_hand=True)), 2, ""),
+        (replace(ELASTIC, size=JobSize(2, by_hand=True)), 3, "the workers of this job are started by hand"),
+        (replace(ELASTIC, elastic=False), 3, "the script has created no strategy and compiled no model yet"),
+        (replace(ELASTIC, stage=Stage.LOOKING), 3, "a worker seems to be stuck"),
+        (replace(ELASTIC, stage=Stage.SAVING), 3, "the job is ending"),
+        (replace(ELASTIC, finished=frozenset({1})), 3, "the job is ending"),
+    ],
+)
+def test_who_asks_for_a_number_of_workers_hears_why_not(state: State, workers: int, reason: str) -> None:
+    assert refusal(state, workers).startswith(reason)
+    assert bool(refusal(state, workers)) == bool(reason)
+
+
+def test_a_notice_comes_once_per_late_worker_and_interval() -> None:
+    texts, state = [], State(frozenset({0, 1, 2}))
+    for now in range(1, 31):
+        for worker in (0, 1):
+            decision = decide(state, WaitReported(worker, "step 4", (2,), float(now)), float(now))
+            state = decision.state
+            texts += [action.text for action in decision.actions if isinstance(action, ShowMessage)]
+    assert texts == [f"worker 0 has waited {now} s for worker 2 in step 4" for now in (10, 20, 30)]
+
+
+def test_a_worker_that_waits_again_for_a_live_one_is_not_deserted() -> None:
+    state = replace(TWO, running=frozenset({0, 2}))
+    for workers in [(1,), (2,), (1,)]:
+        decision = decide(state, WaitReported(0, "barrier", workers, 1.0), 1.0)
+        state = decision.state
+        assert decision.actions == ()
+    assert decide(state, WaitReported(0, "barrier", (1,), 1.5), 1.5).state.stage is Stage.ENDING
+
+
+workers = st.integers(0, 2)
+events = st.one_of(
+    st.builds(WorkerExited, workers, st.sampled_from([0, 0, 1, 3, -9])),
+    st.builds(ScriptEnded, workers),
+    st.builds(ScriptFailed, workers, st.just(1), st.just("E"), st.booleans()),
+    st.builds(
+        WaitReported, workers, st.just("step"), st.lists(workers, min_size=1).map(tuple), st.floats(0, 20)
+    ),
+    st.builds(StopRequested, st.sampled_from([2, 15])),
+    st.builds(FinalStepEnded, st.just(3)),
+    st.builds(CheckpointKept, st.just(3)),
+    st.builds(CheckpointFailed, st.just("the disk is full")),
+    st.just(DeadlinePassed()),
+)
+others = st.integers(0, 9)
+changes = st.one_of(
+    st.builds(JoinRequested, others, st.booleans()),
+    st.builds(StateGiven, st.integers(1, 6), st.booleans(), st.sampled_from(["", "", "no memory"])),
+    st.builds(ScaleRequested, st.integers(1, 6)),
+    st.builds(WorkerExited, others, st.sampled_from([1, -9])),
+    st.builds(ScriptFailed, others, st.just(1), st.just("E"), st.just(False)),
+    st.builds(ViewFailed, st.just("no memory")),
+)
+states = st.builds(
+    lambda size, keeps: State(
+        frozenset({0, 1, 2}),
+        TimeLimits(timeout=10),
+        view=place(5, (0, 1, 2)),
+        elastic=True,
+        keeps=keeps,
+        size=size,
+        next_worker=3,
+    ),
+    st.builds(JobSize.of, st.just(3), st.integers(1, 3), st.integers(0, 3)),
+    st.booleans(),
+)
+
+
+def happens(state: State, event: Event) -> bool:
+    """Whether `event` can come: from a worker that runs, from a person who is not refused, after a view."""
+    if isinstance(event, WorkerExited | ScriptEnded | ScriptFailed | WaitReported | JoinRequested):
+        return event.worker in state.running
+    if isinstance(event, ViewFailed):
+        return state.stage is Stage.RUNNING
+    return not isinstance(event, ScaleRequested) or not refusal(state, event.workers)
+
+
+def check(before: State, actions: tuple[Action, ...], after: State) -> None:
+    for action in actions:
+        match action:
+            case SignalWorker(worker, _) | KillWorker(worker) | DumpStack(worker) | SendPosition(worker):
+                assert worker in before.running
+            case StartWorker(worker):
+                assert worker >= before.next_worker
+                assert worker in after.running
+            case StartView(view, _):
+                assert before.view is not None
+                assert view.number == before.view.number + 1
+                assert set(view.workers) <= after.present
+            case FinishJob():
+                assert action is actions[-1]
+
+
+def play(state: State, happenings: list[tuple[float, Event]]) -> None:
+    """Let things happen to a job; then time passes, which alone ends it once something has decided so."""
+    now, finishes, aborts = 0.0, 0, 0
+    for passed, event in [*happenings, *[(30.0, DeadlinePassed())] * 8]:
+        now += passed
+        if not happens(state, event):
+            continue
+        decision = decide(state, event, now)
+        check(state, decision.actions, decision.state)
+        finishes += sum(isinstance(action, FinishJob) for action in decision.actions)
+        aborts += sum(isinstance(action, AbortExchange) for action in decision.actions)
+        if state.stage not in (Stage.RUNNING, Stage.LOOKING):
+            assert decision.state.outcome == state.outcome
+        state = decision.state
+    assert aborts <= 1
+    assert finishes == (state.stage is Stage.FINISHED)
+    assert (state.stage is Stage.FINISHED) == (state.outcome is not None)
+
+
+@given(st.lists(st.tuples(st.floats(0, 5), events), max_size=30))
+def test_whatever_happens_the_job_ends_once_and_nothing_is_done_to_ended_workers(
+    happenings: list[tuple[float, Event]],
+) -> None:
+    play(State(frozenset({0, 1, 2}), TimeLimits(timeout=10)), happenings)
+
+
+@given(states, st.lists(st.tuples(st.floats(0, 5), st.one_of(events, changes)), max_size=40))
+def test_whoever_joins_and_leaves_the_job_ends_once(
+    state: State, happenings: list[tuple[float, Event]]
+) -> None:
+    play(state, happenings)

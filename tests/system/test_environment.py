@@ -1,0 +1,214 @@
+"""What workers find in their environment, and what Lockstep reads in its own."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import ConfigError
+from lockstep.system.environment import (
+    WorkerConfig,
+    cache_folder,
+    environment_at_start,
+    forget_worker,
+    read_worker,
+    switched_off,
+    tf_config,
+    usable_cores,
+    visible_gpus,
+    worker_environment,
+)
+
+CONFIG = WorkerConfig(
+    worker=1,
+    workers=2,
+    replicas=3,
+    seed=2**32 + 7,
+    threads=4,
+    timeout=1.5,
+    run_dir=Path("/runs/a b"),
+    agent=99,
+    control=5,
+    pool=8,
+    segment=6,
+)
+
+
+def test_read_inverts_write() -> None:
+    for config in (CONFIG, replace(CONFIG, tf_distribute=True), replace(CONFIG, by_hand=True)):
+        assert read_worker(worker_environment(config, {})) == config
+
+
+def test_the_whole_environment_of_a_worker() -> None:
+    inherited = {"HOME": "/home", "OMP_NUM_THREADS": "64", "LOCKSTEP_OLD": "x", "TF_CONFIG": "old"}
+    assert worker_environment(CONFIG, inherited) == {
+        "HOME": "/home",
+        "LOCKSTEP_WORKER": "1",
+        "LOCKSTEP_WORKERS": "2",
+        "LOCKSTEP_REPLICAS": "3",
+        "LOCKSTEP_SEED": str(2**32 + 7),
+        "LOCKSTEP_THREADS": "4",
+        "LOCKSTEP_TIMEOUT": "1.5",
+        "LOCKSTEP_RUN_DIR": "/runs/a b",
+        "LOCKSTEP_AGENT": "99",
+        "LOCKSTEP_CONTROL_FD": "5",
+        "LOCKSTEP_ARENA_FD": "6",
+        "LOCKSTEP_POOL_FD": "8",
+        "NPROC": "4",
+        "OMP_NUM_THREADS": "4",
+        "OPENBLAS_NUM_THREADS": "4",
+        "MKL_NUM_THREADS": "4",
+        "TF_NUM_INTRAOP_THREADS": "4",
+        "TF_NUM_INTEROP_THREADS": "1",
+        "OMP_DYNAMIC": "FALSE",
+        "MKL_DYNAMIC": "FALSE",
+        "PYTHONHASHSEED": "7",
+        "PYTHONUNBUFFERED": "1",
+        "TF_CONFIG": tf_config(1, 3),
+    }
+
+
+def test_backend_and_devices_only_if_asked() -> None:
+    plain = worker_environment(CONFIG, {})
+    asked = worker_environment(CONFIG, {}, backend="torch", devices="0,1")
+    assert asked == plain | {
+        "KERAS_BACKEND": "torch",
+        "MALLOC_TRIM_THRESHOLD_": "1073741824",
+        "MALLOC_MMAP_THRESHOLD_": "268435456",
+        "CUDA_VISIBLE_DEVICES": "0,1",
+        "XLA_FLAGS": "--xla_gpu_deterministic_ops=true",
+        "TF_DETERMINISTIC_OPS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    }
+
+
+@pytest.mark.parametrize(("backend", "kept"), [("tensorflow", True), ("torch", True), ("jax", False)])
+def test_glibc_keeps_the_memory_of_backends_that_take_it_from_there(backend: str, kept: bool) -> None:
+    assert ("MALLOC_TRIM_THRESHOLD_" in worker_environment(CONFIG, {}, backend=backend)) == kept
+
+
+@pytest.mark.parametrize(
+    ("quota", "counted"), [("max 100000", None), ("150000 100000", 1), ("50000 100000", 1)]
+)
+def test_cores_are_counted_by_affinity_and_by_the_time_that_cgroups_allow(
+    tmp_path: Path, quota: str, counted: int | None
+) -> None:
+    (tmp_path / "proc" / "self").mkdir(parents=True)
+    (tmp_path / "proc" / "self" / "cgroup").write_text("0::/job\n")
+    (tmp_path / "cgroup" / "job").mkdir(parents=True)
+    (tmp_path / "cgroup" / "job" / "cpu.max").write_text(f"{quota}\n")
+    found = usable_cores(tmp_path / "proc", tmp_path / "cgroup")
+    assert found == (counted or len(os.sched_getaffinity(0)))
+
+
+def test_workers_that_share_a_gpu_take_memory_on_demand() -> None:
+    alone = worker_environment(CONFIG, {}, devices="0")
+    shared = worker_environment(CONFIG, {}, devices="0", shared=True)
+    assert shared == alone | {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "TF_FORCE_GPU_ALLOW_GROWTH": "true",
+    }
+
+
+def test_what_a_person_decided_about_determinism_stays_and_is_named() -> None:
+    off = {
+        "XLA_FLAGS": "--xla_gpu_deterministic_ops=false --xla_dump_to=x",
+        "TF_DETERMINISTIC_OPS": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":0:0",
+    }
+    made = worker_environment(CONFIG, off, devices="0")
+    assert {name: made[name] for name in off} == off
+    assert switched_off(off) == tuple(off)
+    assert switched_off({}) == ()
+    kept = worker_environment(CONFIG, {"XLA_FLAGS": "--xla_dump_to=x"}, devices="0")
+    assert kept["XLA_FLAGS"] == "--xla_dump_to=x --xla_gpu_deterministic_ops=true"
+
+
+def test_only_the_index_of_a_tf_config_depends_on_the_worker() -> None:
+    first, second = json.loads(tf_config(0, 3)), json.loads(tf_config(1, 3))
+    assert second == first | {"task": {"type": "worker", "index": 1}}
+    assert first["cluster"] == {"worker": ["127.0.0.1:20000", "127.0.0.1:20001", "127.0.0.1:20002"]}
+
+
+def test_the_environment_at_the_start_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "environ"
+    file.write_bytes(b"HOME=/home\0EMPTY=\0FLAGS=a=b c\0")
+    assert environment_at_start(file) == {"HOME": "/home", "EMPTY": "", "FLAGS": "a=b c"}
+    monkeypatch.setenv("LATER", "x")
+    assert "LATER" not in environment_at_start()
+    file.write_bytes(b"a title\0\0\0")
+    assert environment_at_start(file)["LATER"] == "x"
+
+
+def test_a_worker_that_forgets_leaves_the_rest() -> None:
+    environment = worker_environment(CONFIG, {"HOME": "/home"})
+    forget_worker(environment)
+    assert [name for name in environment if name.startswith("LOCKSTEP_")] == []
+    assert environment["HOME"] == "/home"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("WORKER", "-1", "expected a whole number, 0 or more"),
+        ("WORKER", "٣", "expected a whole number, 0 or more"),
+        ("WORKERS", "0", "expected a whole number, 1 or more"),
+        ("SEED", "", "expected a whole number, 0 or more"),
+        ("TIMEOUT", "soon", "expected seconds"),
+        ("TIMEOUT", "nan", "expected seconds, more than 0"),
+        ("RUN_DIR", "runs", "expected an absolute path"),
+    ],
+)
+def test_a_wrong_variable_is_named(name: str, value: str, expected: str) -> None:
+    environment = worker_environment(CONFIG, {}) | {f"LOCKSTEP_{name}": value}
+    with pytest.raises(ConfigError) as caught:
+        read_worker(environment)
+    assert str(caught.value) == f"LOCKSTEP_{name} is {value!r}: {expected}"
+
+
+@pytest.mark.parametrize("name", [name for name in worker_environment(CONFIG, {}) if name[:5] == "LOCKS"])
+def test_a_missing_variable_is_named(name: str) -> None:
+    environment = worker_environment(CONFIG, {})
+    del environment[name]
+    with pytest.raises(ConfigError, match=f"^{name} is not set: "):
+        read_worker(environment)
+
+
+def test_the_worker_must_be_one_of_the_workers() -> None:
+    environment = worker_environment(replace(CONFIG, worker=2), {})
+    with pytest.raises(ConfigError, match=r"^LOCKSTEP_WORKER is 2, but the 2 workers count from 0$"):
+        read_worker(environment)
+
+
+@pytest.mark.parametrize(
+    ("listed", "gpus"),
+    [
+        (None, ("0", "1")),
+        ("", ()),
+        ("-1", ()),
+        ("3", ("3",)),
+        ("2, GPU-x", ("2", "GPU-x")),
+        ("2,-1,3", ("2",)),
+    ],
+)
+def test_visible_gpus(listed: str | None, gpus: tuple[str, ...], tmp_path: Path) -> None:
+    for bus in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / bus).mkdir()
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert visible_gpus(environment, tmp_path) == gpus
+
+
+def test_no_driver_no_gpu(tmp_path: Path) -> None:
+    assert visible_gpus({}, tmp_path / "nix") == ()
+
+
+def test_the_cache_of_a_user_without_a_home_is_not_at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder({"XDG_CACHE_HOME": "/a", "HOME": "/b"}) == Path("/a/lockstep")
+    assert cache_folder({"HOME": "/b"}) == Path("/b/.cache/lockstep")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    assert cache_folder({}) == Path("~root/.cache/lockstep").expanduser()
+    # No system has a name for that one.
+    monkeypatch.setattr(os, "geteuid", lambda: 2**31 - 7)
+    assert cache_folder({}) == Path("/nonexistent/.cache/lockstep")

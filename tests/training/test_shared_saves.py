@@ -1,0 +1,89 @@
+"""Workers that save the same state to the same path share the work; nobody waits in silence or for ever."""
+
+import fcntl
+import os
+from pathlib import Path
+
+import pytest
+
+from lockstep.errors import PeerStuckError
+from lockstep.keras import shared_saves
+from lockstep.keras.shared_saves import write_once
+
+
+def save(folder: Path, state: bytes, text: str) -> list[str]:
+    """Save `text` as somebody would who has `state`; return the paths that were really written."""
+    written: list[str] = []
+
+    def write(path: str) -> None:
+        written.append(path)
+        Path(path).write_text(text)
+
+    write_once(folder / "notes", folder / "file.txt", state, write, rename=True)
+    return written
+
+
+def test_the_first_to_come_writes_and_the_others_find_it(tmp_path: Path) -> None:
+    (temporary,) = save(tmp_path, b"one", "first")
+    assert Path(temporary).parent.parent == tmp_path
+    assert Path(temporary).name == "file.txt"
+    assert not Path(temporary).parent.exists()
+    assert save(tmp_path, b"one", "second") == []
+    assert (tmp_path / "file.txt").read_text() == "first"
+
+
+def test_another_state_and_a_file_that_is_gone_are_written(tmp_path: Path) -> None:
+    save(tmp_path, b"one", "first")
+    assert len(save(tmp_path, b"two", "second")) == 1
+    assert (tmp_path / "file.txt").read_text() == "second"
+    (tmp_path / "file.txt").unlink()
+    assert len(save(tmp_path, b"two", "third")) == 1
+
+
+def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, b"one", "first")
+
+    def fail(path: str) -> None:
+        Path(path).write_text("half")
+        raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match=r"cannot write .*file.txt: No space left"):
+        write_once(tmp_path / "notes", tmp_path / "file.txt", b"two", fail, rename=True)
+    assert (tmp_path / "file.txt").read_text() == "first"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.txt", "notes"]
+    assert len(save(tmp_path, b"two", "second")) == 1
+
+
+def test_nothing_is_written_through_a_link_with_a_name_that_can_be_guessed(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("of somebody else")
+    for name in (f".{os.getpid()}-file.txt", ".file.txt"):
+        (tmp_path / name).symlink_to("other")
+    save(tmp_path, b"one", "first")
+    assert (tmp_path / "other").read_text() == "of somebody else"
+    assert (tmp_path / "file.txt").read_text() == "first"
+
+
+def test_folders_above_are_for_those_who_write(tmp_path: Path) -> None:
+    def write(path: str) -> None:
+        Path(path).mkdir(parents=True)
+        (Path(path) / "file.txt").write_text("first")
+
+    for state in (b"one", b"two"):
+        write_once(tmp_path / "notes", tmp_path / "a" / "b" / "model", state, write, rename=True)
+        assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["model"]
+        assert (tmp_path / "a" / "b" / "model" / "file.txt").read_text() == "first"
+
+
+def test_a_worker_that_writes_for_ever_is_waited_for_aloud_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, b"one", "first")
+    (note,) = (tmp_path / "notes").iterdir()
+    monkeypatch.setattr(shared_saves, "_SAY_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(shared_saves, "_PATIENCE_SECONDS", 0.05)
+    with note.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(PeerStuckError, match=r"another worker has been writing .*file.txt"):
+            save(tmp_path, b"two", "second")
+    assert "for another worker that writes" in capsys.readouterr().err
+    assert (tmp_path / "file.txt").read_text() == "first"

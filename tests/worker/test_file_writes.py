@@ -1,0 +1,85 @@
+"""Which files are a program's own results, and which line writes them."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import lockstep
+from lockstep.worker.file_writes import LibraryFolders, line_of_program
+
+
+@pytest.fixture
+def places(tmp_path: Path) -> LibraryFolders:
+    return LibraryFolders([tmp_path / "run"], tmp_path / "home", tmp_path / "home/.hidden/work")
+
+
+@pytest.mark.parametrize(
+    ("path", "own"),
+    [
+        ("results.csv", True),
+        ("home/results.csv", True),
+        ("home/.hidden/work/results.csv", True),
+        ("home/.bashrc", True),
+        ("home/.keras/datasets/mnist.npz", False),
+        ("home/.other/a.csv", False),
+        ("run/note", False),
+        ("work/__pycache__/a.cpython-311.pyc", False),
+        ("work/data.lock", False),
+    ],
+)
+def test_places(places: LibraryFolders, tmp_path: Path, path: str, own: bool) -> None:
+    assert places.are_not_the_program_s(str(tmp_path / path)) is not own
+
+
+def test_the_home_of_a_container_may_be_the_root() -> None:
+    places = LibraryFolders([], Path("/"), Path("/work"))
+    assert places.are_not_the_program_s("/.cache/fonts.json")
+    assert not places.are_not_the_program_s("/work/results.csv")
+
+
+def test_what_is_no_file_is_nobodys_result(places: LibraryFolders, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (f"{tmp_path}/pipe", str(tmp_path), "/dev/null", "/proc/self/comm"):
+        assert places.are_not_the_program_s(path)
+    (tmp_path / "file").touch()
+    assert not places.are_not_the_program_s(f"{tmp_path}/file")
+
+
+def called_through(*files: str) -> FrameType:
+    """Return the frame of a function that code of these files has called, the last of them in its line 2."""
+    call: Callable[[], Any] = lambda: sys._getframe(1)  # noqa: E731
+    for file in reversed(files):
+        found: dict[str, Any] = {"call": call}
+        exec(compile("def through():\n return call()", file, "exec"), found)
+        call = found["through"]
+    return call()  # type: ignore[no-any-return]
+
+
+SCRIPT, HELPER = "/work/train.py", "/work/helper.py"
+LIBRARY = f"{Path(pytest.__file__).parent}/image.py"
+OURS = f"{Path(lockstep.__file__).parent}/keras/callbacks.py"
+IMPORT = "<frozen importlib._bootstrap>"
+
+
+@pytest.mark.parametrize(
+    ("files", "line"),
+    [
+        ([SCRIPT], "train.py:2"),
+        ([SCRIPT, LIBRARY, os.__file__], "train.py:2"),
+        ([SCRIPT, HELPER, "<string>", LIBRARY], "helper.py:2"),
+        # A callback of the program's own, and one of Keras's, which Lockstep lets one worker call.
+        ([SCRIPT, OURS, HELPER], "helper.py:2"),
+        ([SCRIPT, OURS, LIBRARY], None),
+        # What a library keeps for itself when it is imported, and what a module of the program writes.
+        ([SCRIPT, IMPORT, LIBRARY], None),
+        ([SCRIPT, IMPORT, HELPER], "helper.py:2"),
+        (["<ipython-input-1-abc>", LIBRARY], "<ipython-input-1-abc>:2"),
+    ],
+)
+def test_the_line_of_the_program(files: list[str], line: str | None) -> None:
+    assert line_of_program(called_through(*files)) == line

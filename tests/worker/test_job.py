@@ -1,0 +1,89 @@
+"""A job's calls of the exchange where workers differ: who goes on, and who ends."""
+
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import pytest
+
+from lockstep.collectives.contract import Communicator
+from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.topology import View, place
+from lockstep.worker.job import Alone, Job, Place, by_itself
+
+
+class Ended(BaseException):
+    """This worker's process has ended."""
+
+
+@dataclass
+class Agent(Alone):
+    """Lets worker 0 go on alone, and notes who left, and why the view was over."""
+
+    heard: list[object] = field(default_factory=list)
+
+    def next_place(self, lost: PeerLostError) -> Place:
+        self.heard.append(str(lost))
+        view = place(4, (0,), 2)
+        return view, by_itself(view)
+
+    def leave(self, differs: DisagreementError) -> NoReturn:
+        self.heard.append(differs)
+        raise Ended
+
+
+@dataclass
+class Call:
+    """A call of the exchange in which `others` differ from the chief, as long as they are there."""
+
+    others: tuple[int, ...]
+    views: list[int] = field(default_factory=list)
+
+    def __call__(self, view: View, communicator: Communicator) -> str:
+        self.views.append(view.number)
+        if set(self.others).intersection(view.workers):
+            raise DisagreementError("they differ", self.others)
+        return "done"
+
+
+def job_of(worker: int, began_with: int | None) -> tuple[Job, Agent]:
+    view, agent = place(4, (0, 1, 4, 5)), Agent()
+    communicator = by_itself(place(1, (0,)))
+    return Job(view, worker, 0, 1, communicator, print, membership=agent, began_with=began_with), agent
+
+
+def test_a_call_is_made_again_without_those_that_joined_and_differ() -> None:
+    job, agent = job_of(worker=0, began_with=4)
+    call = Call((4, 5))
+    assert job.exchange(call) == "done"
+    assert call.views == [1, 2]
+    assert job.view.workers == (0,)
+    assert agent.heard == ["they differ"]
+
+
+def test_who_has_joined_and_differs_ends() -> None:
+    job, agent = job_of(worker=4, began_with=4)
+    with pytest.raises(Ended):
+        job.exchange(Call((4,)))
+    (differs,) = agent.heard
+    assert isinstance(differs, DisagreementError)
+    assert differs.workers == (4,)
+
+
+@pytest.mark.parametrize(("others", "began_with"), [((1,), 4), ((1, 4), 4), ((), 4), ((4,), None)])
+@pytest.mark.parametrize("worker", [0, 4])
+def test_otherwise_a_difference_is_an_error_everywhere(
+    others: tuple[int, ...], began_with: int | None, worker: int
+) -> None:
+    job, agent = job_of(worker, began_with)
+
+    def call(view: View, communicator: Communicator) -> None:
+        raise DisagreementError("they differ", others)
+
+    with pytest.raises(DisagreementError, match=r"^they differ$"):
+        job.exchange(call)
+    assert agent.heard == []
+
+
+def test_a_process_by_itself_has_nobody_to_leave() -> None:
+    with pytest.raises(DisagreementError, match=r"^they differ$"):
+        Alone().leave(DisagreementError("they differ", (1,)))

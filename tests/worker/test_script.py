@@ -1,0 +1,169 @@
+"""A script is found, and run, as `python` itself would."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.errors import ConfigError, LockstepError, ModelError, ScopeError
+from lockstep.worker.script import Script, summarize, summarize_own
+
+SHOW = """
+import sys
+names = ["__name__", "__file__", "__package__", "__cached__", "__doc__"]
+print({name: globals().get(name) for name in names}, sorted(globals()))
+print(__spec__ and __spec__.name, type(__loader__).__name__, sys.argv, sys.path[0])
+print(sys.modules["__main__"].__dict__ is globals())
+"""
+RUN = "import sys; from lockstep.worker.script import Script; Script.parse(sys.argv[1:]).run()"
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert done.stderr == ""
+    return done.stdout
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("print('package')\n")
+    for name in ("__main__", "train"):
+        (package / f"{name}.py").write_text(SHOW)
+    (tmp_path / "link.py").symlink_to(package / "train.py")
+    (tmp_path / "data").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["package/train.py"],
+        ["package/train.py", "-n", "3", "--", "x"],
+        ["link.py"],
+        ["-m", "package.train", "-m", "x"],
+        ["-m", "package"],
+    ],
+)
+def test_it_sees_what_python_shows(arguments: list[str], folder: Path) -> None:
+    assert run(["-P", "-c", RUN, *arguments], folder) == run(arguments, folder)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (Script("nix.py", False), "there is no script nix.py (looked in {cwd})"),
+        (Script("data", False), "data is a folder, not a Python script"),
+        (Script("nix", True), "-m nix: there is no module 'nix' here or installed"),
+        (Script("package.nix", True), "-m package.nix: there is no module 'package.nix' here or installed"),
+        (Script("json.tool.x", True), "-m json.tool.x: there is no module 'json.tool.x' here or installed"),
+        (
+            Script("email", True),
+            "-m email: it is a package without a module `__main__`; name one of its modules",
+        ),
+        (Script("math", True), "-m math: it has no Python code to run"),
+    ],
+)
+def test_what_cannot_be_found_is_named(
+    script: Script, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    expected = message.format(cwd=folder)
+    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
+        script.check()
+
+
+def test_checking_imports_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Script("package.train", True).check()
+        Script("package", True).check()
+    assert capsys.readouterr().out == ""
+    assert "package" not in sys.modules
+
+
+def broken() -> BaseException:
+    error = ValueError("no good\nat all")
+    error.add_note("by the way")
+    return error
+
+
+OF_A_GRAPH = """Graph execution error:
+
+Detected at node PyFunc defined at (most recent call last):
+  File "script.py", line 1, in <module>
+
+2 root error(s) found.
+the innermost cause
+\t [[{{node PyFunc}}]]
+0 successful operations.
+0 derived errors ignored. [Op:__inference_step_1]"""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (broken(), "ValueError: no good"),
+        (KeyError("k"), "KeyError: 'k'"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+        (ConfigError("x"), "lockstep.errors.ConfigError: x"),
+        (SyntaxError("bad", ("f.py", 3, 1, "def (\n")), "SyntaxError: bad"),
+        (RuntimeError(OF_A_GRAPH), "RuntimeError: Graph execution error: the innermost cause"),
+    ],
+)
+def test_an_error_in_one_line(error: BaseException, text: str) -> None:
+    assert summarize(error) == text
+
+
+def raised(raises: str, *files: str) -> LockstepError:
+    """Return what is raised in line 2 of the last of these files, whose functions call each other."""
+    call: Any = lambda: None  # noqa: E731
+    for number, file in enumerate(reversed(files)):
+        found = {"call": call, "ModelError": ModelError, "ScopeError": ScopeError}
+        does = "return call()" if number else raises
+        exec(compile(f"def through():\n {does}", file, "exec"), found)
+        call = found["through"]
+    with pytest.raises(LockstepError) as caught:
+        call()
+    return caught.value
+
+
+LIBRARY = f"{Path(pytest.__file__).parent}/trainer.py"
+AGAIN = """
+ try: raise ModelError("no such step; write another")
+ except ModelError as error:
+  raise ModelError(f"{begins}\\n\\n    File \\"/work/loss.py\\", line 7, in fn  *\\n    ModelError: {error}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (
+            raised("raise ScopeError('not in it;\\n  write this')", "/work/a.py", "/work/b.py", LIBRARY),
+            "ScopeError: not in it; write this (b.py:2)",
+        ),
+        (
+            raised(AGAIN.replace("{begins}", "in user code:"), "/work/a.py", LIBRARY),
+            "ModelError: no such step; write another (loss.py:7)",
+        ),
+        (
+            raised(AGAIN.replace("{begins}", "Exception encountered when calling L.call()."), "/work/a.py"),
+            "ModelError: no such step; write another (loss.py:7)",
+        ),
+        (ModelError("never raised"), "ModelError: never raised"),
+    ],
+)
+def test_an_error_of_lockstep_in_one_line(error: LockstepError, text: str) -> None:
+    assert summarize_own(error) == text
+
+
+@pytest.mark.parametrize("script", [Script("a.py", False, ("-m", "x")), Script("a.b", True, ("-m", "x"))])
+def test_the_command_line_is_what_parse_reads(script: Script) -> None:
+    assert Script.parse(script.command_line) == script
