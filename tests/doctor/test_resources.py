@@ -255,7 +255,7 @@ class Jumping(VirtualClock):
 
 
 @pytest.mark.parametrize(
-    ("jump", "verdict"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
+    ("jump", "rating"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
 )
 def test_a_clock_that_goes_back(jump: float, rating: Rating) -> None:
     finding = {each.name: each for each in examine_machine(clock=Jumping(jump))}["monotonic clock"]
