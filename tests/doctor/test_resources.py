@@ -130,7 +130,7 @@ def limited(limits: str, name: str) -> Finding:
         "from lockstep.doctor.machine import examine_machine\n"
         f"{limits}\n"
         f"[finding] = [each for each in examine_machine() if each.name == {name!r}]\n"
-        "print(int(finding.verdict), finding.reason, finding.remedy, sep='|')"
+        "print(int(finding.rating), finding.reason, finding.remedy, sep='|')"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     rating, reason, remedy = result.stdout.strip().split("|")
