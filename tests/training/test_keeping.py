@@ -12,6 +12,8 @@ import pytest
 from lockstep.checkpoint.folder_lock import FolderLock
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job
@@ -186,7 +188,7 @@ class TestRefusals:
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
-        own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+        own = Job(view, 0, 7, 1, job.by_itself(view), Bus(SystemClock(), 0))
         calls = CallStack()
         keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 

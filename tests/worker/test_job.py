@@ -7,6 +7,8 @@ import pytest
 
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker.job import Alone, Job, Place, by_itself
 
@@ -48,7 +50,8 @@ class Call:
 def job_of(worker: int, began_with: int | None) -> tuple[Job, Agent]:
     view, agent = place(4, (0, 1, 4, 5)), Agent()
     communicator = by_itself(place(1, (0,)))
-    return Job(view, worker, 0, 1, communicator, print, membership=agent, began_with=began_with), agent
+    events = Bus(SystemClock(), worker)
+    return Job(view, worker, 0, 1, communicator, events, membership=agent, began_with=began_with), agent
 
 
 def test_a_call_is_made_again_without_those_that_joined_and_differ() -> None:

@@ -41,6 +41,7 @@ from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.keras.state.variables import model_state
+from lockstep.observability.events import CallStarted, TrainingEnded
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -157,9 +158,9 @@ class FitLoops:
             call.marks.append(marks(call.callbacks))
             call.leaves = _callbacks_of
 
-    def trained(self) -> dict[str, Any]:
+    def trained(self) -> TrainingEnded:
         """Return how many steps of training there were, and the name and digest of the last trained model."""
-        return {"steps": self._calls.taken + self._plain_steps, **self._last.facts()}
+        return TrainingEnded(self._calls.taken + self._plain_steps, **self._last.facts())
 
     def steps_ended(self) -> None:
         """Hold the state at the end of the last step of an epoch: no other step may follow it."""
@@ -402,7 +403,7 @@ class FitLoops:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
         if self._snapshots.catches_up:
             return
-        self._job.report("call", name=call.name)
+        self._job.events.publish(CallStarted(call.name))
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}

@@ -11,10 +11,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import WORKER_EVENTS, SourceChanged
+from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.system.notes import flush_streams, note
 from lockstep.system.paths import RunPaths
@@ -49,17 +51,17 @@ def main(arguments: Sequence[str]) -> None:
     client = AgentClient(socket.socket(fileno=config.control))
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
-    _enter_job(config, client)
+    events = Bus(SystemClock(), config.worker)
+    events.subscribe(client.report, *WORKER_EVENTS)
+    _enter_job(config, client, events)
     forget_worker()
-    share_downloads(config.run_dir, config.agent, config.worker, client.report)
-    keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
+    share_downloads(config.run_dir, config.agent, config.worker, events.publish)
+    keep_sources(
+        RunPaths(config.run_dir).sources, lambda path, what: events.publish(SourceChanged(path, what))
+    )
     _watch_writes(config, client)
     client.started()
     _run(Script.parse(arguments), client, has_log=not config.by_hand)
-
-
-def _tell_of_source(client: AgentClient, path: str, what: str) -> None:
-    client.report("source", path=path, what=what)
 
 
 def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
@@ -79,7 +81,7 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
     os._exit(1)
 
 
-def _enter_job(config: WorkerConfig, client: AgentClient) -> None:
+def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     from lockstep.topology import place
     from lockstep.worker import job, tf_distribute_shim
     from lockstep.worker.checkpoints import open_scheduler, resumed
@@ -105,11 +107,11 @@ def _enter_job(config: WorkerConfig, client: AgentClient) -> None:
         config.seed,
         config.threads,
         communicator,
-        client.report,
+        events,
         config.run_dir,
         membership,
         joins=config.joins,
-        scheduler=open_scheduler(config, client),
+        scheduler=open_scheduler(config, events),
         resumed=None if config.joins else resumed(config),
         accepts_changes=config.accepts_changes,
         policy=policy,
@@ -135,11 +137,7 @@ def _leave_job() -> None:
     from lockstep.worker import job
 
     seed, threads, view = job.current().seed, job.current().threads, place(1, (0,))
-    job.enter(job.Job(view, 0, seed, threads, job.by_itself(view), _nobody_listens))
-
-
-def _nobody_listens(event: str, **fields: object) -> None:
-    """Nobody watches the children of a script."""
+    job.enter(job.Job(view, 0, seed, threads, job.by_itself(view), Bus(SystemClock(), 0)))
 
 
 def _run(script: Script, client: AgentClient, has_log: bool) -> None:
@@ -149,7 +147,7 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
         # Python gives it the meaning it always has.
         if leaving.code in (None, 0):
             client.finished()
-            _end_well(client)
+            _end_well()
         else:
             # Whoever did not start this process does not see how it ends.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
@@ -157,10 +155,10 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
     except BaseException as error:
         sys.exit(_fail(error, client, has_log))
     client.finished()
-    _end_well(client)
+    _end_well()
 
 
-def _end_well(client: AgentClient) -> None:
+def _end_well() -> None:
     """Keep and tell what the script has come to."""
     from lockstep.worker import job
 
@@ -170,7 +168,7 @@ def _end_well(client: AgentClient) -> None:
     if own.scheduler is not None:
         own.scheduler.finish()
     if own.trained is not None:
-        client.report("trained", **own.trained())
+        own.events.publish(own.trained())
 
 
 def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:

@@ -4,12 +4,12 @@ from lockstep.checkpoint import scheduler
 from lockstep.checkpoint.leaving import end_at_a_step
 from lockstep.checkpoint.presence import announce
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.observability.bus import Bus
 from lockstep.system.environment import WorkerConfig
 from lockstep.worker import job
-from lockstep.worker.agent_client import AgentClient
 
 
-def open_scheduler(config: WorkerConfig, client: AgentClient) -> scheduler.CheckpointScheduler | None:
+def open_scheduler(config: WorkerConfig, events: Bus) -> scheduler.CheckpointScheduler | None:
     """Return what keeps this worker's checkpoints while it is the chief; None if none are to be kept.
 
     Raises:
@@ -20,7 +20,7 @@ def open_scheduler(config: WorkerConfig, client: AgentClient) -> scheduler.Check
         return None
     announce(asked.folder)
     every = scheduler.Every(asked.steps, asked.seconds)
-    opened = scheduler.open_scheduler(Store(asked.folder, asked.keep), every, client.report)
+    opened = scheduler.open_scheduler(Store(asked.folder, asked.keep), every, events.publish)
     # A chief that never comes to the end of a step is ended by SIGKILL.
     end_at_a_step(opened, job.is_chief)
     return opened

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from lockstep.checkpoint.scheduler import CheckpointScheduler
 from lockstep.checkpoint.store import Contents
@@ -12,20 +12,16 @@ from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, InternalError, LockstepError, PeerLostError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import DistributionBegan, FirstStepEnded, TimeoutSet, TrainingEnded
 from lockstep.protocol.request import Request
+from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 
 Result = TypeVar("Result")
 
 GRACE_FOR_AGENT = 60.0
 """Seconds that a wait goes on after the agent should have ended it, for the agent can show more."""
-
-
-class Reporter(Protocol):
-    """Tells whoever watches this process what happened (an event of `events.jsonl`)."""
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Note `event` with fields that JSON can hold; never blocks for long, never raises."""
 
 
 Place = tuple[View, Communicator]
@@ -106,7 +102,7 @@ class Job:
         seed: everything random in the job follows from it.
         threads: number of threads that compute one replica.
         communicator: this worker's end of the view's exchange.
-        report: hears what this worker does.
+        events: hears what this worker does.
         folder: the run's own, where workers may leave notes for each other; None without one.
         membership: the way to the next view.
         joins: whether this worker is not in any view of the job yet: it computes alone what others have
@@ -129,7 +125,7 @@ class Job:
     seed: int
     threads: int
     communicator: Communicator
-    report: Reporter
+    events: Bus
     folder: Path | None = None
     membership: Membership = field(default_factory=Alone)
     joins: bool = False
@@ -137,7 +133,7 @@ class Job:
     resumed: Contents | None = None
     accepts_changes: bool = False
     policy: WaitPolicy = field(default_factory=WaitPolicy)
-    trained: Callable[[], dict[str, Any]] | None = None
+    trained: Callable[[], TrainingEnded] | None = None
     driven: bool = False
     failure: LockstepError | None = None
     began_with: int | None = None
@@ -159,19 +155,19 @@ class Job:
     def be_patient(self, timeout: float) -> None:
         """From now on a worker that others wait for is stuck after `timeout` seconds; all workers say so."""
         self.policy.timeout = timeout + GRACE_FOR_AGENT
-        self.report("patience", seconds=timeout)
+        self.events.publish(TimeoutSet(timeout))
 
     def stepped(self) -> None:
         """Note that a step has been computed and summed; the first is reported."""
         if not self._stepped:
             self._stepped = True
-            self.report("first step")
+            self.events.publish(FirstStepEnded())
 
     def distributes(self) -> None:
         """Report, once, that the script has given the replicas something to compute, or to read."""
         if not self._distributes:
             self._distributes = True
-            self.report("distributes")
+            self.events.publish(DistributionBegan())
 
     def as_chief(self, act: Callable[[], object]) -> None:
         """Have `act` done by the chief: writing a file, for example.
@@ -329,8 +325,4 @@ def by_itself(view: View) -> Communicator:
 def alone() -> Job:
     """Return the job of a process that nobody watches: one worker, one replica."""
     view = place(replicas=1, workers=(0,))
-    return Job(view, worker=0, seed=0, threads=0, communicator=by_itself(view), report=_ignore)
-
-
-def _ignore(event: str, **fields: Any) -> None:
-    """Nobody watches a process that was started by hand."""
+    return Job(view, worker=0, seed=0, threads=0, communicator=by_itself(view), events=Bus(SystemClock(), 0))

@@ -29,6 +29,7 @@ from lockstep.errors import ConfigError, LockstepError, ScopeError
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import agree
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Alone, Job
@@ -143,9 +144,9 @@ class Keeping:
             self._snapshots.since = None
             claim.leave()
             raise
-        scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
+        scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.events.publish)
         self._folder, self._job.scheduler = folder, scheduler
-        self._job.report("keeps", folder=str(folder))
+        self._job.events.publish(CheckpointsConfigured(str(folder)))
         self._end_well(scheduler)
 
     def _go_on(self, folder: Path, claim: FolderLock) -> None:
