@@ -18,7 +18,7 @@ import os, sys
 print("first line", flush=True)
 from lockstep.worker import job
 from lockstep.rendezvous import join
-rendezvous.take_part()
+join.take_part()
 me = job.current()
 """
 TELL = """

@@ -17,7 +17,7 @@ import time
 from lockstep.rendezvous import join
 begun = time.monotonic()
 try:
-    rendezvous.take_part()
+    join.take_part()
 finally:
     print(f"took {time.monotonic() - begun:.3f} s", flush=True)
 """
@@ -144,7 +144,7 @@ def test_a_job_that_cannot_begin_says_why(desk: Any) -> None:
 
 def test_tf_config_comes_too_late(desk: Any) -> None:
     late = f"import os\nos.environ['TF_CONFIG'] = {json.dumps(desk.config(0))!r}\n"
-    first = f"from lockstep import rendezvous\nrendezvous.take_part()\n{late}"
+    first = f"from lockstep.rendezvous import join\njoin.take_part()\n{late}"
     error = refused(desk, None, desk.script(first + MEET))
     assert (
         "TF_CONFIG was set after the first strategy had been made, so this process is a job of one worker"
@@ -179,9 +179,7 @@ def test_a_parameter_server_has_nothing_to_do(desk: Any) -> None:
 
 
 def test_who_trains_alone(desk: Any) -> None:
-    tell = (
-        "from lockstep import job\nprint(job.current().task, job.current().view.replicas, job.is_worker())\n"
-    )
+    tell = "from lockstep.worker import job\nprint(job.current().task, job.current().view.replicas, job.is_worker())\n"
     script = desk.script(MEET + tell)
     evaluator = desk.config(0, kind="evaluator", worker=TWO)
     assert desk.start(evaluator, script).end().splitlines()[-1] == "evaluator 1 False"

@@ -39,7 +39,7 @@ def test_the_order_is_that_of_the_script(script: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "needed"),
     [
-        ("from lockstep import job\n", False),
+        ("from lockstep.worker import job\n", False),
         ("import lockstep\nimport tensorflow as tf\n", True),
         ("import tensorflow as tf\n", False),
     ],

@@ -69,7 +69,9 @@ def test_the_chiefs_result_and_its_output(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_an_error_in_the_function() -> None:
-    function = cell("def f():\n    from lockstep import job\n    return 1 / (1 - job.current().worker)\n")
+    function = cell(
+        "def f():\n    from lockstep.worker import job\n    return 1 / (1 - job.current().worker)\n"
+    )
     with pytest.raises(JobError) as caught:
         lockstep.launch(function, run_dir="run")
     message = "worker 1 ended with status 1: ZeroDivisionError: division by zero; log: run/worker-1.log"

@@ -42,7 +42,7 @@ class Handle(Protocol):
     control: socket.socket
 
     def poll(self) -> int | None:
-        """Return the exit status (negative for a signal, or `UNKNOWN_STATUS`), None as long as the worker runs."""
+        """Return the exit status, negative for a signal, or `UNKNOWN_STATUS`; None while the worker runs."""
 
     def send_signal(self, number: int) -> None:
         """Send a signal to its main process; nothing happens if that has ended."""
