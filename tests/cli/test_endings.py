@@ -90,7 +90,7 @@ def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
 STEP = """
 import numpy as np
 from lockstep.checkpoint.store import Contents
-keeper = job.current().keeper
+scheduler = job.current().scheduler
 from lockstep.observability.events import LastStepEnded, StrategyInstalled
 job.current().events.publish(StrategyInstalled("none"))
 announce("worker")
@@ -98,8 +98,8 @@ if me == 1:
     stay()
 os.close(os.open("step", os.O_RDONLY))
 job.current().events.publish(LastStepEnded(7))
-keeper.after_step(7, lambda: Contents(7, {}, {"a": np.arange(7)}))
-keeper.close(60)
+scheduler.after_step(7, lambda: Contents(7, {}, {"a": np.arange(7)}))
+scheduler.close(60)
 sys.exit(143)
 """
 
