@@ -42,6 +42,7 @@ from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots, Superseded
 from lockstep.keras.state.variables import model_state
 from lockstep.observability.events import CallStarted, TrainingEnded
+from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -76,6 +77,7 @@ class FitLoops:
         self.adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
+        self._timer = StepTimer(job.events, lambda: job.communicator.waited)
         job.trained = self.trained
         if job.resumed is not None:
             self._snapshots.begin(job.resumed)
@@ -171,6 +173,7 @@ class FitLoops:
 
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        self._timer.lap("other")
         call = self._calls.current
         if self._plain and call.model is not None and event == "on_train_batch_end":
             self._plain_steps += call.model.steps_per_execution
@@ -301,7 +304,9 @@ class FitLoops:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            exchange = ReplicaStep(self._job, self._backend, model, kind, self._calls, self._snapshots)
+            exchange = ReplicaStep(
+                self._job, self._backend, model, kind, self._calls, self._snapshots, self._timer
+            )
             take = exchange.predict if kind == "predict" else exchange.advance
 
             def step(state: Any, batch: Any) -> tuple[Any, Any]:

@@ -315,23 +315,25 @@ class TrainingEnded(_Event, frozen=True, tag="trained"):
     digest: str = ""
 
 
-class StepEnded(_Event, frozen=True, tag="step"):
-    """A worker has taken a step of `fit` or `evaluate`.
+class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
+    """A worker has taken a step of `fit`, `evaluate` or `train_on_batch` that several replicas compute.
 
-    The parts are the seconds that the worker's Python thread spent in each; they follow one another, and
-    add up to `seconds` but for the Python between them. On a backend that returns from an update before it
-    is computed, what is left of it is in the next part that waits for its result.
+    The parts are seconds of the worker's main thread; they follow one another and add up to `seconds`. A
+    backend may return from an update before it has computed it: what is left of it counts for the part that
+    waits for the result, mostly the next `compute`.
 
     Attributes:
         call: such as `fit 1`.
         number: of the step in its call, from 1.
-        seconds: from the end of the step before, or the beginning of the call's first one, to its own end.
-        input: before the step: Keras's loop, its callbacks, and reading the batch.
-        compute: the replicas that this worker owns.
-        wait: for the other workers, in the exchange.
-        exchange: publishing and summing.
+        seconds: from the end of the step before it to its own; of the first step of a call, or after a
+            validation, from when it has its batch.
+        input: reading the batch and this worker's rows.
+        compute: the replicas of this worker, forward and backward.
+        wait: for other workers, in the sum and for a new view.
+        exchange: publishing and summing, without waiting.
         update: applying the total.
-        logs: as the step returns them: arrays of the backend, which may not be computed yet.
+        other: callbacks, Keras's own loop, comparing states, and copying checkpoints.
+        logs: what the step returns: arrays of the backend, which it may still be computing.
     """
 
     call: str
@@ -342,6 +344,7 @@ class StepEnded(_Event, frozen=True, tag="step"):
     wait: float
     exchange: float
     update: float
+    other: float
     logs: Mapping[str, Any] | None = None
 
 
