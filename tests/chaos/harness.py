@@ -55,8 +55,8 @@ from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.topology import place
 from lockstep.worker.agent_client import AgentClient
-from lockstep.worker.checkpoints import open_scheduler
-from lockstep.worker.job import Job, by_itself
+from lockstep.worker.checkpoints import open_checkpoints
+from lockstep.worker.job import Job, JobContext, by_itself
 from lockstep.worker.membership import AgentMembership, wait_policy
 
 STEPS = 12
@@ -119,19 +119,10 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     else:
         view = place(config.replicas, tuple(range(config.workers)))
         communicator = membership.enter(view, os.dup(config.segment))
-    entered = Job(
-        view,
-        config.worker,
-        config.seed,
-        1,
-        communicator,
-        events,
-        None,
-        membership,
-        joins=config.joins,
-        scheduler=open_scheduler(config, events),
-        began_with=config.workers,
-    )
+    context = JobContext(config.worker, config.seed, 1, events, began_with=config.workers)
+    entered: Job
+    checkpoints = open_checkpoints(config, events, lambda: entered.is_chief)
+    entered = Job(context, (view, communicator), membership, checkpoints, joins=config.joins)
     client.started()
     events.publish(StrategyInstalled("none"))
     try:
@@ -203,13 +194,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
             events=events,
             clock=SystemClock(),
             descendants=Nobody(),
-            state=State(
-                frozenset(range(job.workers)),
-                LIMITS,
-                view=spec.view,
-                size=JobSize.of(job.workers, spec.min_workers, spec.max_restarts),
-                next_worker=job.workers,
-            ),
+            state=State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
         )
         status = agent.run()
     pool.close()

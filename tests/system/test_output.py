@@ -84,7 +84,7 @@ def test_output_that_fails_in_any_way_is_told_of_once_and_thrown_away(
     assert told == [
         f"cannot write to stdout ({why}); training continues, and the logs keep the workers' output"
     ]
-    lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; what follows in it is lost\n"
+    lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; further output to it is lost\n"
     assert (tmp_path / "err").read_text() == lost
 
 
@@ -97,7 +97,7 @@ def test_a_log_that_cannot_be_opened_costs_nothing_but_itself(tmp_path: Path) ->
     log.close()
     with EventLog.open(tmp_path / "log", told.append) as events:
         events.append(PublishedEvent(0.0, 1, DistributionBegan()))
-    assert told == [f"cannot write {tmp_path / 'log'}: Is a directory; what follows in it is lost"] * 2
+    assert told == [f"cannot write {tmp_path / 'log'}: Is a directory; further output to it is lost"] * 2
 
 
 @given(st.lists(st.binary(max_size=8).map(lambda data: data.replace(b"[", b"\n"))))

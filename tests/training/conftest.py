@@ -16,7 +16,7 @@ from lockstep.observability.events import WORKER_EVENTS, Event
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 HERE = Path(__file__).parent
 
@@ -125,6 +125,7 @@ def job_of_one_worker(published: list[Event]) -> Job:
     hub = Hub(ReducePlan.of(view))
     events = Bus(SystemClock(), 0)
     events.subscribe(lambda heard: published.append(heard.event), *WORKER_EVENTS)
-    entered = Job(view, 0, 0, 1, hub.member(0), events)
+    context = JobContext(0, 0, 1, events)
+    entered = Job(context, (view, hub.member(0)))
     job.enter(entered)
     return entered

@@ -101,6 +101,6 @@ def test_a_folder_that_cannot_be_used_is_passed_over(tmp_path: Path) -> None:
     """Such as a home that is read-only, or not there."""
     (tmp_path / "file").touch()
     folders = (tmp_path / "file" / "below", tmp_path / "run")
-    made = Turns(folders, tmp_path / "downloaded", "7", 0, lambda event, **fields: None)
+    made = Turns(folders, tmp_path / "downloaded", "7", 0, lambda event: None)
     assert made.take(ORIGIN, "file", "a", lambda: "path") == "path"
     assert len(list((tmp_path / "run").iterdir())) == 1

@@ -157,7 +157,7 @@ class Agent:
         try:
             admin_socket = self._admin.open(root.name)
         except LockstepError as error:
-            self._warn(f"this job hears no orders: {error}")
+            self._warn(f"remote control is unavailable: {error}")
             return
         self._admin_descriptor = admin_socket.fileno()
         self._selector.register(self._admin_descriptor, selectors.EVENT_READ, admin_socket.serve)
@@ -170,7 +170,7 @@ class Agent:
             self._admin.close()
 
     def _cannot_start(self, worker: int, segment: int | None, error: OSError) -> None:
-        message = f"worker {worker} cannot be started: {error}"
+        message = f"cannot start worker {worker}: {error}"
         if segment is not None:
             self._outcome = job_events.JobOutcome(1, message)
             return
@@ -328,7 +328,7 @@ class Agent:
                 self._decide(job_events.CheckpointFailed(reason))
             case run_events.TrainingResumed(where, step) if worker == self.console.chief:
                 self._tally.before = step
-                self.console.say(f"training goes on behind {where}")
+                self.console.say(f"training resumed after {where}")
 
     def _note_progress(self, worker: int, what: str) -> None:
         if self._progress is not None:
@@ -356,7 +356,7 @@ class Agent:
         if worker == self.console.chief and self.spec.backend in NAMES and backend in NAMES:
             own, chosen = NAMES[backend], NAMES[self.spec.backend]
             if own != chosen:
-                self._warn(f"the script selects {own} itself, so it does not run on {chosen}")
+                self._warn(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
 
     def _take_given(self, given: StateReply, descriptors: list[int]) -> None:
         assert self.state.view is not None
@@ -477,12 +477,12 @@ class Agent:
             self.console.say(explain(outcome, self._members, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
-            self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it, alone")
+            self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
             self._warn(
                 f"the script distributed nothing: {lines}; train with model.fit, or "
-                "pass the computation of a replica to strategy.run"
+                "pass the replica's computation to strategy.run"
             )
         if left:
             self._warn(unkillable(left))

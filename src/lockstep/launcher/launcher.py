@@ -141,7 +141,7 @@ class LocalLauncher:
             ready = self._parent.ready
             self.close()
             if not ready and self._plan.scan == NOTHING:
-                raise OSError("the process that workers are forked from does not come to life")
+                raise OSError("the fork server failed to start")
             if not ready:
                 self._plan = self._plan.without_imports()
         if self._parent is None:

@@ -60,8 +60,8 @@ def main(arguments: Sequence[str]) -> None:
     except LockstepError as error:
         server.turn_away(str(error))
     except Exception as error:
-        terminals.say(f"the coordinator has failed: {''.join(traceback.format_exception(error))}")
-        server.turn_away(f"the coordinator has failed: {error!r}")
+        terminals.say(f"the coordinator failed: {''.join(traceback.format_exception(error))}")
+        server.turn_away(f"the coordinator failed: {error!r}")
     finally:
         server.close()
 
@@ -90,7 +90,6 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
             person.send(encode(Stop(number)), socket.MSG_DONTWAIT)
 
     signal.signal(signal.SIGTERM, pass_on)
-    workers = frozenset(range(spec.workers))
     events = Bus(clock, complain=terminals.say)
     with person, EventLog.open(paths.events, terminals.say) as log:
         events.subscribe(log.append, *RUN_EVENTS)
@@ -104,20 +103,14 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
             events=events,
             clock=clock,
             descendants=ExternalProcesses(server.workers),
-            state=State(
-                workers,
-                TimeLimits(timeout=spec.timeout),
-                view=spec.view,
-                size=JobSize(spec.workers, by_hand=True),
-                next_worker=spec.workers,
-            ),
+            state=State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
             arrivals=server,
         )
         agent.run()
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:
-        server.turn_away("the job could not begin, for the reason above")
+        server.turn_away("the job could not start for the reason above")
 
 
 def _spec(server: RendezvousServer) -> JobSpec:
