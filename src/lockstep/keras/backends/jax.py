@@ -23,10 +23,8 @@ from lockstep.keras.backends.logs import LogReport, StepResults
 from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
 from lockstep.keras.backends.multi_update import Left, Rounds, Unknown
 from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
+from lockstep.keras.state.randomness import GOLDEN_32
 from lockstep.keras.state.variables import named_arrays, refuse_misfits, seed_positions
-
-_GOLDEN = np.uint32(0x9E3779B9)
-"""2**32 divided by the golden ratio: spreads consecutive replica ids over the keys."""
 
 _SHAPE = (
     "on the JAX backend a step updates weights through self.optimizer.stateless_apply, with the gradients of "
@@ -279,7 +277,7 @@ class JaxProgram(JaxState):
         """Give each replica random keys of its own; replica 0 keeps the model's."""
         mixed = list(variables)
         for i in self._seeds:
-            mixed[i] = variables[i].at[0].set(variables[i][0] ^ (replica * _GOLDEN))
+            mixed[i] = variables[i].at[0].set(variables[i][0] ^ (replica * np.uint32(GOLDEN_32)))
         return mixed
 
     def _changes(self, before: list[Any], after: list[Any], replica: Any, weight: Any) -> dict[str, Any]:

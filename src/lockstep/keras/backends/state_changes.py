@@ -11,10 +11,8 @@ from lockstep.keras.backends.contract import Kind
 from lockstep.keras.backends.drawing import is_counter
 from lockstep.keras.backends.multi_update import refuse_own_update
 from lockstep.keras.backends.steps import refuse_integer_state
+from lockstep.keras.state.randomness import GOLDEN_32
 from lockstep.keras.state.variables import seed_positions
-
-_GOLDEN = 0x9E3779B9
-"""2**32 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
 
 _SEED = "seed_generator_state"
 """How Keras calls the state of a generator, also of the one that serves layers without one of their own."""
@@ -176,7 +174,7 @@ def summed_on_read(variables: Iterable[tf.Variable]) -> list[tf.Variable]:
 
 def mixed(seed: Any, replica: Any) -> Any:
     """Give each replica random numbers of its own; replica 0 keeps the model's."""
-    spread = tf.cast(replica * _GOLDEN, seed.dtype)
+    spread = tf.cast(replica * GOLDEN_32, seed.dtype)
     return tf.concat([tf.bitwise.bitwise_xor(seed[:1], spread[None]), seed[1:]], axis=0)
 
 

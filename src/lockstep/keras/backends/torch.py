@@ -36,11 +36,9 @@ from lockstep.keras.backends.tensors import (
     weighted,
 )
 from lockstep.keras.state import randomness
+from lockstep.keras.state.randomness import GOLDEN
 from lockstep.keras.state.variables import optimizers_of, seed_positions
 from lockstep.worker import job
-
-_GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
 
 
 class TorchBackend:
@@ -159,7 +157,7 @@ class TorchProgram(TorchState):
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Compute one replica's part; the model's variables have their old values afterwards."""
         data = keras.tree.map_structure(copied, share.data())
-        with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * _GOLDEN):
+        with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * GOLDEN):
             partial = self._run(data, share, earlier, before)
             self._refuse_own_updates(before)
             if partial is not None and self._rounds.complete(len(earlier)):
@@ -285,7 +283,7 @@ class TorchProgram(TorchState):
         metrics = [metric.detach().clone() for metric in self._metrics]
         with torch.no_grad():
             for i in self._seeds:
-                self._tensors[i][0] ^= int32(share.replica * _GOLDEN)
+                self._tensors[i][0] ^= int32(share.replica * GOLDEN)
             for metric in self._metrics:
                 metric.zero_()
         self._forget_gradients()

@@ -19,9 +19,7 @@ from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.replica_run.assignments import heard_by
 from lockstep.keras.replica_run.eager import Eager
 from lockstep.keras.replica_run.replica import entered
-
-_GOLDEN = 0x9E3779B9
-"""2**32 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+from lockstep.keras.state.randomness import key_of_replica
 
 _SEED = "seed_generator_state"
 """How Keras calls the state of a generator, also of the one that serves layers without one of their own."""
@@ -63,7 +61,7 @@ class RunChanges:
                 self._keep(variable)
                 start = np.array(self._eager.concrete(variable._value))
                 if kind_of(variable) == "seed":
-                    start = mixed(start, replica)
+                    start = key_of_replica(start, replica)
                 elif replica:
                     # Replica 0 speaks for what was added up before: for a reset, or where the sum is used.
                     start = np.zeros_like(start)
@@ -184,14 +182,6 @@ def kind_of(variable: Any) -> Kind:
     if not keras.backend.is_float_dtype(variable.dtype):
         refuse_integer_state(variable)
     return "layer"
-
-
-def mixed(seed: Array, replica: int) -> Array:
-    """Give each replica random numbers of its own; replica 0 keeps those that the generator gives."""
-    own = np.array(seed)
-    bits = own.view(f"u{own.itemsize}")
-    bits[0] ^= bits.dtype.type(replica * _GOLDEN % 2**32)
-    return own
 
 
 def refuse_weight(variable: Any) -> NoReturn:
