@@ -15,11 +15,11 @@ from lockstep.keras.backends.multi_update import Left, Rounds, Unknown
 from lockstep.keras.replica_run.assignments import heard_by
 from lockstep.keras.replica_run.changes import RunChanges
 from lockstep.keras.replica_run.eager import Eager
-from lockstep.keras.replica_run.exchange import SCALAR
 from lockstep.keras.replica_run.merges import MergePoint, RunMerges
 from lockstep.keras.replica_run.replica import Replica, entered
 from lockstep.keras.replica_run.values import DistributedValues, Values, is_empty
 from lockstep.keras.state.randomness import of_replica
+from lockstep.keras.synchronization import SCALAR
 
 ZERO_ROWS = (
     "lockstep: replica {replica} has no examples in this batch, which has fewer rows than there are replicas "

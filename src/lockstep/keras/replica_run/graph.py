@@ -27,13 +27,14 @@ from lockstep.keras.backends.updates import scaled
 from lockstep.keras.consistency import state_facts
 from lockstep.keras.input.streams import packed
 from lockstep.keras.replica_run.eager import Tensors
-from lockstep.keras.replica_run.exchange import GATHERED, SCALAR, RunExchange
+from lockstep.keras.replica_run.exchange import RunExchange
 from lockstep.keras.replica_run.host import NONE_LEFT, RunHost
 from lockstep.keras.replica_run.merged_variables import is_merged, refuse_other_changes
 from lockstep.keras.replica_run.merges import MergePoint, RunMerges
 from lockstep.keras.replica_run.replica import Replica, entered
 from lockstep.keras.replica_run.tf_values import SymbolicPerReplica, spec_of, symbolic
 from lockstep.keras.replica_run.values import Shelf, Spec
+from lockstep.keras.synchronization import GATHERED, SCALAR
 from lockstep.worker.job import Job
 
 Partial = dict[str, Any]

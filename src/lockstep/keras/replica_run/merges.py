@@ -12,8 +12,9 @@ import keras
 from lockstep.errors import ModelError
 from lockstep.keras.backends.multi_update import Left, Update
 from lockstep.keras.replica_run.eager import Through
-from lockstep.keras.replica_run.exchange import GATHERED, refuse_sum_of_booleans
+from lockstep.keras.replica_run.exchange import refuse_sum_of_booleans
 from lockstep.keras.replica_run.replica import Op
+from lockstep.keras.synchronization import GATHERED
 
 SUMMED = "merge/"
 """Begins the names of what is added up in a round."""
