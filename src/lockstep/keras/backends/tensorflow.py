@@ -7,7 +7,6 @@ so that replicas can be computed one after the other; a third one applies the su
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -23,6 +22,8 @@ from lockstep.keras.backends import drawing
 from lockstep.keras.backends.building import build_by_call, has_own_step, undone
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.graphs import (
+    AssignedVariables,
+    RoundTrace,
     UpdateOperations,
     assigned,
     borrowed,
@@ -31,8 +32,8 @@ from lockstep.keras.backends.graphs import (
     own,
     refuse_assignments,
     same_bits,
+    seeds_of,
     traced,
-    uses,
 )
 from lockstep.keras.backends.logs import LogReport
 from lockstep.keras.backends.losses import (
@@ -42,7 +43,6 @@ from lockstep.keras.backends.losses import (
     weighed_gradients,
 )
 from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.backends.state_changes import Touched, mixed, seeds_of
 from lockstep.keras.backends.steps import refuse_overwriting_gradients
 from lockstep.keras.backends.updates import GlobalUpdate, gradients_in
 from lockstep.keras.state.randomness import of_replica
@@ -123,27 +123,6 @@ class TensorFlowBackend:
         return np.asarray(array.read_value() if isinstance(array, tf.Variable) else array)
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """What running a `train_step` has shown.
-
-    Attributes:
-        places: of its updates.
-        update: the one of its round, if any.
-        ended: whether it came to its end.
-    """
-
-    places: UpdateOperations
-    update: Update | None
-    ended: bool
-
-    def goes_on(self, graph: Any) -> bool:
-        """Whether the step, of which `graph` was made, needs its update to be known."""
-        if self.update is None or self.places.noted is None:
-            return False
-        return not self.ended or uses(graph, [v.value for v in self.update.changed], self.places.noted)
-
-
 class TensorFlowProgram(VariableState):
     """One kind of step of one model; see `lockstep.keras.backends.contract.Program`.
 
@@ -157,11 +136,11 @@ class TensorFlowProgram(VariableState):
         self._jit = bool(model.jit_compile)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._finish: Callable[..., Any] | None = None
-        self._touched = Touched()
+        self._assigned = AssignedVariables()
         self._rounds = Rounds()
         self._updates: list[Update] = []
         self._global_updates: list[GlobalUpdate] = []
-        self._trace = StepTrace(UpdateOperations(), None, ended=True)
+        self._trace = RoundTrace()
         self._report: LogReport | None = None
         self._outputs: list[tuple[int, Any]] = []
 
@@ -246,12 +225,12 @@ class TensorFlowProgram(VariableState):
             inner = traced(stateless, self._jit, weight, earlier, *specs)
         drawing.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.places.made)
-        touched = self._classified(number, assigned(inner.graph))
+        variables = self._classified(number, assigned(inner.graph))
         if self._rounds.complete(number):
-            self._touched = touched
+            self._assigned = variables
 
         def replica(replica: Any, weight: Any, earlier: Any, *given: Any) -> Any:
-            return self._computed(inner, touched, replica, weight, earlier, *given)
+            return self._computed(inner, variables, replica, weight, earlier, *given)
 
         function: Callable[..., Any] = traced(
             replica, self._jit, tf.TensorSpec((), tf.int64), weight, earlier, *specs
@@ -266,17 +245,17 @@ class TensorFlowProgram(VariableState):
         taken = [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
         watched = [variable for variable in others if all(variable is not one for one in taken)]
         watched += self._trained()
-        touched = self._classified(number, [*taken, *self._updated(number)])
+        variables = self._classified(number, [*taken, *self._updated(number)])
 
         def function(*given: Any) -> Any:
             before = [variable.read_value() for variable in watched]
-            computed = self._computed(step, touched, *given)
+            computed = self._computed(step, variables, *given)
             changed = [v for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
             self._classified(number, changed)
             if not self._trace.ended and not self._rounds.leaves(number):
                 self._rounds.leave(number)
                 return function(*given)
-            self._touched = touched
+            self._assigned = variables
             return computed
 
         return function
@@ -299,9 +278,11 @@ class TensorFlowProgram(VariableState):
         """Return what the updates of the rounds before round `number` change."""
         return [variable.value for update in self._updates[:number] for variable in update.changed]
 
-    def _classified(self, number: int, variables: Sequence[tf.Variable]) -> Touched:
+    def _classified(self, number: int, variables: Sequence[tf.Variable]) -> AssignedVariables:
         """Decide what is done with the variables that a step assigns in round `number`."""
-        return Touched.of(self._model, self._kind, variables, self._trained(), self._updated(number))
+        return AssignedVariables.of_step(
+            self._model, self._kind, variables, self._trained(), self._updated(number)
+        )
 
     def _step(
         self, weight: Any, earlier: list[dict[str, Any]], data: Any
@@ -368,40 +349,34 @@ class TensorFlowProgram(VariableState):
         if update is not None and number == len(self._updates):
             self._updates.append(update)
             self._global_updates.append(GlobalUpdate(update, self._eager, self._jit))
-        self._trace = StepTrace(places, update, ended=logs is not None)
+        self._trace = RoundTrace(places, update, ended=logs is not None)
         return recording.gradients, logs
 
     def _computed(
-        self, step: Callable[..., Any], touched: Touched, replica: Any, weight: Any, earlier: Any, *given: Any
+        self,
+        step: Callable[..., Any],
+        variables: AssignedVariables,
+        replica: Any,
+        weight: Any,
+        earlier: Any,
+        *given: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Return a replica's partial and outputs; restore what the step assigns."""
-        variables = [*touched.metrics, *touched.state, *touched.updated]
-        before = [variable.read_value() for variable in variables]
-        for metric in touched.metrics:
-            metric.assign(tf.zeros_like(metric))
-        for seed in touched.seeds:
-            seed.assign(mixed(seed.read_value(), replica))
-        drawing.begin(touched.counters, replica)
-        starts = [variable.read_value() for variable in touched.state]
-        gradients, own, rest = step(weight, earlier, *given)
-        partial = gradients | {name: figure * tf.cast(weight, figure.dtype) for name, figure in own.items()}
-        if self._rounds.complete(len(earlier)):
-            partial |= {f"metric/{i}": metric.read_value() for i, metric in enumerate(touched.metrics)}
-            partial |= touched.changes(starts, replica, weight)
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+        with variables.of(replica, sums_so_far=False) as changes:
+            gradients, own, rest = step(weight, earlier, *given)
+            figures = {name: figure * tf.cast(weight, figure.dtype) for name, figure in own.items()}
+            partial = gradients | figures
+            if self._rounds.complete(len(earlier)):
+                partial |= changes(weight)
         if self._kind == "predict":
             return partial, rest
         return by_density(self._model, partial, rest or [], weight), None
 
     def _finished(self, one: Any, total: dict[str, Any]) -> dict[str, Any] | None:
         """Take over the rest of a total; return the logs."""
-        for i, variable in enumerate(self._touched.state):
-            variable.assign_add(own(total[f"state/{i}"], one))
         scale = self._scale(one, total)
-        for i, metric in enumerate(self._touched.metrics):
-            name = f"metric/{i}"
-            metric.assign_add(own(total[name], scale if follows_the_loss(self._model, name) else one))
+        for name, variable in self._assigned.named.items():
+            variable.assign_add(own(total[name], scale if follows_the_loss(self._model, name) else one))
         if self._report is None:
             return None
         return self._report.assembled(

@@ -1,13 +1,13 @@
 """What one replica's computation of a function does to variables of Keras; nothing of it stays there.
 
-The counterpart of `lockstep.keras.backends.state_changes` for functions that run eagerly: which variables one
-assigns is learnt while it runs. Metrics must start from what is the replica's own, and seeds too, before the
-function reads them; so where it turns out to assign one that was not prepared, it is computed again.
+For functions that run eagerly: which variables one assigns is learnt while it runs. Metrics must start from
+what is the replica's own, and seeds too, before the function reads them; so where it turns out to assign one
+that was not prepared, it is computed again.
 """
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
@@ -15,16 +15,13 @@ import numpy.typing as npt
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.multi_update import Left, Update, hidden
+from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
 from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.replica_run.assignments import heard_by
 from lockstep.keras.replica_run.eager import Eager
 from lockstep.keras.replica_run.replica import entered
 from lockstep.keras.state.randomness import key_of_replica
 
-_SEED = "seed_generator_state"
-"""How Keras calls the state of a generator, also of the one that serves layers without one of their own."""
-
-Kind = Literal["metric", "seed", "first", "layer"]
 Array = npt.NDArray[Any]
 
 
@@ -46,7 +43,7 @@ class RunChanges:
         self._prepared = {id(variable): variable for variable in prepared}
         self._kept: dict[int, tuple[Any, Any]] = {}
         self._starts: dict[int, Array] = {}
-        self._assigned: dict[int, tuple[Kind, Any]] = {}
+        self._assigned: dict[int, tuple[StateKind, Any]] = {}
         self._made: dict[int, Any] = {}
         self._updated: dict[int, Any] = {}
         self._hidden: frozenset[int] = frozenset()
@@ -136,47 +133,25 @@ class RunChanges:
             )
         return found
 
-    def _change(self, kind: Kind, variable: Any, end: Array, replica: int, weight: float) -> Array:
+    def _change(self, kind: StateKind, variable: Any, end: Array, replica: int, weight: float) -> Array:
         start = self._starts.get(id(variable))
         if start is None:
             start = np.asarray(self._eager.concrete(self._kept[id(variable)][1]))
-        if kind == "layer" and not weight:
-            # A mean over no examples is not a number.
-            return np.zeros_like(start)
-        if kind == "layer":
-            # What has not changed stays, even if it is infinite.
-            change = np.where(end == start, np.zeros_like(start), end - start)
-            return np.asarray(change * np.asarray(weight, start.dtype))
-        if kind == "metric":
-            # Where replica 0 alone begins with the sum so far, the sum of all is the new one.
-            return np.array(end)
-        if kind == "first":
-            return np.array(end) if replica == 0 else np.zeros_like(end)
-        # Every replica advances its seeds by the same amount: replica 0 speaks for all.
-        return np.asarray(end - start) if replica == 0 else np.zeros_like(start)
+        return np.array(in_sum(kind, start, end, replica, np.asarray(weight, start.dtype), np))
 
     def _keep(self, variable: Any) -> None:
         if id(variable) not in self._kept:
             self._kept[id(variable)] = variable, self._eager.kept(variable)
 
 
-def is_new(name: str) -> bool:
-    """Whether what adds up to `name` is a variable's new value, and not its change."""
-    return name.startswith(("metric/", "first/"))
-
-
-def kind_of(variable: Any) -> Kind:
+def kind_of(variable: Any) -> StateKind:
     """Decide what is done with a variable that a function assigns.
 
     Raises:
         ModelError: there is nothing right to do with it.
     """
-    if variable.aggregation == "sum":
-        return "metric"
-    if _SEED in variable.name:
-        return "seed"
-    if variable.aggregation == "only_first_replica":
-        return "first"
+    if (kind := kind_by_itself(variable.aggregation, KERAS_SEED in variable.name)) is not None:
+        return kind
     if variable.trainable:
         refuse_weight(variable)
     if not keras.backend.is_float_dtype(variable.dtype):

@@ -16,10 +16,10 @@ import keras
 import numpy as np
 
 from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.state_changes import is_new
 from lockstep.keras.consistency import state_facts
 from lockstep.keras.input.streams import packed
 from lockstep.keras.replica_run import assignments
-from lockstep.keras.replica_run.changes import is_new
 from lockstep.keras.replica_run.computation import (
     KnownFunction,
     ReplicaComputation,
