@@ -1,10 +1,11 @@
-"""How a step of `fit` goes: replicas compute, a synchronization makes totals, every worker applies them.
+"""A step of `fit`: replicas compute, a synchronization makes totals, and every worker applies them.
 
-The same for every backend: its program computes and applies.
+The same for every backend, whose program computes and applies. With one replica Keras's own train function
+takes the step, and is watched while checkpoints are kept.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,8 @@ import xxhash
 
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, Share
-from lockstep.keras.backends.contract import Backend, Kind, Partial, Total
+from lockstep.errors import CheckpointError
+from lockstep.keras.backends.contract import Backend, Execution, Kind, Partial, Total
 from lockstep.keras.backends.steps import misfits_explained
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
@@ -187,3 +189,58 @@ class ReplicaStep:
             parts = [[unpack(leaf)[1] for leaf in part] for worker in decoded for part in worker]
         leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return keras.tree.pack_sequence_as(self._nest, leaves)
+
+
+class Watched:
+    """What Keras's loop calls instead of its own train function, which takes the same steps.
+
+    A call may be passed over, because another process has made it. After it, a checkpoint is kept if it is
+    time. A call that the loop makes has `steps_per_execution` steps, also where the data has fewer left.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        model: Any,
+        calls: CallStack,
+        snapshots: Snapshots,
+    ) -> None:
+        self._model = model
+        self._calls = calls
+        self._snapshots = snapshots
+        self._held = backend.held(model)
+        self._call = backend.watched(model, function, self._execute)
+
+    def __call__(self, *args: Any) -> Any:
+        """Do as the train function that is watched."""
+        return self._call(*args)
+
+    def _execute(self, execution: Execution) -> tuple[Any, Any]:
+        call, model = self._calls.current, self._model
+        steps = 1 if call.at_end else model.steps_per_execution
+        if call.steps < call.skipped:
+            execution.pass_over()
+            call.steps += steps
+            return self._passed_over(execution.state)
+        logs, state = execution.run()
+        call.steps += steps
+        call.logs = logs
+        self._calls.taken += steps
+        if not call.at_end:
+            self._snapshots.end_step(
+                lambda whole: self._snapshots.take(whole, model, logs, self._held, state)
+            )
+        return logs, state
+
+    def _passed_over(self, state: Any) -> tuple[Any, Any]:
+        call = self._calls.current
+        if call.steps < call.skipped:
+            return {}, state
+        if call.steps > call.skipped:
+            raise CheckpointError(
+                f"the checkpoint is of step {call.skipped} of {call.name}, at which a model with "
+                f"steps_per_execution={self._model.steps_per_execution} does not stop: compile it with "
+                "the steps_per_execution that it had, or begin in another folder"
+            )
+        return self._snapshots.restore(self._model, self._held, state)

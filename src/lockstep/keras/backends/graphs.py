@@ -105,7 +105,7 @@ def natives(variables: Iterable[Any]) -> list[tf.Variable]:
 
 @dataclass(frozen=True)
 class AssignedVariables:
-    """The variables that a step or a function of a graph assigns, restored after each computation of a replica.
+    """The variables that a step or function in a graph assigns, each restored after a replica has computed.
 
     Attributes:
         state: by what is done with them; see `lockstep.keras.backends.state_changes`.
@@ -404,3 +404,8 @@ def own(tensor: Any, one: Any) -> Any:
     is used again. A product with a number that is not known to be 1 is a new tensor.
     """
     return tensor * tf.cast(one, tensor.dtype)
+
+
+def scaled(gradients: Sequence[Any], scale: Any) -> list[Any]:
+    """Return copies of gradients, times `scale`."""
+    return [None if gradient is None else own(gradient, scale) for gradient in gradients]

@@ -5,8 +5,8 @@ graph tells which variables the step assigns. A second function around it gives 
 so that replicas can be computed one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import islice
 from typing import Any
 
@@ -19,7 +19,6 @@ from tensorflow.python.eager import context
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends import drawing
-from lockstep.keras.backends.building import build_by_call, has_own_step, undone
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.graphs import (
     AssignedVariables,
@@ -32,8 +31,10 @@ from lockstep.keras.backends.graphs import (
     own,
     refuse_assignments,
     same_bits,
+    scaled,
     seeds_of,
     traced,
+    with_gradient,
 )
 from lockstep.keras.backends.logs import LogReport
 from lockstep.keras.backends.losses import (
@@ -43,8 +44,8 @@ from lockstep.keras.backends.losses import (
     weighed_gradients,
 )
 from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.backends.steps import refuse_overwriting_gradients
-from lockstep.keras.backends.updates import GlobalUpdate, gradients_in
+from lockstep.keras.backends.steps import build_by_call, has_own_step, refuse_overwriting_gradients, undone
+from lockstep.keras.replica_run.eager import Tensors
 from lockstep.keras.state.randomness import of_replica
 from lockstep.keras.state.variables import VariableState, optimizers_of
 
@@ -121,6 +122,66 @@ class TensorFlowBackend:
     def concrete(self, array: Any) -> npt.NDArray[Any]:
         """View a tensor in place (on a CPU), or copy it to the host."""
         return np.asarray(array.read_value() if isinstance(array, tf.Variable) else array)
+
+
+_WORTH_COMPILING = 1 << 22
+"""Bytes of gradients from which on XLA's fused update pays for its compilation."""
+
+
+class GlobalUpdate:
+    """An update that all replicas make together."""
+
+    def __init__(self, update: Update, eager: bool, jit: bool) -> None:
+        self._update = update
+        self._eager = eager
+        self._jit = jit
+        self._in_place = False
+        self._function: Callable[..., Any] | None = None
+
+    def make(self, scale: Any, total: Mapping[str, Any]) -> None:
+        """Make the update from its total times `scale`, which the graph must not know, even if it is 1.
+
+        It is 1 unless the total has a density, as all totals of a program have or none.
+        """
+        gradients = gradients_in(total, self._update)
+        if self._function is None:
+            self._in_place = "density" not in total and self._update.kernel is not None
+            self._function = self._traced(scale, gradients)
+        self._function(scale, gradients)
+
+    def _traced(self, scale: Any, gradients: list[Any]) -> Any:
+        """Return what makes the update.
+
+        The optimizer's operations are few and simple, and XLA makes one pass over the memory of them; so
+        they are compiled where they are large, also on a CPU, where Keras compiles nothing by itself, unless
+        there is a kernel that does the same.
+        """
+        if self._eager:
+            return self._apply
+        size = sum(g.shape.num_elements() * g.dtype.size for g in gradients if g is not None)
+        small = size < _WORTH_COMPILING or self._update.kernel is not None
+        if self._jit or small or tf.config.list_logical_devices("GPU"):
+            return traced(self._apply, self._jit, scale, gradients)
+        compiled = traced(self._apply, True, scale, gradients)
+
+        def first(scale: Any, gradients: list[Any]) -> None:
+            try:
+                compiled(scale, gradients)
+                self._function = compiled
+            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
+                # XLA knows not all operations, and says so before it runs any.
+                self._function = traced(self._apply, False, scale, gradients)
+                self._function(scale, gradients)
+
+        return first
+
+    def _apply(self, scale: Any, gradients: list[Any]) -> None:
+        self._update.apply(gradients if self._in_place else scaled(gradients, scale))
+
+
+def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
+    """Return the gradients of an update in its total, None where no replica has one."""
+    return [total.get(f"gradient/{i}") for i in range(len(update.variables))]
 
 
 class TensorFlowProgram(VariableState):
@@ -427,3 +488,33 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
         )
     if kind == "train":
         refuse_overwriting_gradients(model)
+
+
+class EagerTensorFlow:
+    """Tensors of TensorFlow: nobody writes to them, only to variables."""
+
+    def apart(self, seed: int) -> AbstractContextManager[None]:
+        """Within the block a replica computes."""
+        return drawing.eagerly(seed)
+
+    def kept(self, variable: Any) -> Any:
+        """Return the value of a variable."""
+        return variable._value.read_value()
+
+    def own(self, leaf: Any) -> Any:
+        """Return a leaf as a tensor."""
+        return leaf.read_value() if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf)
+
+    def concrete(self, array: Any) -> npt.NDArray[Any]:
+        """View a tensor in place (on a CPU), or copy it to the host; gradients of embeddings become dense."""
+        return np.asarray(tf.convert_to_tensor(array))
+
+    def through(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `meet(leaves)`, for which gradients are computed by `gradient`."""
+        return with_gradient(leaves, meet, gradient)
+
+    def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+        """Make an update from copies."""
+        update.apply([None if g is None else tf.constant(g) for g in gradients])

@@ -195,14 +195,14 @@ class EagerRuns:
 def _backend() -> Eager:
     name = keras.backend.backend()
     if name == "jax":
-        from lockstep.keras.replica_run.eager_jax import EagerJax
+        from lockstep.keras.backends.jax import EagerJax
 
         return EagerJax()
     if name == "torch":
-        from lockstep.keras.replica_run.eager_torch import EagerTorch
+        from lockstep.keras.backends.torch import EagerTorch
 
         return EagerTorch()
-    from lockstep.keras.replica_run.eager_tensorflow import EagerTensorFlow
+    from lockstep.keras.backends.tensorflow import EagerTensorFlow
 
     return EagerTensorFlow()
 

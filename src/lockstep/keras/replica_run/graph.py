@@ -19,6 +19,7 @@ from lockstep.keras.backends.graphs import (
     natives,
     own,
     refuse_assignments,
+    scaled,
     summed_on_read,
     traced,
     with_gradient,
@@ -26,7 +27,6 @@ from lockstep.keras.backends.graphs import (
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import Left, Rounds, Update
 from lockstep.keras.backends.state_changes import is_new
-from lockstep.keras.backends.updates import scaled
 from lockstep.keras.consistency import state_facts
 from lockstep.keras.input.streams import packed
 from lockstep.keras.replica_run.eager import Tensors
