@@ -25,7 +25,7 @@ from lockstep.keras.synchronization import (
     spread,
 )
 from lockstep.topology import place
-from lockstep.worker.job import Alone, Job, Place
+from lockstep.worker.job import Alone, Job, JobContext, Place
 
 REPLICAS = 5
 Make = Callable[[int], list[Synchronization]]
@@ -39,7 +39,8 @@ def all_reduces(workers: int) -> list[Synchronization]:
 def jobs(workers: int) -> list[Job]:
     view = place(REPLICAS, tuple(range(workers)))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
-    return [Job(view, w, 0, 1, hub.member(w), lambda event, **fields: None) for w in range(workers)]
+    contexts = [JobContext(worker, 0, 1, lambda event, **fields: None) for worker in range(workers)]
+    return [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
 
 class Server:
@@ -211,7 +212,7 @@ def test_what_a_replica_has_computed_stays_after_an_error_of_another(make: Make)
 @pytest.mark.parametrize(
     ("compute", "said"),
     [
-        (lambda r: {"a": np.ones(1), **({"b": np.ones(1)} if r else {})}, r"the same things \(b\): do not"),
+        (lambda r: {"a": np.ones(1), **({"b": np.ones(1)} if r else {})}, r"different things \(b\): do not"),
         (lambda r: {"a": np.ones(r + 1)}, r"the shapes \[1\] and \[2\] \(replica 1\)"),
     ],
 )

@@ -21,7 +21,8 @@ from lockstep.keras.backends.contract import Backend, Execution, Kind, Partial, 
 from lockstep.keras.backends.steps import misfits_explained
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
-from lockstep.keras.state.snapshots import Snapshots, Superseded
+from lockstep.keras.state.resumable_calls import Superseded
+from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.synchronization import (
     AllReduce,
     Packed,
@@ -84,7 +85,7 @@ class ReplicaStep:
         """
         _, state = self._step(state, batch)
         self._backend.settle()
-        if self._snapshots.join():
+        if self._snapshots.resumable.join():
             # The step has taken the memory of the variables' values.
             with self._program.published(state):
                 raise Superseded
@@ -239,8 +240,8 @@ class Watched:
             return {}, state
         if call.steps > call.skipped:
             raise CheckpointError(
-                f"the checkpoint is of step {call.skipped} of {call.name}, at which a model with "
+                f"the checkpoint is of step {call.skipped} of {call.name}, where a model with "
                 f"steps_per_execution={self._model.steps_per_execution} does not stop: compile it with "
-                "the steps_per_execution that it had, or begin in another folder"
+                "the steps_per_execution that it had, or start over in another folder"
             )
         return self._snapshots.restore(self._model, self._held, state)

@@ -102,7 +102,7 @@ class Round:
         """Begin the computation of those of `replicas` that have not begun; return what partials are like.
 
         Raises:
-            ModelError: replicas do not compute the same things.
+            ModelError: replicas compute different things.
         """
         for replica in replicas:
             if replica not in self.started and (computed := self.compute(replica)) is not None:
@@ -114,9 +114,7 @@ class Round:
         for computed in self.started.values():
             if computed.keys() != self.layout.leaves.keys():
                 changed = ", ".join(sorted(computed.keys() ^ self.layout.leaves.keys()))
-                raise ModelError(
-                    f"{self.what}: replicas do not compute the same things ({changed}): {self.advice}"
-                )
+                raise ModelError(f"{self.what}: replicas compute different things ({changed}): {self.advice}")
         return self.layout
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Mapping[str, Array]]:
@@ -163,7 +161,7 @@ class Synchronization(Protocol):
 
         Raises:
             DisagreementError: the workers differ in `check`, or in the shapes and dtypes of their partials.
-            ModelError: the replicas of this worker do not compute the same things.
+            ModelError: the replicas of this worker compute different things.
             PeerLostError: a worker was lost without whom the job does not continue.
         """
 

@@ -55,21 +55,21 @@ def _decide(state: State, event: Event, now: float) -> Decision:
             return _exited(state, event, now)
         case ScriptEnded(worker):
             done = replace(state, done=state.done | {worker})
-            return Decision(done, reason=f"the script of worker {worker} has come to its end")
+            return Decision(done, reason=f"the script of worker {worker} finished")
         case ScriptFailed():
             return _failed(state, event, now)
         case StrategyCreated():
             return _ready(state, event, now)
         case DistributionStarted():
             busy = replace(state, distributes=True, idle_until=None)
-            return Decision(busy, reason="the script distributes what it computes")
+            return Decision(busy, reason="the script distributes its computation")
         case CheckpointingStarted():
-            return Decision(replace(state, keeps=True), reason="the script keeps checkpoints")
+            return Decision(replace(state, keeps=True), reason="the script saves checkpoints")
         case FinalStepEnded() | CheckpointKept() | CheckpointFailed():
             return _saved(state, event)
         case TimeoutChanged(seconds):
             limits = replace(state.limits, timeout=seconds)
-            return Decision(replace(state, limits=limits), reason=f"waits may take {seconds:g} s")
+            return Decision(replace(state, limits=limits), reason=f"the wait limit is {seconds:g} s")
         case JoinRequested():
             return elasticity.asked(state, event, now)
         case StateGiven():
@@ -92,7 +92,7 @@ def _ready(state: State, event: StrategyCreated, now: float) -> Decision:
     ready = replace(state, elastic=state.view is not None)
     if not state.elastic and not state.distributes and state.view is not None and state.view.replicas > 1:
         ready = replace(ready, idle_until=now + state.limits.idle)
-    return Decision(ready, reason=f"worker {event.worker} has a strategy")
+    return Decision(ready, reason=f"worker {event.worker} created a strategy")
 
 
 def _exited(state: State, event: WorkerExited, now: float) -> Decision:
@@ -103,7 +103,7 @@ def _exited(state: State, event: WorkerExited, now: float) -> Decision:
     else:
         decision = _member_exited(state, event, how, now)
     if not decision.state.running and decision.state.stage is not Stage.FINISHED:
-        over = shutdown.finish(decision.state, f"{how}; no worker is left")
+        over = shutdown.finish(decision.state, f"{how}; no workers remain")
         return _told_outcome(over, state, how) if state.stage is Stage.SAVING else over
     return decision
 
@@ -128,11 +128,11 @@ def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> D
         return shutdown.end(state, outcome, now)
     if state.stage is Stage.SAVING and state.running:
         if event.worker not in state.members:
-            return Decision(state, reason=f"{how}; the others went on before")
+            return Decision(state, reason=f"{how}; the others had already continued without it")
         if state.members[0] in state.running:
             # It needs whoever is left to come to the end of its step.
             return elasticity.renew(state, how, now)
-        reason = f"{how}; every other worker gets SIGTERM"
+        reason = f"{how}; sending SIGTERM to the other workers"
         return _told_outcome(shutdown.signal_all(state, signal.SIGTERM, now, reason), state, how)
     return Decision(state, reason=how)
 
@@ -145,16 +145,16 @@ def _lost(state: State, event: WorkerExited, how: str, now: float) -> Decision:
     """Go on without a worker, if there is anybody to go on."""
     if not state.present:
         if state.finished:
-            reason = f"{how}; the others had ended well"
+            reason = f"{how}; the others had succeeded"
             over = shutdown.finish(replace(state, outcome=JobOutcome(0)), reason)
             told = event.worker in dict(state.failed)
             return over if told else replace(over, actions=(ShowMessage(reason), *over.actions))
         lost = JobOutcome(shell_status(event.status), how, (event.worker,), Evidence.LOG)
         raised = [outcome for worker, outcome in state.failed if worker in state.members]
-        return shutdown.finish(replace(state, outcome=(*raised, lost)[0]), f"{how}; no worker is left")
+        return shutdown.finish(replace(state, outcome=(*raised, lost)[0]), f"{how}; no workers remain")
     state = elasticity.count_loss(state, dict(state.joined).get(event.worker), now)
     if event.worker not in state.members:
-        return elasticity.note(state, f"{how}; the others went on before", told=True)
+        return elasticity.note(state, f"{how}; the others had already continued without it", told=True)
     if event.worker not in dict(state.failed):
         if event.status < 0:
             return elasticity.renew(state, how, now)
@@ -162,7 +162,7 @@ def _lost(state: State, event: WorkerExited, how: str, now: float) -> Decision:
         outcome = JobOutcome(event.status, how, (event.worker,), Evidence.LOG)
         state = _with_failure(state, event.worker, outcome, now)
     if state.deadline is not None:
-        return Decision(state, reason=f"{how}; perhaps the others fail too")
+        return Decision(state, reason=f"{how}; the others may fail too")
     return elasticity.renew(state, "", now)
 
 
@@ -173,7 +173,7 @@ def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) ->
 
 
 def _failed(state: State, event: ScriptFailed, now: float) -> Decision:
-    how = f" ended with status {event.status}" if event.prints else ""
+    how = f" exited with status {event.status}" if event.prints else ""
     message = f"worker {event.worker}{how}: {event.summary}"
     evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
     outcome = JobOutcome(event.status, message, (event.worker,), evidence)
@@ -183,28 +183,28 @@ def _failed(state: State, event: ScriptFailed, now: float) -> Decision:
         state = replace(state, blaming=state.blaming | {event.worker})
         if state.stage is Stage.ENDING and state.all_raised:
             state = replace(state, deadline=now + state.limits.leave)
-        return Decision(state, reason=f"{message}; the job is ending already")
+        return Decision(state, reason=f"{message}; the job is already ending")
     if not event.blames and not state.elastic:
         return shutdown.end(replace(state, blaming=state.blaming | {event.worker}), outcome, now)
     if not event.blames:
         state = _with_failure(state, event.worker, outcome, now)
-        return Decision(state, reason=f"{message}; perhaps the others fail too")
+        return Decision(state, reason=f"{message}; the others may fail too")
     state = replace(state, blaming=state.blaming | {event.worker})
     if state.suspect is None:
         state = replace(state, suspect=outcome, deadline=now + state.limits.blame)
     if state.running <= state.blaming and not state.failed:
         # No worker is left that could show another cause.
         return shutdown.end(state, state.suspect or outcome, now)
-    return Decision(state, reason=f"{message}; its cause should show itself")
+    return Decision(state, reason=f"{message}; waiting for the cause")
 
 
 def _waits(state: State, event: WaitReported, now: float) -> Decision:
     if state.stage is not Stage.RUNNING:
-        return Decision(state, reason="the job is ending already")
+        return Decision(state, reason="the job is already ending")
     if state.given:
-        return Decision(state, reason=f"worker {event.worker} waits for the next view, as all do")
+        return Decision(state, reason=f"worker {event.worker} waits for the next view, like all members")
     if state.view_since is not None and now - event.seconds < state.view_since:
-        return Decision(state, reason=f"worker {event.worker} has waited in a view that is over")
+        return Decision(state, reason=f"worker {event.worker} reports a wait in an old view")
     gone = tuple(worker for worker in event.workers if worker not in state.running)
     if state.elastic:
         # Who is lost is left behind in the next view, of which the worker has not heard yet.
@@ -213,7 +213,9 @@ def _waits(state: State, event: WaitReported, now: float) -> Decision:
     if gone:
         return _deserted(state, event, gone, now)
     if not late:
-        return Decision(state, reason=f"whom worker {event.worker} waits for is about to be left behind")
+        return Decision(
+            state, reason=f"the next view leaves out the workers that worker {event.worker} waits for"
+        )
     state = replace(state, deserted=state.deserted - {event.worker})
     if late and event.seconds >= state.limits.timeout:
         return _stuck(state, event, late, now)
@@ -224,14 +226,17 @@ def _deserted(state: State, event: WaitReported, gone: tuple[int, ...], now: flo
     if event.worker not in state.deserted:
         # The report may have been sent just before the last worker arrived; a second one cannot.
         again = replace(state, deserted=state.deserted | {event.worker})
-        return Decision(again, reason=f"worker {event.worker} may wait in vain; the next report tells")
-    message = f"{name_workers(gone)} ended with status 0 while worker {event.worker} waited for "
+        return Decision(
+            again,
+            reason=f"worker {event.worker} may wait for a finished worker; the next report decides",
+        )
+    message = f"{name_workers(gone)} exited with status 0 while worker {event.worker} waited for "
     message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
     return shutdown.end(state, JobOutcome(1, message, gone, Evidence.LOG), now)
 
 
 def _stuck(state: State, event: WaitReported, late: tuple[int, ...], now: float) -> Decision:
-    message = f"{name_workers(late)} did not arrive in {event.what}: worker {event.worker} has waited "
+    message = f"{name_workers(late)} did not reach {event.what}: worker {event.worker} has waited "
     message += f"{event.seconds:.0f} s (--timeout {state.limits.timeout:g})"
     outcome = JobOutcome(1, message, late, Evidence.STACK)
     deadline = now + state.limits.look
@@ -251,10 +256,10 @@ def _notice(state: State, event: WaitReported, late: tuple[int, ...], now: float
 def _stop_asked(state: State, event: StopRequested, now: float) -> Decision:
     name = signal_name(event.signal)
     if state.stage is Stage.SAVING:
-        again = shutdown.kill(state, now, f"{name} came during the grace period")
-        return _told_outcome(again, state, f"{name} came")
+        again = shutdown.kill(state, now, f"received {name} during the grace period")
+        return _told_outcome(again, state, f"received {name}")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
-        return shutdown.kill(state, now, f"{name} came again")
+        return shutdown.kill(state, now, f"received {name} again")
     if (
         state.stage is Stage.RUNNING
         and state.suspect is None
@@ -267,12 +272,12 @@ def _stop_asked(state: State, event: StopRequested, now: float) -> Decision:
     state = replace(state, outcome=outcome)
     if saves and state.staying:
         return _save(state, event.signal, now)
-    return shutdown.signal_all(state, event.signal, now, f"{name}: every worker gets it")
+    return shutdown.signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
 
 
 def _stop_after_the_end(state: State, number: int, now: float) -> Decision:
     """End processes whose scripts had come to their end before the job was asked to stop."""
-    reason = f"{signal_name(number)} came after the end of the script: the job has ended well"
+    reason = f"{signal_name(number)} arrived after the script finished: the job succeeded"
     state = replace(state, outcome=JobOutcome(0))
     if number == signal.SIGTERM and state.keeps:
         # The chief may be writing the last checkpoint.
@@ -324,7 +329,7 @@ def _saved(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFail
 
 def _saved_too_late(state: State, now: float) -> Decision:
     step, grace = state.saving.step, f"{state.limits.save:g} s (--grace)"
-    late = "the step did not end" if step is None else f"the checkpoint of step {step} was not written"
+    late = "the step did not finish" if step is None else f"the checkpoint of step {step} was not written"
     told = ShowMessage(state.saving.outcome(f"{late} within {grace}"))
     decision = shutdown.signal_all(state, signal.SIGTERM, now, told.text)
     return replace(decision, actions=(told, *decision.actions))
@@ -346,7 +351,7 @@ def _time_passed(state: State, now: float) -> Decision:
     if state.idle_until is not None and now >= state.idle_until:
         return _idle(state)
     if state.next_start is not None and now >= state.next_start:
-        return Decision(replace(state, next_start=None), reason="workers can be started again")
+        return Decision(replace(state, next_start=None), reason="workers can start again")
     return Decision(state, reason="nothing is due")
 
 
@@ -370,7 +375,7 @@ def _deadline_passed(state: State, now: float) -> Decision:
         case Stage.RUNNING if state.suspect:
             return shutdown.end(state, state.suspect, now)
         case Stage.RUNNING:
-            return Decision(replace(state, deadline=None), reason="whoever failed was left behind already")
+            return Decision(replace(state, deadline=None), reason="the failed workers were already left out")
         case Stage.LOOKING if state.outcome and state.elastic and state.present - set(state.outcome.workers):
             return _leave_stuck(state, state.outcome)
         case Stage.LOOKING if state.outcome:
@@ -380,9 +385,9 @@ def _deadline_passed(state: State, now: float) -> Decision:
         case Stage.ENDING:
             return shutdown.terminate(state, now)
         case Stage.TERMINATING:
-            return shutdown.kill(state, now, "some workers did not end after the signal")
+            return shutdown.kill(state, now, "some workers did not exit after the signal")
         case _:
-            return shutdown.finish(state, "some workers cannot be ended")
+            return shutdown.finish(state, "some workers cannot be killed")
 
 
 def _leave_failed(state: State, now: float) -> Decision:
@@ -392,7 +397,7 @@ def _leave_failed(state: State, now: float) -> Decision:
     late = tuple(worker for worker in failed if worker in state.running)
     kills = tuple(KillWorker(worker) for worker in late)
     if late == failed or set(late).intersection(state.members):
-        return Decision(state, kills, f"{name_workers(late)} failed, and did not end")
+        return Decision(state, kills, f"{name_workers(late)} failed but did not exit")
     decision = elasticity.renew(state, "", now)
     return replace(decision, actions=(*kills, *decision.actions))
 
@@ -408,5 +413,5 @@ def _leave_stuck(state: State, outcome: JobOutcome) -> Decision:
     stuck = tuple(worker for worker in outcome.workers if worker in state.running)
     state = replace(elasticity.unstuck(state), condemned=state.condemned.union(stuck))
     kills = tuple(KillWorker(worker) for worker in stuck)
-    text = f"{outcome.message}; {'it is' if len(stuck) == 1 else 'they are'} killed"
+    text = f"{outcome.message}; killing {'it' if len(stuck) == 1 else 'them'}"
     return Decision(state, (*kills, ShowMessage(text)), outcome.message)

@@ -33,11 +33,11 @@ def renew(state: State, how: str, now: float) -> Decision:
     assert state.view is not None
     staying, why = state.staying, _why(state, how)
     if not staying:
-        return Decision(state, reason=f"{why}; nobody is left to go on")
+        return Decision(state, reason=f"{why}; no workers remain")
     if state.given:
         return admit(state, now, how)
     view = place(state.view.replicas, staying, state.view.number + 1)
-    reason = f"{why}; {name_workers(staying)} {'goes' if len(staying) == 1 else 'go'} on (view {view.number})"
+    reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
     state = replace(state, view=view, view_since=now, asked=Request.NOTHING, untold="")
     return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
 
@@ -56,7 +56,7 @@ def count_loss(state: State, since: float | None, now: float) -> State:
     if not young:
         return replace(state, size=size, young_losses=0)
     pause = min(state.limits.pause * 2.0 ** min(state.young_losses, 100), state.limits.longest_pause)
-    untold = f"another worker is started in {pause:g} s"
+    untold = f"another worker starts in {pause:g} s"
     losses = state.young_losses + 1
     return replace(state, size=size, young_losses=losses, next_start=now + pause, untold=untold)
 
@@ -71,15 +71,15 @@ def unstuck(state: State) -> State:
 def joiner_failed(state: State, joiner: Joiner, message: str) -> Decision:
     """Note that the script of a worker that was to join has raised."""
     if state.stage not in (Stage.RUNNING, Stage.LOOKING):
-        return Decision(state, reason=f"{message}; the job is ending already")
+        return Decision(state, reason=f"{message}; the job is already ending")
     state = _with_joiner(state, replace(joiner, asks=Request.NOTHING, failed=True))
-    return Decision(state, (ShowMessage(f"{message} (it was to join)"),), message)
+    return Decision(state, (ShowMessage(f"{message} (it was joining)"),), message)
 
 
 def joiner_lost(state: State, joiner: Joiner, how: str, now: float) -> Decision:
     """Note that a worker has ended before it had joined."""
     state = state.without_joiner(joiner.worker)
-    reason = f"{how} before it had joined"
+    reason = f"{how} before it joined"
     if state.stage not in (Stage.RUNNING, Stage.LOOKING) or state.finished:
         return Decision(state, reason=reason)
     state = count_loss(state, joiner.since, now)
@@ -99,9 +99,9 @@ def asked(state: State, event: JoinRequested, now: float) -> Decision:
     """Note what a worker that joins waits for; give it what has been given."""
     joiner = state.joiner(event.worker)
     if joiner is None or state.stage not in (Stage.RUNNING, Stage.LOOKING):
-        return Decision(state, reason=f"worker {event.worker} does not join any more")
+        return Decision(state, reason=f"worker {event.worker} no longer joins")
     asks = Request.CHANGE if event.whole else Request.POSITION
-    reason = f"worker {event.worker} {'is ready' if event.whole else 'asks where the training is'}"
+    reason = f"worker {event.worker} {'is ready' if event.whole else 'asks for the training position'}"
     if state.given and not event.whole:
         # All wait, and the position is that of the state.
         return Decision(state, (SendPosition(event.worker),), reason)
@@ -112,11 +112,11 @@ def asked(state: State, event: JoinRequested, now: float) -> Decision:
 def given(state: State, event: StateGiven, now: float) -> Decision:
     """Go on when the chief has given what it was asked for."""
     if state.view is None or event.view != state.view.number:
-        return Decision(state, reason=f"view {event.view} is over already")
+        return Decision(state, reason=f"view {event.view} has already ended")
     if event.whole and state.stage is Stage.SAVING:
-        return renew(replace(state, given=False), "the job is about to be stopped", now)
+        return renew(replace(state, given=False), "the job is stopping", now)
     if state.stage not in (Stage.RUNNING, Stage.LOOKING):
-        return Decision(state, reason="the job is ending already")
+        return Decision(state, reason="the job is already ending")
     state = unstuck(state) if event.whole else state
     if event.failure:
         return _not_given(state, event, now)
@@ -125,7 +125,7 @@ def given(state: State, event: StateGiven, now: float) -> Decision:
         state = _with_joiner(state, replace(one, asks=Request.NOTHING))
     told = tuple(SendPosition(one.worker) for one in waiting)
     if not event.whole:
-        return Decision(state, told, "the chief has said where the training is")
+        return Decision(state, told, "the chief reported the training position")
     decision = admit(replace(state, given=True, asked=Request.NOTHING), now, "")
     return replace(decision, actions=(*told, *decision.actions))
 
@@ -145,7 +145,7 @@ def admit(state: State, now: float, how: str) -> Decision:
     changes = [f"{name_workers(tuple(new))} joined"] if new else []
     changes += [f"{name_workers(old)} left"] if old else []
     size = count(len(workers), "worker")
-    what = f"{' and '.join(changes) or 'nobody joins'} ({size}, view {view.number})"
+    what = f"{' and '.join(changes) or 'no worker joins'} ({size}, view {view.number})"
     reason = f"{why}; {what}" if why else what
     state = replace(
         state,
@@ -166,27 +166,27 @@ def refusal(state: State, workers: int) -> str:
     assert state.view is not None
     if workers > state.view.replicas:
         return (
-            f"{workers} workers cannot share {state.view.replicas} replicas, which the job has for its whole "
-            f"life; ask for {state.view.replicas} workers or fewer"
+            f"{workers} workers cannot share {state.view.replicas} replicas, and the number of replicas is "
+            f"fixed; ask for {state.view.replicas} workers or fewer"
         )
     if workers < state.size.least:
         return f"with fewer than {state.size.least} workers training would wait (--min-workers)"
     if state.size.by_hand and workers > len(state.present) + len(state.joiners):
-        return "the workers of this job are started by hand: start another one to have more"
+        return "the workers of this job are started by hand: start another one to add a worker"
     if not state.elastic and state.stage is Stage.RUNNING:
         return (
             "the script has created no strategy and compiled no model yet, so no worker can join or leave; "
             "try again in a moment"
         )
     if state.elastic and state.stage is Stage.LOOKING:
-        return "a worker seems to be stuck, and is about to be left behind; try again in a moment"
+        return "a worker seems to be stuck and is about to be removed; try again in a moment"
     return "the job is ending" if state.stage is not Stage.RUNNING or state.finished else ""
 
 
 def arrived(state: State) -> Decision:
     """Strive for one worker more: the one that a person has started."""
     size = replace(state.size, wanted=len(state.present) + len(state.joiners) + 1, closed=False)
-    return Decision(replace(state, size=size), reason="a worker has come that was started by hand")
+    return Decision(replace(state, size=size), reason="a worker that was started by hand arrived")
 
 
 def scaled(state: State, event: ScaleRequested, now: float) -> Decision:
@@ -197,9 +197,9 @@ def scaled(state: State, event: ScaleRequested, now: float) -> Decision:
     free = max(event.workers - len(state.staying), 0)
     dropped = tuple(one.worker for one in state.joiners[free:])
     state, kills = _without_joiners(state, dropped)
-    reason = f"{count(event.workers, 'worker')} wanted from now on"
+    reason = f"the job now wants {count(event.workers, 'worker')}"
     if dropped:
-        reason += f"; {name_workers(dropped)} need{'s' if len(dropped) == 1 else ''} not join any more"
+        reason += f"; {name_workers(dropped)} no longer need{'s' if len(dropped) == 1 else ''} to join"
     decision = admit(state, now, reason) if state.given else Decision(state, (ShowMessage(reason),), reason)
     return replace(decision, actions=(*kills, *decision.actions))
 
@@ -220,7 +220,9 @@ def settle(decision: Decision, now: float) -> Decision:
 
 def dismissed(state: State, worker: int, how: str) -> Decision:
     """Note that a worker that was told to leave has ended."""
-    return Decision(replace(state, leaving=state.leaving - {worker}), reason=f"{how}; it was not needed")
+    return Decision(
+        replace(state, leaving=state.leaving - {worker}), reason=f"{how}; it was no longer needed"
+    )
 
 
 def _with_joiner(state: State, joiner: Joiner) -> State:
@@ -263,7 +265,7 @@ def _wait(state: State, number: int, now: float, why: str) -> Decision:
     """Let all members wait for more workers, if there is hope."""
     least = state.size.least
     if state.size.wanted < least:
-        message = f"too few workers are left: {number} of at least {least} (--min-workers)"
+        message = f"too few workers remain: {number} of at least {least} (--min-workers)"
         return shutdown.end(state, JobOutcome(1, f"{why or _no_more(state.size)}; {message}"), now)
     what = f"training waits: {count(number, 'worker')} of at least {least} (--min-workers)"
     reason = f"{why}; {what}" if why else what
@@ -280,9 +282,9 @@ def _why(state: State, how: str) -> str:
 
 def _no_more(size: JobSize) -> str:
     if size.by_hand and not size.closed:
-        return "start it again, and it joins"
-    why = "nobody can join" if size.closed else f"--max-restarts {size.most_restarts}"
-    return f"no worker is replaced{' any more' if size.most_restarts else ''} ({why})"
+        return "start it again and it joins"
+    why = "no worker can join" if size.closed else f"--max-restarts {size.most_restarts}"
+    return f"lost workers are {'no longer' if size.most_restarts else 'not'} replaced ({why})"
 
 
 def patience_over(state: State, now: float) -> Decision:
@@ -296,9 +298,9 @@ def patience_over(state: State, now: float) -> Decision:
 
 def _not_given(state: State, event: StateGiven, now: float) -> Decision:
     """Go on with the members that there are: whoever is to join waits for what cannot be given."""
-    reason, least = f"nobody can join: {event.failure}", state.size.least
+    reason, least = f"no worker can join: {event.failure}", state.size.least
     if len(state.staying) < least:
-        reason += f"; training goes on with fewer than {least} workers (--min-workers)"
+        reason += f"; training continues with fewer than {least} workers (--min-workers)"
     state, kills = _without_joiners(state, tuple(one.worker for one in state.joiners))
     size = replace(state.size, wanted=max(len(state.staying), 1), least=1, restarts=0, closed=True)
     state = replace(state, size=size, next_start=None)
@@ -311,12 +313,12 @@ def _dismiss(decision: Decision) -> Decision:
     dropped = tuple(one.worker for one in decision.state.joiners)
     state, kills = _without_joiners(decision.state, dropped)
     if dropped and state.size.by_hand:
-        text = f"the script has come to its end, so {name_workers(dropped)} cannot join any more"
+        text = f"the script has finished, so {name_workers(dropped)} can no longer join"
         kills = (ShowMessage(text), *kills)
     actions = (*decision.actions, *kills)
     if state.present:
         return replace(decision, state=replace(state, next_start=None), actions=actions)
-    over = shutdown.finish(state, f"{decision.reason}; no member is left")
+    over = shutdown.finish(state, f"{decision.reason}; no members remain")
     return replace(over, actions=(*actions, *over.actions))
 
 

@@ -32,7 +32,7 @@ def end(state: State, outcome: JobOutcome, now: float) -> Decision:
         return finish(state, outcome.message)
     if not state.size.by_hand:
         return Decision(state, (AbortExchange(outcome.message),), outcome.message)
-    text = f"{outcome.message}; the job ends: start all workers again"
+    text = f"{outcome.message}; the job ends: restart all workers"
     # Who is told at the very end has no worker in its terminal any more.
     return Decision(state, (AbortExchange(text), ShowMessage(text)), outcome.message)
 
@@ -48,7 +48,7 @@ def end_stuck(state: State, outcome: JobOutcome, now: float) -> Decision:
 
 def terminate(state: State, now: float) -> Decision:
     """Send SIGTERM to workers that have not ended after the abort."""
-    decision = signal_all(state, signal.SIGTERM, now, "some workers did not end after the abort")
+    decision = signal_all(state, signal.SIGTERM, now, "some workers did not exit after the abort")
     # Who was stuck has had SIGTERM already.
     told = state.outcome.workers if state.outcome and state.outcome.evidence is Evidence.STACK else ()
     actions = tuple(

@@ -166,7 +166,7 @@ class Recording:
             yield
         if not self._met and model.trainable_variables:
             raise ModelError(
-                "train_step applies no optimizer that the model knows: use self.optimizer, or keep the "
+                "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
             )
 
@@ -175,9 +175,9 @@ def refuse_own_update(name: str) -> NoReturn:
     """Raise ModelError: a step changes a trainable variable by itself."""
     raise ModelError(
         f"the step assigns the variable {name!r} itself; weights and the variables of optimizers change "
-        "through self.optimizer.apply, or that of another optimizer which the model keeps as an attribute; "
+        "through self.optimizer.apply, or that of another optimizer that is an attribute of the model; "
         "limits on weights are constraints of their layers; assign a learning rate outside of the step, and "
-        "make a variable that is no weight with trainable=False"
+        "create a variable that is not a weight with trainable=False"
     )
 
 
@@ -185,9 +185,9 @@ def _refuse_another(update: Update, known: Update | None) -> None:
     ids, known_ids = ([id(one) for one in each.variables] if each else [] for each in (update, known))
     if known is None or update.optimizer is not known.optimizer or ids != known_ids:
         raise ModelError(
-            "the step applies another optimizer than before, or to other variables: compile the model again "
-            "after changing which of its layers are trainable, and let every step of every replica make the "
-            "same updates in the same order"
+            "the step applies another optimizer than before, or applies it to different variables: compile "
+            "the model again after changing which of its layers are trainable, and let all replicas make the "
+            "same updates in the same order in every step"
         )
 
 

@@ -18,7 +18,7 @@ from lockstep.keras.state.variables import optimizers_of
 
 
 @contextmanager
-def replaced(owner: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
     """Within the block `owner.method` is `replacement`."""
     # Past the owner's __setattr__, which tracks what it is given.
     attributes = vars(owner)

@@ -40,6 +40,7 @@ from lockstep.keras.state import randomness
 from lockstep.keras.state.randomness import GOLDEN
 from lockstep.keras.state.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
+from lockstep.worker.patching import PATCHES
 
 
 class TorchBackend:
@@ -91,13 +92,13 @@ class TorchBackend:
         if self._prepared:
             if not torch.are_deterministic_algorithms_enabled():
                 warnings.warn(
-                    "the script has switched off torch.use_deterministic_algorithms: equal bits are no "
-                    "longer promised",
+                    "the script has disabled torch.use_deterministic_algorithms: equal bits are no "
+                    "longer guaranteed",
                     stacklevel=3,
                 )
             return
         self._prepared = True
-        promise_equal_bits(job.current().threads)
+        promise_equal_bits(job.current().context.threads)
 
 
 @dataclass(frozen=True)
@@ -348,8 +349,8 @@ class TorchProgram(TorchState):
             self._changing = sorted(changed)
         for i in changed - set(self._changing):
             raise ModelError(
-                f"the step changes {self._state[i].path!r}, which its first step left alone; every step of "
-                "every replica has to change the same variables"
+                f"the step changes {self._state[i].path!r}, but its first step did not; every step of "
+                "every replica must change the same variables"
             )
         return {f"state/{i}": self._change(i, before.kept[i], share) for i in self._changing}
 
@@ -383,7 +384,7 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
     """Raise ModelError for what this backend cannot do, or not over replicas."""
     if model.steps_per_execution > 1:
         raise ModelError(
-            f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend Keras takes one "
+            f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend, Keras runs one "
             "step at a time; compile the model with steps_per_execution=1"
         )
     if kind == "train":
@@ -412,7 +413,7 @@ class EagerTorch:
 
     def __init__(self) -> None:
         _install()
-        promise_equal_bits(job.current().threads)
+        promise_equal_bits(job.current().context.threads)
 
     @contextmanager
     def apart(self, seed: int) -> Iterator[None]:
@@ -515,18 +516,26 @@ class _ReplicaThread(threading.local):
 _running = _ReplicaThread()
 
 
-@functools.cache
 def _install() -> None:
-    """Learn of passes of PyTorch while a replica computes; once a process."""
-    original = torch.autograd.backward
+    """Learn of passes of PyTorch while a replica computes."""
+    if not PATCHES.has(__name__):
+        PATCHES.replace(__name__, torch.autograd, "backward", _noticed)
+    _listen()
 
+
+def _noticed(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if _running.computation is not None:
             _running.computation.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         original(tensors, *args, **kwargs)
 
-    torch.autograd.backward = backward
+    return backward
+
+
+@functools.cache
+def _listen() -> None:
+    """Learn of forward passes: PyTorch has a hook for them."""
 
     def forward(module: torch.nn.Module, inputs: Any) -> None:
         if _running.computation is not None:

@@ -20,7 +20,7 @@ from lockstep.keras.replica_run.contract import Runs
 from lockstep.keras.replica_run.graph import on_host
 from lockstep.keras.replica_run.tf_values import symbolic
 from lockstep.keras.replica_run.values import Registry, Shelf, Spec
-from lockstep.worker.job import current
+from lockstep.worker.script import keep_original
 
 _END = -1
 """In the place of a ticket: the pass has ended."""
@@ -87,7 +87,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
             tickets = dataset_of_tickets(lambda: self.begin(self.source.begin()).tickets(form.specs))
             self._in_graphs.append(tickets)
             return GraphIterator(tf.zeros((), tf.int64), iter(tickets), self.number, True)
-        number = on_host(current(), self._begin_on_host, [], tf.int64)
+        number = on_host(self._begin_on_host, [], tf.int64)
         number.set_shape(())
         return GraphIterator(number, iter(self.in_tensors), self.number, False)
 
@@ -180,20 +180,20 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
                 if values.specs != specs:
                     raise DataError(
                         f"an element of the dataset has leaves like {values.specs} where the first had "
-                        f"{specs}; a graph is made for elements that are alike: read them outside of it, or "
+                        f"{specs}; a graph needs elements of one structure: read them outside of it, or "
                         "from a tf.data.Dataset that declares them"
                     )
                 yield self._dataset.shelf.put(values)
         except LockstepError as error:
-            current().failure = error
+            keep_original(error)
             raise
 
 
 _datasets: Registry[TensorFlowDataset] = Registry(
-    "the dataset that a graph takes elements from is gone: keep it"
+    "the dataset that a graph reads no longer exists: keep a reference to it"
 )
 _iterators: Registry[TensorFlowIterator] = Registry(
-    "the iterator that a graph takes elements from is gone: keep it"
+    "the iterator that a graph reads no longer exists: keep a reference to it"
 )
 
 
@@ -253,7 +253,7 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
         def publish(number: Any, *leaves: Any) -> int:
             return _iterators.find(int(number)).publish(leaves)
 
-        ticket = on_host(current(), publish, [self.number, *leaves_of(element)], tf.int64)
+        ticket = on_host(publish, [self.number, *leaves_of(element)], tf.int64)
         ticket.set_shape(())
         return ticket
 

@@ -164,8 +164,8 @@ def refuse_weight(variable: Any) -> NoReturn:
     """Raise ModelError: a function changes a weight by itself."""
     raise ModelError(
         f"the function that strategy.run was given assigns the weight {variable.path!r} itself, and replicas "
-        "may not agree about its value; weights change through an optimizer's apply. Keep what follows them "
-        "in a variable with trainable=False, of whose changes the mean is taken, or assign it after "
+        "may not agree about its value; weights change through an optimizer's apply. Keep derived values "
+        "in a variable with trainable=False, whose changes are averaged, or assign it after "
         "strategy.run"
     )
 
@@ -224,7 +224,7 @@ class ReplicaExecution:
             try:
                 keras.tree.assert_same_structure(self.nest, nest)
             except (TypeError, ValueError) as error:
-                raise ModelError(f"replicas return nests of different kinds: {error}") from error
+                raise ModelError(f"replicas return nests of different structures: {error}") from error
         self.nest = nest
         self.outputs[number] = outputs
 
