@@ -117,13 +117,7 @@ class Stage:
                     events,
                     SystemClock(),
                     descendants,
-                    State(
-                        frozenset(range(workers)),
-                        QUICK,
-                        view=spec.view,
-                        size=JobSize.of(wanted, 1, 0),
-                        next_worker=workers,
-                    ),
+                    State.of(spec.view, QUICK, JobSize.of(wanted, 1, 0)),
                 ).run()
         entries = [json.loads(line) for line in paths.events.read_text().splitlines()]
         return Outcome(

@@ -191,13 +191,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
             events=events,
             clock=SystemClock(),
             descendants=Nobody(),
-            state=State(
-                frozenset(range(job.workers)),
-                LIMITS,
-                view=spec.view,
-                size=JobSize.of(job.workers, spec.min_workers, spec.max_restarts),
-                next_worker=job.workers,
-            ),
+            state=State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
         )
         status = agent.run()
     pool.close()

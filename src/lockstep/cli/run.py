@@ -377,13 +377,11 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
             events=events,
             clock=SystemClock(),
             descendants=LinuxDescendants(),
-            state=State(
-                frozenset(range(spec.workers)),
+            state=State.of(
+                spec.view,
                 TimeLimits(timeout=spec.timeout, save=spec.grace),
-                view=spec.view,
+                JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
                 keeps=spec.checkpoints is not None,
-                size=JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
-                next_worker=spec.workers,
             ),
         )
         return agent.run()

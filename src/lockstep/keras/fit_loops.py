@@ -32,7 +32,7 @@ from lockstep.keras.replica_run.step_loop import Driving
 from lockstep.keras.replica_step import ReplicaStep, Watched
 from lockstep.keras.sidecar_evaluator import Evaluating
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
-from lockstep.keras.state.checkpoint_callback import Keeping, apart
+from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
 from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import Superseded
@@ -118,7 +118,8 @@ class FitLoops:
         if self._job.evaluates:
             return self._evaluating.fit(model, given)
         self._last.trains(model)
-        asked, callbacks = apart(given["callbacks"])
+        asked = asked_in(given["callbacks"])
+        callbacks = take_out(asked, given["callbacks"])
         with self._resumable.call("fit") as call:
             if asked is not None:
                 self._keeping.begin(asked)

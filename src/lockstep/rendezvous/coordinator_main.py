@@ -88,7 +88,6 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
             person.send(encode(Stop(number)), socket.MSG_DONTWAIT)
 
     signal.signal(signal.SIGTERM, pass_on)
-    workers = frozenset(range(spec.workers))
     with person, EventLog.open(paths.events, clock, terminals.say) as events:
         agent = Agent(
             spec=spec,
@@ -100,13 +99,7 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
             events=events,
             clock=clock,
             descendants=ExternalProcesses(server.workers),
-            state=State(
-                workers,
-                TimeLimits(timeout=spec.timeout),
-                view=spec.view,
-                size=JobSize(spec.workers, by_hand=True),
-                next_worker=spec.workers,
-            ),
+            state=State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
             arrivals=server,
         )
         agent.run()
