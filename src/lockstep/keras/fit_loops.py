@@ -23,17 +23,14 @@ from lockstep.keras.backends.steps import (
 from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
-from lockstep.keras.exactness import introduction, per_replica, said_of
+from lockstep.keras.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
 from lockstep.keras.input.distributed_input import distributed_input
-from lockstep.keras.input.distribution import DistributedDataset
+from lockstep.keras.input.distribution import DistributedDataset, explain_sharding
 from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
-from lockstep.keras.input.sharding import explain_sharding
 from lockstep.keras.input.visits import order_seed
-from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.replica_run.step_loop import Driving
-from lockstep.keras.replica_step import ReplicaStep
+from lockstep.keras.replica_step import ReplicaStep, Watched
 from lockstep.keras.sidecar_evaluator import Evaluating
-from lockstep.keras.single_replica import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
 from lockstep.keras.state.digest import LastModel
