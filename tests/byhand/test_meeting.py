@@ -18,7 +18,7 @@ import os, sys
 print("first line", flush=True)
 from lockstep.worker import job
 from lockstep.rendezvous import join
-rendezvous.take_part()
+join.take_part()
 me = job.current()
 """
 TELL = """
@@ -27,7 +27,7 @@ own = f"{me.worker} of {len(me.view.workers)}".encode()
 told = me.exchange(lambda view, communicator: communicator.gather(own))
 names = "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE", "OWN", "NPROC"
 print(json.dumps({
-    "worker": me.worker, "replicas": me.view.replicas, "seed": me.seed, "threads": me.threads,
+    "worker": me.worker, "replicas": me.view.replicas, "seed": me.context.seed, "threads": me.context.threads,
     "told": [text.decode() for text in told],
     "arguments": sys.argv[1:], "here": os.path.basename(__file__), "pid": os.getpid(),
     "variables": [os.environ.get(name) for name in names],
@@ -137,7 +137,7 @@ def test_workers_end_when_nobody_coordinates(desk: Any) -> None:
     os.close(coordinator)
     for index, terminal in enumerate(terminals):
         assert terminal.status() == 1
-        assert f"is gone, so worker {index} ends; start all workers again" in terminal.text
+        assert f"has ended, so worker {index} exits; restart all workers" in terminal.text
 
 
 def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
@@ -146,7 +146,7 @@ def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
     for terminal in terminals:
         terminal.until("stays")
     terminals[0].stop()
-    terminals[1].until("lockstep: worker 0 has ended; the job ends: start all workers again")
+    terminals[1].until("lockstep: worker 0 ended (exit status unknown); the job ends: restart all workers")
 
 
 ONE_STAYS = """
@@ -187,10 +187,12 @@ def test_other_commands_know_the_job(desk: Any, is_gone: Gone) -> None:
     name = line.split()[0]
     assert "3 workers cannot share 2 replicas" in order("scale", name, "3").stderr
     terminals[1].stop()
-    terminals[0].until("worker 1 has ended; start it again, and it joins; worker 0 goes on (view 2)")
+    terminals[0].until(
+        "worker 1 ended (exit status unknown); start it again and it joins; worker 0 continues (view 2)"
+    )
     refused = order("scale", name, "2")
     assert refused.returncode == 2
-    assert "the workers of this job are started by hand: start another one to have more" in refused.stderr
+    assert "the workers of this job are started by hand: start another one to add a worker" in refused.stderr
     coordinators = desk.coordinators()
     assert order("stop", name).stdout.splitlines()[-1] == f"{name} has ended"
     assert terminals[0].status() == -signal.SIGTERM

@@ -53,8 +53,8 @@ from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.topology import place
 from lockstep.worker.agent_client import AgentClient
-from lockstep.worker.checkpoints import open_scheduler
-from lockstep.worker.job import Job, by_itself
+from lockstep.worker.checkpoints import open_checkpoints
+from lockstep.worker.job import Job, JobContext, by_itself
 from lockstep.worker.membership import AgentMembership, wait_policy
 
 STEPS = 12
@@ -115,19 +115,10 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     else:
         view = place(config.replicas, tuple(range(config.workers)))
         communicator = membership.enter(view, os.dup(config.segment))
-    entered = Job(
-        view,
-        config.worker,
-        config.seed,
-        1,
-        communicator,
-        client.report,
-        None,
-        membership,
-        joins=config.joins,
-        scheduler=open_scheduler(config, client),
-        began_with=config.workers,
-    )
+    context = JobContext(config.worker, config.seed, 1, client.report, began_with=config.workers)
+    entered: Job
+    checkpoints = open_checkpoints(config, client, lambda: entered.is_chief)
+    entered = Job(context, (view, communicator), membership, checkpoints, joins=config.joins)
     client.started()
     client.report("strategy")
     try:

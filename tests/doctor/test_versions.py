@@ -86,9 +86,10 @@ def test_who_chooses_the_backend_is_said() -> None:
     both = ("jax", "torch")
     versions = {**VERSIONS, "torch": "2.13.0"}
     assert (
-        "KERAS_BACKEND says so" in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
+        "KERAS_BACKEND selects it"
+        in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
     )
-    assert "keras.json says so" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
+    assert "keras.json selects it" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
     text = examine(versions, Wish(None, "tensorflow"), both)[0]["chosen backend"].reason
     assert text.startswith("jax, because it is the first installed of TensorFlow, JAX and PyTorch")
 

@@ -243,7 +243,7 @@ class Watched(Job):
             named = rf"\bworkers? ([\d, ]|and )*\b{worker}\b"
             assert re.search(named, told), f"nobody is told that worker {worker} is lost"
         if self.state.size.wanted < self.target and not self.state.admission.unreported and not self.mute:
-            what = "start it again" if self.state.size.by_hand else "no worker is replaced"
+            what = "start it again" if self.state.size.by_hand else " replaced ("
             assert what in told, f"nobody is told: {what}"
 
 

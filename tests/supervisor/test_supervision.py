@@ -207,12 +207,12 @@ def test_there_are_scenarios() -> None:
     ("state", "event", "actions", "stage"),
     [
         (TWO, WorkerExited(0, 0), (), Stage.RUNNING),
-        (TWO, WorkerExited(1, 3), (AbortExchange("worker 1 ended with status 3"),), Stage.ENDING),
-        (TWO, WorkerExited(1, -11), (AbortExchange("worker 1 was ended by SIGSEGV"),), Stage.ENDING),
+        (TWO, WorkerExited(1, 3), (AbortExchange("worker 1 exited with status 3"),), Stage.ENDING),
+        (TWO, WorkerExited(1, -11), (AbortExchange("worker 1 was killed by SIGSEGV"),), Stage.ENDING),
         (
             TWO,
             ScriptFailed(1, 1, "E: x", False),
-            (AbortExchange("worker 1 ended with status 1: E: x"),),
+            (AbortExchange("worker 1 exited with status 1: E: x"),),
             Stage.ENDING,
         ),
         (
@@ -225,7 +225,7 @@ def test_there_are_scenarios() -> None:
         (
             TWO.with_phase(Phase.LOST, 0),
             ScriptFailed(1, 1, "E: x", True),
-            (AbortExchange("worker 1 ended with status 1: E: x"),),
+            (AbortExchange("worker 1 exited with status 1: E: x"),),
             Stage.ENDING,
         ),
         (TWO, WaitReported(0, "step 1", (1,), 59.9), None, Stage.RUNNING),
@@ -261,7 +261,7 @@ def test_there_are_scenarios() -> None:
         (
             TWO.with_phase(Phase.LOST, 0),
             WorkerExited(1, -9),
-            (FinishJob(JobOutcome(137, "worker 1 was ended by SIGKILL", (1,), Evidence.LOG)),),
+            (FinishJob(JobOutcome(137, "worker 1 was killed by SIGKILL", (1,), Evidence.LOG)),),
             Stage.FINISHED,
         ),
         (at_stage(TWO, Stage.FINISHED), StopRequested(2), (), Stage.FINISHED),
@@ -283,12 +283,12 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (
             ELASTIC,
             ScaleRequested(4),
-            (ShowMessage("4 workers wanted from now on"), StartWorker(2), StartWorker(3)),
+            (ShowMessage("the job now wants 4 workers"), StartWorker(2), StartWorker(3)),
         ),
         (
             ELASTIC,
             ScaleRequested(1),
-            (ShowMessage("1 worker wanted from now on"), AskMembers(Request.CHANGE)),
+            (ShowMessage("the job now wants 1 worker"), AskMembers(Request.CHANGE)),
         ),
         (ELASTIC, ViewFailed("no memory"), (AbortExchange("no memory"),)),
         (JOINING, JoinRequested(2, whole=False), (AskMembers(Request.POSITION),)),

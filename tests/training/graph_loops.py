@@ -423,7 +423,7 @@ def saving() -> Any:
     """All workers save to the same path; one of them writes, and all find it."""
     made, again = Plain(), Plain()
     again.model.build((None, ROWS.shape[1]))
-    folder = lockstep.worker.job.current().folder
+    folder = lockstep.worker.job.current().context.folder
     assert folder is not None
     checkpoint = tf.train.Checkpoint(model=made.model, optimizer=made.optimizer)
     manager = tf.train.CheckpointManager(checkpoint, folder / "checkpoints", max_to_keep=2)

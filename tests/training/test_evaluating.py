@@ -211,7 +211,7 @@ def test_another_job_s_checkpoints_are_evaluated_and_the_job_is_waited_for(folde
 
 def test_a_job_that_has_left_nothing(folder: Folder) -> None:
     folder.begin()
-    with pytest.raises(PeerLostError, match=r"has ended and left none that is whole, so nothing was eval"):
+    with pytest.raises(PeerLostError, match=r"has ended without a complete one, so nothing was eval"):
         watch(folder, nothing, folder.end)
 
 
@@ -243,7 +243,7 @@ def test_steps(folder: Folder) -> None:
 def test_a_process_that_trains_itself_is_told_that_it_would_wait_for_itself(
     folder: Folder, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_of_one_worker, "scheduler", object())
+    monkeypatch.setattr(job_of_one_worker.checkpoints, "_scheduler", object())
     with pytest.raises(
         ConfigError, match=r"keeps checkpoints itself, .* give lockstep.SidecarEvaluator max_eval"
     ):

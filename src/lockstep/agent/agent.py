@@ -157,7 +157,7 @@ class Agent:
         try:
             admin_socket = self._admin.open(root.name)
         except LockstepError as error:
-            self.console.say(f"this job hears no orders: {error}")
+            self.console.say(f"remote control is unavailable: {error}")
             return
         self._admin_descriptor = admin_socket.fileno()
         self._selector.register(self._admin_descriptor, selectors.EVENT_READ, admin_socket.serve)
@@ -170,7 +170,7 @@ class Agent:
             self._admin.close()
 
     def _cannot_start(self, worker: int, segment: int | None, error: OSError) -> None:
-        message = f"worker {worker} cannot be started: {error}"
+        message = f"cannot start worker {worker}: {error}"
         if segment is not None:
             self._outcome = job_events.JobOutcome(1, message)
             return
@@ -327,7 +327,7 @@ class Agent:
                 self._decide(job_events.CheckpointFailed(str(fields["reason"])))
             case "resumed" if worker == self.console.chief:
                 self._tally.before = int(fields["step"])
-                self.console.say(f"training goes on behind {fields.get('where')}")
+                self.console.say(f"training resumed after {fields.get('where')}")
 
     def _note_progress(self, worker: int, what: str) -> None:
         if self._progress is not None:
@@ -355,7 +355,7 @@ class Agent:
         if worker == self.console.chief and self.spec.backend in NAMES and backend in NAMES:
             own, chosen = NAMES[backend], NAMES[self.spec.backend]
             if own != chosen:
-                self.console.say(f"the script selects {own} itself, so it does not run on {chosen}")
+                self.console.say(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
 
     def _take_given(self, given: StateReply, descriptors: list[int]) -> None:
         assert self.state.view is not None
@@ -476,13 +476,13 @@ class Agent:
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
             self.console.say(
-                f"the script {what}: each of the {self.spec.workers} workers ran all of it, alone"
+                f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own"
             )
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
             self.console.say(
                 f"the script distributed nothing: {lines}; train with model.fit, or "
-                "pass the computation of a replica to strategy.run"
+                "pass the replica's computation to strategy.run"
             )
         if left:
             self.console.say(unkillable(left))

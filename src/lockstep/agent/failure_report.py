@@ -38,6 +38,6 @@ def explain(
 def _stack(member: WorkerHandle) -> list[str]:
     frames = member.innermost_frames(_FRAMES)
     if not frames:
-        return [f"  worker {member.worker} gave no stack"]
+        return [f"  worker {member.worker} sent no stack"]
     heading = f"  worker {member.worker} is here (most recent call first):"
     return [heading, *(f"    {frame}" for frame in frames)]

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.checkpoint.dtypes import named
 from lockstep.checkpoint.folder import Contents, check_names
+from lockstep.checkpoint.values import named
 from lockstep.errors import CheckpointError
 from lockstep.system.memory import available_memory
 
@@ -151,7 +151,7 @@ def unpack_state(descriptor: int) -> Contents:
             arrays[name] = array = _mapped(memory, start, named(kind), shape)
             start += array.nbytes
     except (ValueError, OverflowError, RecursionError, struct.error) as error:
-        raise CheckpointError(f"cannot read the state that another worker gave: {error}") from None
+        raise CheckpointError(f"cannot read the state from another worker: {error}") from None
     return Contents(header.step, header.manifest, arrays)
 
 

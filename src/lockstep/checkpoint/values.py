@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.dtypes import named, plain, storable
 from lockstep.errors import CheckpointError
 
 Array = npt.NDArray[Any]
@@ -167,7 +167,7 @@ def _untag(tag: str, content: Any, arrays: Mapping[str, Array]) -> Any:
         return _LEAVES[tag](content)
     except (KeyError, TypeError, ValueError, OverflowError, binascii.Error):
         raise CheckpointError(
-            f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which nobody can read"
+            f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which is not a known value"
         ) from None
 
 
@@ -187,3 +187,39 @@ _LEAVES: Mapping[str, Callable[[Any], Any]] = {
     "$str": lambda content: base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass"),
     "$scalar": _scalar,
 }
+
+
+_NAMES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+]
+_DTYPES = {name: np.dtype(name) for name in _NAMES} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def named(name: str) -> "np.dtype[Any] | None":
+    """Return the dtype of this name; None if a checkpoint cannot hold it."""
+    return _DTYPES.get(name)
+
+
+def storable(dtype: "np.dtype[Any]") -> bool:
+    """Tell whether a checkpoint can hold arrays of this dtype, which includes its order of bytes."""
+    return dtype == _DTYPES.get(dtype.name)
+
+
+def plain(text: str) -> bool:
+    """Tell whether JSON keeps `text`: lone surrogates that follow each other would become one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -50,7 +50,7 @@ def parse(text: str) -> TaskConfig:
     _check_jobs(cluster)
     _check_addresses(cluster)
     if "task" not in fields:
-        raise _wrong(f"has no 'task', which says what this process is; it has {_names(fields)}")
+        raise _wrong(f"has no 'task', which identifies this process; it has {_names(fields)}")
     task_type, task_id = _task(cluster, fields["task"])
     return TaskConfig(
         cluster, task_type, task_id, _text_or_none(fields, "rpc_layer"), _text_or_none(fields, "environment")

@@ -58,8 +58,8 @@ def main(arguments: Sequence[str]) -> None:
     except LockstepError as error:
         server.turn_away(str(error))
     except Exception as error:
-        terminals.say(f"the coordinator has failed: {''.join(traceback.format_exception(error))}")
-        server.turn_away(f"the coordinator has failed: {error!r}")
+        terminals.say(f"the coordinator failed: {''.join(traceback.format_exception(error))}")
+        server.turn_away(f"the coordinator failed: {error!r}")
     finally:
         server.close()
 
@@ -106,7 +106,7 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:
-        server.turn_away("the job could not begin, for the reason above")
+        server.turn_away("the job could not start for the reason above")
 
 
 def _spec(server: RendezvousServer) -> JobSpec:

@@ -125,7 +125,7 @@ class RendezvousServer:
             OSError: nobody waits.
         """
         if not self.waiting:
-            raise OSError("nobody has started a process for it")
+            raise OSError("no process has been started for it")
         slot = min(self.waiting)
         process = self.waiting.pop(slot)
         self._forget(process.handle.control.fileno())
@@ -202,7 +202,7 @@ class RendezvousServer:
             arrival = decode_arrival(packet)
         except ValueError as error:
             reason = (
-                f"the job does not understand this process ({error}); use one version of Lockstep for all"
+                f"the job cannot read this process's message ({error}); use one version of Lockstep for all"
             )
         else:
             reason = refusal(self.first, arrival, self._pid_at(arrival.slot))

@@ -77,21 +77,21 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _worker_exited(state, event, now)
         case ScriptEnded(worker):
             ended = state.with_worker(worker, replace(state.workers[worker], script_ended=True))
-            decision = Decision(ended, reason=f"the script of worker {worker} has come to its end")
+            decision = Decision(ended, reason=f"the script of worker {worker} finished")
         case ScriptFailed():
             decision = _script_failed(state, event, now)
         case StrategyCreated():
             decision = _strategy_created(state, event, now)
         case DistributionStarted():
             busy = replace(state, distributes=True, idle_until=None)
-            decision = Decision(busy, reason="the script distributes what it computes")
+            decision = Decision(busy, reason="the script distributes its computation")
         case CheckpointingStarted():
-            decision = Decision(replace(state, keeps=True), reason="the script keeps checkpoints")
+            decision = Decision(replace(state, keeps=True), reason="the script saves checkpoints")
         case FinalStepEnded() | CheckpointKept() | CheckpointFailed():
             decision = _saving_advanced(state, event)
         case TimeoutChanged(seconds):
             limits = replace(state.limits, timeout=seconds)
-            decision = Decision(replace(state, limits=limits), reason=f"waits may take {seconds:g} s")
+            decision = Decision(replace(state, limits=limits), reason=f"the wait limit is {seconds:g} s")
         case JoinRequested():
             decision = _join_requested(state, event, now)
         case StateGiven():
@@ -99,7 +99,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
         case WorkerArrived():
             size = replace(state.size, wanted=len(state.present) + len(state.joiners) + 1, closed=False)
             arrived = replace(state, size=size)
-            decision = Decision(arrived, reason="a worker has come that was started by hand")
+            decision = Decision(arrived, reason="a worker that was started by hand arrived")
         case ScaleRequested():
             decision = _scale_requested(state, event, now)
         case WaitReported():
@@ -117,20 +117,20 @@ def refusal(state: State, workers: int) -> str:
     """Say why a job cannot have this number of workers now; empty if it can."""
     if workers > state.view.replicas:
         return (
-            f"{workers} workers cannot share {state.view.replicas} replicas, which the job has for its whole "
-            f"life; ask for {state.view.replicas} workers or fewer"
+            f"{workers} workers cannot share {state.view.replicas} replicas, and the number of replicas is "
+            f"fixed; ask for {state.view.replicas} workers or fewer"
         )
     if workers < state.size.min_workers:
         return f"with fewer than {state.size.min_workers} workers training would wait (--min-workers)"
     if state.size.by_hand and workers > len(state.present) + len(state.joiners):
-        return "the workers of this job are started by hand: start another one to have more"
+        return "the workers of this job are started by hand: start another one to add a worker"
     if not state.elastic and state.stage is Stage.RUNNING:
         return (
             "the script has created no strategy and compiled no model yet, so no worker can join or leave; "
             "try again in a moment"
         )
     if state.elastic and state.stage is Stage.LOOKING:
-        return "a worker seems to be stuck, and is about to be left behind; try again in a moment"
+        return "a worker seems to be stuck and is about to be removed; try again in a moment"
     return "the job is ending" if state.stage is not Stage.RUNNING or state.finished else ""
 
 
@@ -140,20 +140,20 @@ def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
     how, saving = f"worker {worker} {describe_exit(event.status)}", state.shutdown.saving
     if phase is Phase.LEAVING:
         left = state.with_phase(Phase.LEFT, worker)
-        decision = Decision(left, reason=f"{how}; it was not needed")
+        decision = Decision(left, reason=f"{how}; it was no longer needed")
     elif phase in JOINERS:
         decision = _joiner_exited(state, worker, how, now)
     else:
         decision = _member_exited(state, event, how, now)
     if decision.state.running or decision.state.stage is Stage.FINISHED:
         return decision
-    over = _finish(decision.state, f"{how}; no worker is left")
+    over = _finish(decision.state, f"{how}; no workers remain")
     return _with_saving_outcome(over, saving, how) if state.stage is Stage.SAVING else over
 
 
 def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
     """Count the loss of a joiner, unless the job is ending anyway."""
-    record, reason = state.workers[worker], f"{how} before it had joined"
+    record, reason = state.workers[worker], f"{how} before it joined"
     state = state.with_phase(Phase.LOST, worker)
     if not state.active or state.finished:
         return Decision(state, reason=reason)
@@ -180,11 +180,11 @@ def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> D
     if state.stage is not Stage.SAVING or not state.running:
         return Decision(state, reason=how)
     if worker not in state.members:
-        return Decision(state, reason=f"{how}; the others went on before")
+        return Decision(state, reason=f"{how}; the others had already continued without it")
     if state.view.chief in state.running:
         # The chief needs the others to complete its step.
         return _next_view(state, how, now)
-    reason = f"{how}; every other worker gets SIGTERM"
+    reason = f"{how}; sending SIGTERM to the other workers"
     return _with_saving_outcome(_signal_all(state, signal.SIGTERM, now, reason), state.shutdown.saving, how)
 
 
@@ -193,47 +193,47 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
     worker, failures = event.worker, state.failures
     if not state.present:
         if state.finished:
-            reason = f"{how}; the others had ended well"
+            reason = f"{how}; the others had succeeded"
             over = _finish(_with_outcome(state, JobOutcome(0)), reason)
             return over if worker in failures else over.after(ShowMessage(reason))
         lost = JobOutcome(shell_status(event.status), how, (worker,), Evidence.LOG)
         first = next((failures[one] for one in failures if one in state.members), lost)
-        return _finish(_with_outcome(state, first), f"{how}; no worker is left")
+        return _finish(_with_outcome(state, first), f"{how}; no workers remain")
     state = _count_loss(state, state.workers[worker], now)
     if worker not in state.members:
-        return _loss_noted(state, f"{how}; the others went on before", told=True)
+        return _loss_noted(state, f"{how}; the others had already continued without it", told=True)
     if worker not in failures:
         if event.status < 0:
             return _next_view(state, how, now)
         # A script that leaves with a status of its own may do so on all workers, as one that raises.
         state = _with_failure(state, worker, JobOutcome(event.status, how, (worker,), Evidence.LOG), now)
     if state.shutdown.deadline is not None:
-        return Decision(state, reason=f"{how}; perhaps the others fail too")
+        return Decision(state, reason=f"{how}; the others may fail too")
     return _next_view(state, "", now)
 
 
 def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
     """Wait a moment: the others may fail too, or the worker that is blamed may show the cause."""
     worker, record = event.worker, state.workers[event.worker]
-    how = f" ended with status {event.status}" if event.prints else ""
+    how = f" exited with status {event.status}" if event.prints else ""
     message = f"worker {worker}{how}: {event.summary}"
     if record.phase in JOINERS:
         if not state.active:
-            return Decision(state, reason=f"{message}; the job is ending already")
+            return Decision(state, reason=f"{message}; the job is already ending")
         state = state.with_phase(Phase.JOIN_FAILED, worker)
-        return Decision(state, (ShowMessage(f"{message} (it was to join)"),), message)
+        return Decision(state, (ShowMessage(f"{message} (it was joining)"),), message)
     evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
     outcome = JobOutcome(event.status, message, (worker,), evidence)
     state = state.with_worker(worker, replace(record, raised=True))
     if state.stage is not Stage.RUNNING:
         if state.stage is Stage.ENDING and state.all_raised:
             state = _with_deadline(state, now + state.limits.leave)
-        return Decision(state, reason=f"{message}; the job is ending already")
+        return Decision(state, reason=f"{message}; the job is already ending")
     if not event.blames:
         if not state.elastic:
             return _end(state, outcome, now)
         state = _with_failure(state, worker, outcome, now)
-        return Decision(state, reason=f"{message}; perhaps the others fail too")
+        return Decision(state, reason=f"{message}; the others may fail too")
     suspect = state.shutdown.suspect
     if suspect is None:
         suspect = outcome
@@ -242,14 +242,14 @@ def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
     if state.all_raised and not state.failures:
         # No worker is left that could show another cause.
         return _end(state, suspect, now)
-    return Decision(state, reason=f"{message}; its cause should show itself")
+    return Decision(state, reason=f"{message}; waiting for the cause")
 
 
 def _strategy_created(state: State, event: StrategyCreated, now: float) -> Decision:
     """From now on the job is elastic, and its script should distribute something soon."""
     if not state.elastic and not state.distributes and state.view.replicas > 1:
         state = replace(state, idle_until=now + state.limits.idle)
-    return Decision(replace(state, elastic=True), reason=f"worker {event.worker} has a strategy")
+    return Decision(replace(state, elastic=True), reason=f"worker {event.worker} created a strategy")
 
 
 def _saving_advanced(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFailed) -> Decision:
@@ -275,11 +275,11 @@ def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
     """Note what a joiner waits for; answer at once if the chief has given the state."""
     worker, phase, given = event.worker, state.workers[event.worker].phase, state.admission.given
     if phase not in JOINERS or phase is Phase.JOIN_FAILED or not state.active:
-        return Decision(state, reason=f"worker {worker} does not join any more")
+        return Decision(state, reason=f"worker {worker} no longer joins")
     if event.whole:
         state, reason = state.with_phase(Phase.READY, worker), f"worker {worker} is ready"
         return _admit(state, now, "") if given else Decision(state, reason=reason)
-    reason = f"worker {worker} asks where the training is"
+    reason = f"worker {worker} asks for the training position"
     if given:
         # The members wait at the position of the state.
         return Decision(state, (SendPosition(worker),), reason)
@@ -289,18 +289,18 @@ def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
 def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     """Pass on the position, or begin the next view with the state."""
     if event.view != state.view.number:
-        return Decision(state, reason=f"view {event.view} is over already")
+        return Decision(state, reason=f"view {event.view} has already ended")
     if event.whole and state.stage is Stage.SAVING:
-        return _next_view(state, "the job is about to be stopped", now)
+        return _next_view(state, "the job is stopping", now)
     if not state.active:
-        return Decision(state, reason="the job is ending already")
+        return Decision(state, reason="the job is already ending")
     state = _unstuck(state) if event.whole else state
     if event.failure:
         # Joiners would wait for a state that never comes.
         staying, least = len(state.staying), state.size.min_workers
-        reason = f"nobody can join: {event.failure}"
+        reason = f"no worker can join: {event.failure}"
         if staying < least:
-            reason += f"; training goes on with fewer than {least} workers (--min-workers)"
+            reason += f"; training continues with fewer than {least} workers (--min-workers)"
         state, kills = _without_joiners(state, state.joiners)
         size = replace(state.size, wanted=max(staying, 1), min_workers=1, restarts_left=0, closed=True)
         state = replace(state, size=size, admission=replace(state.admission, backoff_until=None))
@@ -310,7 +310,7 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     positions = tuple(SendPosition(worker) for worker in locating)
     state = state.with_phase(Phase.JOINING, *locating)
     if not event.whole:
-        return Decision(state, positions, "the chief has said where the training is")
+        return Decision(state, positions, "the chief reported the training position")
     admission = replace(state.admission, given=True, asked=Request.NOTHING)
     return _admit(replace(state, admission=admission), now, "").after(*positions)
 
@@ -322,9 +322,9 @@ def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decisio
     free = max(event.workers - len(state.staying), 0)
     dropped = state.joiners[free:]
     state, kills = _without_joiners(replace(state, size=size, admission=admission), dropped)
-    reason = f"{count(event.workers, 'worker')} wanted from now on"
+    reason = f"the job now wants {count(event.workers, 'worker')}"
     if dropped:
-        reason += f"; {name_workers(dropped)} need{'s' if len(dropped) == 1 else ''} not join any more"
+        reason += f"; {name_workers(dropped)} no longer need{'s' if len(dropped) == 1 else ''} to join"
     told = Decision(state, (ShowMessage(reason),), reason)
     return (_admit(state, now, reason) if admission.given else told).after(*kills)
 
@@ -333,11 +333,11 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     """Judge a wait: it may be in vain, about to end with the view, long, or too long."""
     worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
     if state.stage is not Stage.RUNNING:
-        return Decision(state, reason="the job is ending already")
+        return Decision(state, reason="the job is already ending")
     if state.admission.given:
-        return Decision(state, reason=f"worker {worker} waits for the next view, as all do")
+        return Decision(state, reason=f"worker {worker} waits for the next view, like all members")
     if state.view_since is not None and now - event.seconds < state.view_since:
-        return Decision(state, reason=f"worker {worker} has waited in a view that is over")
+        return Decision(state, reason=f"worker {worker} reports a wait in an old view")
 
     # An elastic job continues without lost workers in a view that this worker has not heard of yet.
     gone = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
@@ -345,18 +345,19 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     if gone and not record.waits_in_vain:
         # The report may have been sent just before the last worker arrived; a second one cannot.
         again = state.with_worker(worker, replace(record, waits_in_vain=True))
-        return Decision(again, reason=f"worker {worker} may wait in vain; the next report tells")
+        reason = f"worker {worker} may wait for a finished worker; the next report decides"
+        return Decision(again, reason=reason)
     if gone:
-        message = f"{name_workers(gone)} ended with status 0 while worker {worker} waited for "
+        message = f"{name_workers(gone)} exited with status 0 while worker {worker} waited for "
         message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
         return _end(state, JobOutcome(1, message, gone, Evidence.LOG), now)
 
     late = tuple(w for w in event.workers if w in running and not state.workers[w].condemned)
     if not late:
-        return Decision(state, reason=f"whom worker {worker} waits for is about to be left behind")
+        return Decision(state, reason=f"the next view leaves out the workers that worker {worker} waits for")
     state = state.with_worker(worker, replace(record, waits_in_vain=False))
     if event.seconds >= state.limits.timeout:
-        message = f"{name_workers(late)} did not arrive in {event.what}: worker {worker} has waited "
+        message = f"{name_workers(late)} did not reach {event.what}: worker {worker} has waited "
         message += f"{waited} (--timeout {state.limits.timeout:g})"
         outcome, deadline = JobOutcome(1, message, late, Evidence.STACK), now + state.limits.look
         looking = replace(state.shutdown, stage=Stage.LOOKING, outcome=outcome, deadline=deadline)
@@ -373,10 +374,10 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     """Stop the job: with SIGTERM and checkpoints after one more, otherwise now."""
     name, shutdown = signal_name(event.signal), state.shutdown
     if state.stage is Stage.SAVING:
-        killed = _kill(state, now, f"{name} came during the grace period")
-        return _with_saving_outcome(killed, shutdown.saving, f"{name} came")
+        killed = _kill(state, now, f"received {name} during the grace period")
+        return _with_saving_outcome(killed, shutdown.saving, f"received {name}")
     if state.stage in (Stage.TERMINATING, Stage.KILLING):
-        return _kill(state, now, f"{name} came again")
+        return _kill(state, now, f"received {name} again")
     saves = event.signal == signal.SIGTERM and state.keeps
     members = [state.workers[worker] for worker in state.present]
     if (
@@ -385,7 +386,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
         and members
         and all(record.script_ended for record in members)
     ):
-        reason = f"{name} came after the end of the script: the job has ended well"
+        reason = f"{name} arrived after the script finished: the job succeeded"
         state = _with_outcome(state, JobOutcome(0))
         if saves:
             # The chief may be writing the last checkpoint.
@@ -395,7 +396,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     active = state.stage is Stage.RUNNING
     state = _with_outcome(state, shutdown.outcome or JobOutcome(128 + event.signal, f"stopped by {name}"))
     if not (saves and state.elastic and active and state.staying):
-        return _signal_all(state, event.signal, now, f"{name}: every worker gets it")
+        return _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
 
     # The chief writes a checkpoint at the end of its step, for which the members must not wait for joiners.
     grace = state.limits.save
@@ -421,7 +422,7 @@ def _deadline_passed(state: State, now: float) -> Decision:
         return _nothing_distributed(state)
     if admission.backoff_until is not None and now >= admission.backoff_until:
         state = replace(state, admission=replace(admission, backoff_until=None))
-        return Decision(state, reason="workers can be started again")
+        return Decision(state, reason="workers can start again")
     return Decision(state, reason="nothing is due")
 
 
@@ -447,7 +448,7 @@ def _stage_over(state: State, now: float) -> Decision:
                 return _without_failed(state, failed, now)
             if state.shutdown.suspect:
                 return _end(state, state.shutdown.suspect, now)
-            return Decision(_with_deadline(state, None), reason="whoever failed was left behind already")
+            return Decision(_with_deadline(state, None), reason="the failed workers were already left out")
         case Stage.LOOKING:
             assert outcome is not None
             stuck = tuple(worker for worker in outcome.workers if worker in running)
@@ -456,7 +457,7 @@ def _stage_over(state: State, now: float) -> Decision:
                 state = _unstuck(state)
                 for worker in stuck:
                     state = state.with_worker(worker, replace(state.workers[worker], condemned=True))
-                text = f"{outcome.message}; {'it is' if len(stuck) == 1 else 'they are'} killed"
+                text = f"{outcome.message}; killing {'it' if len(stuck) == 1 else 'them'}"
                 told = Decision(state, (ShowMessage(text),), outcome.message)
                 return told.after(*map(KillWorker, stuck))
             # Stuck workers do not hear the abort.
@@ -465,7 +466,7 @@ def _stage_over(state: State, now: float) -> Decision:
             return replace(ended, actions=(*ended.actions, *signals))
         case Stage.SAVING:
             saving, within = state.shutdown.saving, f"within {state.limits.save:g} s (--grace)"
-            late = "the step did not end"
+            late = "the step did not finish"
             if saving.step is not None:
                 late = f"the checkpoint of step {saving.step} was not written"
             text = saving.outcome(f"{late} {within}")
@@ -478,11 +479,11 @@ def _stage_over(state: State, now: float) -> Decision:
                 for worker in sorted(running)
             )
             state = _at_stage(state, Stage.TERMINATING, now + state.limits.term)
-            return Decision(state, actions, "some workers did not end after the abort")
+            return Decision(state, actions, "some workers did not exit after the abort")
         case Stage.TERMINATING:
-            return _kill(state, now, "some workers did not end after the signal")
+            return _kill(state, now, "some workers did not exit after the signal")
         case _:
-            return _finish(state, "some workers cannot be ended")
+            return _finish(state, "some workers cannot be killed")
 
 
 def _without_failed(state: State, failed: tuple[int, ...], now: float) -> Decision:
@@ -491,7 +492,7 @@ def _without_failed(state: State, failed: tuple[int, ...], now: float) -> Decisi
     late = tuple(worker for worker in failed if worker in state.running)
     kills = tuple(map(KillWorker, late))
     if late == failed or set(late).intersection(state.members):
-        return Decision(state, kills, f"{name_workers(late)} failed, and did not end")
+        return Decision(state, kills, f"{name_workers(late)} failed but did not exit")
     return _next_view(state, "", now).after(*kills)
 
 
@@ -531,16 +532,16 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
         admission,
         young_losses=losses + 1,
         backoff_until=now + pause,
-        unreported=f"another worker is started in {pause:g} s",
+        unreported=f"another worker starts in {pause:g} s",
     )
     return replace(state, size=size, admission=admission)
 
 
 def _no_more(size: JobSize) -> str:
     if size.by_hand and not size.closed:
-        return "start it again, and it joins"
-    why = "nobody can join" if size.closed else f"--max-restarts {size.max_restarts}"
-    return f"no worker is replaced{' any more' if size.max_restarts else ''} ({why})"
+        return "start it again and it joins"
+    why = "no worker can join" if size.closed else f"--max-restarts {size.max_restarts}"
+    return f"lost workers are {'no longer' if size.max_restarts else 'not'} replaced ({why})"
 
 
 def _loss_noted(state: State, reason: str, *, told: bool) -> Decision:
@@ -558,11 +559,11 @@ def _next_view(state: State, how: str, now: float) -> Decision:
     """Continue without lost workers, as `how` says; failures speak for themselves."""
     staying, why = state.staying, _why(state, how)
     if not staying:
-        return Decision(state, reason=f"{why}; nobody is left to go on")
+        return Decision(state, reason=f"{why}; no workers remain")
     if state.admission.given:
         return _admit(state, now, how)
     view = place(state.view.replicas, staying, state.view.number + 1)
-    reason = f"{why}; {name_workers(staying)} {'goes' if len(staying) == 1 else 'go'} on (view {view.number})"
+    reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
     admission = replace(state.admission, asked=Request.NOTHING, unreported="")
     state = replace(state, view=view, view_since=now, admission=admission)
     return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
@@ -575,7 +576,7 @@ def _admit(state: State, now: float, how: str) -> Decision:
     workers = (*staying, *ready)[: max(size.wanted or len(staying), 1)]
     if len(workers) < (least := size.min_workers):
         if size.wanted < least:
-            message = f"too few workers are left: {len(workers)} of at least {least} (--min-workers)"
+            message = f"too few workers remain: {len(workers)} of at least {least} (--min-workers)"
             return _end(state, JobOutcome(1, f"{why or _no_more(size)}; {message}"), now)
         what = f"training waits: {count(len(workers), 'worker')} of at least {least} (--min-workers)"
         reason = f"{why}; {what}" if why else what
@@ -587,7 +588,9 @@ def _admit(state: State, now: float, how: str) -> Decision:
     new, old = tuple(w for w in workers if w in ready), tuple(w for w in staying if w not in workers)
     changes = [f"{name_workers(new)} joined"] if new else []
     changes += [f"{name_workers(old)} left"] if old else []
-    what = f"{' and '.join(changes) or 'nobody joins'} ({count(len(workers), 'worker')}, view {view.number})"
+    what = (
+        f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')}, view {view.number})"
+    )
     reason = f"{why}; {what}" if why else what
     admission = replace(state.admission, given=False, deadline=None, unreported="")
     state = replace(state, view=view, view_since=now, admission=admission)
@@ -636,13 +639,13 @@ def _admission_closed(decision: Decision) -> Decision:
     state, dropped = decision.state, decision.state.joiners
     state, kills = _without_joiners(state, dropped)
     if dropped and state.size.by_hand:
-        text = f"the script has come to its end, so {name_workers(dropped)} cannot join any more"
+        text = f"the script has finished, so {name_workers(dropped)} can no longer join"
         kills = (ShowMessage(text), *kills)
     actions = (*decision.actions, *kills)
     if state.present:
         state = replace(state, admission=replace(state.admission, backoff_until=None))
         return replace(decision, state=state, actions=actions)
-    return _finish(state, f"{decision.reason}; no member is left").after(*actions)
+    return _finish(state, f"{decision.reason}; no members remain").after(*actions)
 
 
 def _without_joiners(state: State, workers: tuple[int, ...]) -> tuple[State, tuple[Action, ...]]:
@@ -662,7 +665,7 @@ def _end(state: State, outcome: JobOutcome, now: float) -> Decision:
         return _finish(state, outcome.message)
     if not state.size.by_hand:
         return Decision(state, (AbortExchange(outcome.message),), outcome.message)
-    text = f"{outcome.message}; the job ends: start all workers again"
+    text = f"{outcome.message}; the job ends: restart all workers"
     # A person who hears of it only at the very end has no worker in the terminal any more.
     return Decision(state, (AbortExchange(text), ShowMessage(text)), outcome.message)
 

@@ -104,10 +104,10 @@ class AgentClient:
         packet, descriptors, _, _ = socket.recv_fds(
             self._connection, MAX_PACKET, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
-        message = decode(packet) if packet else JobOver("the agent is gone")
+        message = decode(packet) if packet else JobOver("the agent has ended")
         if isinstance(message, AgentMessage):
             return message, descriptors
-        raise InternalError(f"the agent says {type(message).__name__}, which is not for workers")
+        raise InternalError(f"the agent sent a {type(message).__name__}, which is not a message for workers")
 
     def _send(self, message: WorkerMessage, patience: float, *descriptors: int) -> bool:
         try:

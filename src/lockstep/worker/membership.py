@@ -25,8 +25,7 @@ _REPORT_EVERY = 0.5
 """Seconds between two reports of a wait to the agent."""
 
 _ADVICE = (
-    "a worker that joins passes over calls that have finished: give each call an input of its own, the same "
-    "in every process"
+    "a worker that joins skips finished calls: give each call an input of its own, the same in every process"
 )
 
 
@@ -74,7 +73,7 @@ class AgentMembership:
         patience = self._policy.timeout
         answer = self._client.next_view(patience)
         if answer is None:
-            raise PeerLostError(f"{lost}; the agent has not said in {patience:.0f} s what follows")
+            raise PeerLostError(f"{lost}; the agent has not announced the next view within {patience:.0f} s")
         message, descriptors = answer
         return self._place(message, descriptors[0] if descriptors else -1)
 
@@ -121,7 +120,7 @@ class AgentMembership:
         if isinstance(message, Position):
             return unpack_state(descriptors[0])
         self._place(message, -1)
-        raise InternalError("the agent lets a worker in that has not asked for it")
+        raise InternalError("the agent admitted a worker that had not asked to join")
 
     def join(self) -> tuple[Contents, Place]:
         """Wait until this worker is let in: at the end of a step, however long it takes.
@@ -150,7 +149,7 @@ class AgentMembership:
                 _end(0)
             case JobOver(reason):
                 raise PeerLostError(reason)
-        raise InternalError(f"the agent says {type(message).__name__} to a worker that waits for a view")
+        raise InternalError(f"the agent sent a {type(message).__name__} to a worker that waits for a view")
 
     def _observe(self, waiting: Waiting) -> None:
         self._client.waiting(waiting.what, waiting.workers, waiting.seconds)

@@ -75,7 +75,7 @@ class ReplicaExecution:
             try:
                 keras.tree.assert_same_structure(self.nest, nest)
             except (TypeError, ValueError) as error:
-                raise ModelError(f"replicas return nests of different kinds: {error}") from error
+                raise ModelError(f"replicas return nests of different structures: {error}") from error
         self.nest = nest
         self.outputs[number] = outputs
 
