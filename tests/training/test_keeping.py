@@ -220,7 +220,7 @@ class TestRefusals:
         )
         assert other.stdout is not None
         assert other.stdout.readline() == "taken\n"
-        with pytest.raises(ConfigError, match=f"another job keeps checkpoints in {tmp_path}; wait for it"):
+        with pytest.raises(ConfigError, match=f"another job saves checkpoints in {tmp_path}; wait for it"):
             asking(tmp_path)
         other.communicate()
         claim = FolderLock(tmp_path)
@@ -277,22 +277,27 @@ class TestRefusals:
 
     def test_several(self, asking: Any, tmp_path: Path) -> None:
         from lockstep.callbacks import Checkpoint
-        from lockstep.keras.state.checkpoint_callback import apart
+        from lockstep.keras.state.checkpoint_callback import asked_in
 
         with pytest.raises(ConfigError, match="give it one"):
-            apart([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
+            asked_in([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
 
 
 def test_the_callback_is_taken_from_among_the_others(tmp_path: Path) -> None:
     import keras
 
     from lockstep.callbacks import Checkpoint
-    from lockstep.keras.state.checkpoint_callback import apart
+    from lockstep.keras.state.checkpoint_callback import asked_in, take_out
 
     one, other = Checkpoint(tmp_path), keras.callbacks.EarlyStopping()
     listed = keras.callbacks.CallbackList([one, other], add_history=True)
-    assert apart(None) == (None, None)
-    assert apart(one) == (one, [])
-    assert apart([other, [one]]) == (one, [other])
-    assert apart(listed) == (one, listed)
+    for callbacks in (one, [other, [one]], listed):
+        assert asked_in(callbacks) is one
+    assert one in listed.callbacks
+    assert take_out(one, one) == []
+    assert take_out(one, [other, [one]]) == [other]
+    assert take_out(one, listed) is listed
     assert one not in listed.callbacks
+    for callbacks in (None, [other], listed):
+        assert asked_in(callbacks) is None
+        assert take_out(None, callbacks) is callbacks

@@ -35,7 +35,7 @@ from lockstep.keras.replica_step import ReplicaStep
 from lockstep.keras.sidecar_evaluator import Evaluating
 from lockstep.keras.single_replica import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
-from lockstep.keras.state.checkpoint_callback import Keeping, apart
+from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
 from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import Superseded
@@ -121,7 +121,8 @@ class FitLoops:
         if self._job.evaluates:
             return self._evaluating.fit(model, given)
         self._last.trains(model)
-        asked, callbacks = apart(given["callbacks"])
+        asked = asked_in(given["callbacks"])
+        callbacks = take_out(asked, given["callbacks"])
         with self._resumable.call("fit") as call:
             if asked is not None:
                 self._keeping.begin(asked)
@@ -424,7 +425,7 @@ class FitLoops:
         if not self._alone:
             raise ScopeError(
                 f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
-                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it, "
+                f"{self._job.view.replicas} replicas would train its own model; build and compile it, "
                 "or load it with keras.models.load_model, under `with strategy.scope():`"
             )
 

@@ -332,7 +332,7 @@ def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decisio
 
 
 def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
-    """Judge a wait: it may be in vain, about to end with the view, long, or too long."""
+    """Judge a wait: it may be for a finished worker, about to end with the view, long, or too long."""
     worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason="the job is already ending")
@@ -347,8 +347,9 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     if gone and not record.waits_in_vain:
         # The report may have been sent just before the last worker arrived; a second one cannot.
         again = state.with_worker(worker, replace(record, waits_in_vain=True))
-        reason = f"worker {worker} may wait for a finished worker; the next report decides"
-        return Decision(again, reason=reason)
+        return Decision(
+            again, reason=f"worker {worker} may wait for a finished worker; the next report decides"
+        )
     if gone:
         message = f"{name_workers(gone)} exited with status 0 while worker {worker} waited for "
         message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
@@ -637,7 +638,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
 
 
 def _admission_closed(decision: Decision) -> Decision:
-    """End the joiners of a job whose script has come to its end; wait for members only."""
+    """End the joiners of a job whose script has ended; wait for members only."""
     state, dropped = decision.state, decision.state.joiners
     state, kills = _without_joiners(state, dropped)
     if dropped and state.size.by_hand:
