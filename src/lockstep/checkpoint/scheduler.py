@@ -120,7 +120,7 @@ class CheckpointScheduler:
             self._held = self._copied(take())
 
     def hold_late(self, taken: int, take: Callable[[], Contents]) -> None:
-        """Hold the state that `take` returns at the next `settle`, unless `drop` or `after_step` comes first."""
+        """Hold what `take` returns at the next `settle`, unless `drop` or `after_step` comes first."""
         if self._asked != taken:
             self._late = take
 
