@@ -14,6 +14,8 @@ from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.replica_run.exchange import RunExchange, RunRound, gathered_scalars, spread
 from lockstep.keras.replica_run.results import Results
 from lockstep.keras.replica_run.values import Returned, Spec
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker.job import Job, JobContext
 
@@ -24,7 +26,7 @@ def together(act: Callable[[int, RunExchange], Any]) -> list[Any]:
     """Let two workers act, of which the first has replicas 0 and 1; return what each gives, or its error."""
     view = place(REPLICAS, (0, 1))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=20.0))
-    contexts = [JobContext(worker, 0, 1, lambda event, **fields: None) for worker in (0, 1)]
+    contexts = [JobContext(worker, 0, 1, Bus(SystemClock(), worker)) for worker in (0, 1)]
     jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
     def one(job: Job) -> Any:

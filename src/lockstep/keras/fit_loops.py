@@ -42,6 +42,8 @@ from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state.variables import model_state
+from lockstep.observability.events import CallStarted, TrainingEnded
+from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -77,7 +79,8 @@ class FitLoops:
         self.adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
-        job.at_end(lambda: job.report("trained", **self.trained()))
+        self._timer = StepTimer(job.events, lambda: job.communicator.waited)
+        job.at_end(lambda: job.events.publish(self.trained()))
         if job.checkpoints.resumed is not None:
             self._resumable.begin(job.checkpoints.resumed)
 
@@ -160,9 +163,9 @@ class FitLoops:
             call.marks.append(marks(call.callbacks))
             call.leaves = _callbacks_of
 
-    def trained(self) -> dict[str, Any]:
+    def trained(self) -> TrainingEnded:
         """Return how many steps of training there were, and the name and digest of the last trained model."""
-        return {"steps": self._calls.taken + self._plain_steps, **self._last.facts()}
+        return TrainingEnded(self._calls.taken + self._plain_steps, **self._last.facts())
 
     def steps_ended(self) -> None:
         """Hold the state at the end of the last step of an epoch: no other step may follow it."""
@@ -173,6 +176,7 @@ class FitLoops:
 
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        self._timer.lap("other")
         call = self._calls.current
         if self._plain and call.model is not None and event == "on_train_batch_end":
             self._plain_steps += call.model.steps_per_execution
@@ -303,7 +307,9 @@ class FitLoops:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            exchange = ReplicaStep(self._job, self._backend, model, kind, self._calls, self._snapshots)
+            exchange = ReplicaStep(
+                self._job, self._backend, model, kind, self._calls, self._snapshots, self._timer
+            )
             take = exchange.predict if kind == "predict" else exchange.advance
 
             def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -406,7 +412,7 @@ class FitLoops:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
         if self._resumable.catches_up:
             return
-        self._job.report("call", name=call.name)
+        self._job.events.publish(CallStarted(call.name))
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}

@@ -25,6 +25,7 @@ from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
 from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.observability.step_timer import StepTimer
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
@@ -77,6 +78,7 @@ class ReplicaStep:
         kind: Kind,
         calls: CallStack,
         snapshots: Snapshots,
+        timer: StepTimer,
     ) -> None:
         self._job = job
         self._backend = backend
@@ -87,6 +89,7 @@ class ReplicaStep:
         self._model = model
         self._trains = kind == "train"
         self._snapshots = snapshots
+        self._timer = timer
 
     def advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that trains or tests; return (logs, state)."""
@@ -98,8 +101,10 @@ class ReplicaStep:
             if call.steps < call.skipped:
                 return {}, state
             return self._snapshots.restore(self._model, self._program, state)
+        self._timer.begin(call.name)
         logs, state = self._step(state, batch)
         self._next_step(logs, state)
+        self._timer.end(call.steps, logs)
         return logs, state
 
     def _join_job(self, state: Any, batch: GlobalBatch) -> Any:
@@ -126,10 +131,14 @@ class ReplicaStep:
             complete = self._program.complete(len(totals))
             # The next reduce uses the total's memory again.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
-        return self._program.apply(state, totals)
+            self._timer.lap("exchange")
+        result = self._program.apply(state, totals)
+        self._timer.lap("update")
+        return result
 
     def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
+        self._timer.stop()
         self._program.outputs()  # Those of a step that failed halfway.
         only = Round(state, batch)
         outputs: dict[int, Any] = {}
@@ -171,11 +180,14 @@ class ReplicaStep:
             self._layouts.append(PartialLayout(names, zeros))
 
     def _computed(self, this: Round, share: Share) -> Partial:
+        if self._timer.running:
+            share = share._replace(data=self._timer.charging("input", share.data))
         with misfits_explained(self._model, share.examples):
             return self._program.compute(this.state, share, this.earlier)
 
     def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
         """Compute and sum a round; the total is valid until the next reduce."""
+        self._timer.lap("wait")  # In the view before, if it ended in this round.
         self._compute(this, view)
         layout = self._layouts[len(this.earlier)]
         # The backend is still computing: time to hash what it computes from.
@@ -189,6 +201,7 @@ class ReplicaStep:
                 else layout.leaves({name: self._backend.concrete(value) for name, value in computed.items()})
             )
         self._backend.settle()
+        self._timer.lap("compute")
         total = communicator.reduce(partials, check=check, what=self._calls.where())
         return dict(zip(layout.names, total, strict=True))
 
