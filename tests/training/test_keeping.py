@@ -130,7 +130,7 @@ def test_the_callback_in_a_program_by_itself(
     died = run(tmp_path / "a", 1, *arguments)
     assert died.returncode == {"killed": -9, "stopped": 143}[how], died.stderr
     done = run(tmp_path / "a", 1, *arguments)
-    assert "lockstep: resuming training from" in done.stderr
+    assert "lockstep: resuming from" in done.stderr
     assert shown(done) == shown(run(tmp_path / "b", 0))
 
 

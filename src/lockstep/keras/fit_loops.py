@@ -8,6 +8,7 @@ Everything else of the loops (callbacks, logs, epochs) stays Keras's.
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -53,8 +54,6 @@ class FitLoops:
     """The distributed calls of one process. Each method stands for one of Keras's, which is its `original`.
 
     Attributes:
-        depth: how many strategy scopes the program is in.
-        adopts_all: whether models are adopted outside of all scopes too: the script has no strategy.
         driving: drives loops of the program's own.
     """
 
@@ -72,8 +71,8 @@ class FitLoops:
         self._evaluating = Evaluating()
         self._last = LastModel(job)
         self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
-        self.depth = 0
-        self.adopts_all = False
+        self._scopes = 0
+        self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
         self._timer = StepTimer(job.events, lambda: job.communicator.waited)
@@ -100,12 +99,29 @@ class FitLoops:
         """Return another seed for this place in the program; see `CallStack.next_seed`."""
         return self._calls.next_seed()
 
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within the block models are adopted: the program is in the scope of a strategy."""
+        self._scopes += 1
+        try:
+            yield
+        finally:
+            self._scopes -= 1
+
+    def adopt_all(self) -> None:
+        """Adopt models outside of all scopes too: the script has no strategy."""
+        self._adopts_all = True
+
+    def adopt_in_scopes(self) -> None:
+        """Adopt models in scopes only: the script has a strategy."""
+        self._adopts_all = False
+
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
-        if self.depth or self.adopts_all:
+        if self._scopes or self._adopts_all:
             self._adopted.add(model)
             self._snapshots.adopt(model)
         return result
@@ -379,7 +395,7 @@ class FitLoops:
 
     def _introduce(self, call: KerasCall, model: Any, rows: Callable[[], Any]) -> None:
         """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
-        if not self.adopts_all:
+        if not self._adopts_all:
             return
         parts = per_replica(model, rows)
         text = ""
