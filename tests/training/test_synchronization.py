@@ -74,7 +74,9 @@ class Client:
         server = self._server
         own = range(self._worker, REPLICAS, server.met.parties)
         server.checks[self._worker] = this.check(this.begin(own).names)
-        server.partials.update(this.partials(own))
+        partials = this.partials(own)
+        this.refuse_other_shapes(partials)
+        server.partials.update(partials)
         server.met.wait()
         differ, total = len(set(server.checks.values())) > 1, server.total()
         server.met.wait()

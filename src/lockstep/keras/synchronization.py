@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.collectives.contract import Communicator, Span
-from lockstep.errors import ModelError
+from lockstep.errors import InternalError, ModelError
 from lockstep.keras.backends.contract import Partial, Total
 from lockstep.topology import View
 
@@ -60,12 +60,17 @@ class PartialLayout:
         return tuple(name for name in self.names if not name.startswith(GATHERED))
 
     @cached_property
+    def scalars(self) -> frozenset[str]:
+        """The names of single numbers."""
+        return frozenset(name for name in self.names if name.startswith(SCALAR))
+
+    @cached_property
     def joined(self) -> tuple[str, ...]:
         """The names of what is joined."""
         return tuple(name for name in self.names if name.startswith(GATHERED))
 
 
-@dataclass
+@dataclass(slots=True)
 class Round:
     """One round: what replicas compute in it, and the partials that this worker has computed.
 
@@ -111,37 +116,34 @@ class Round:
             shown = next(iter(self.started.values()), None)
             shown = self.sample() if shown is None else shown
             self.layout = PartialLayout.of({name: self.concrete(value) for name, value in shown.items()})
+        names = self.layout.leaves.keys()
         for computed in self.started.values():
-            if computed.keys() != self.layout.leaves.keys():
-                changed = ", ".join(sorted(computed.keys() ^ self.layout.leaves.keys()))
+            if computed.keys() != names:
+                changed = ", ".join(sorted(computed.keys() ^ names))
                 raise ModelError(f"{self.what}: replicas compute different things ({changed}): {self.advice}")
         return self.layout
 
     def partials(self, replicas: Iterable[int]) -> dict[int, Mapping[str, Array]]:
-        """Wait for the partials of replicas that have begun, or contribute nothing.
-
-        Raises:
-            ModelError: what is to be summed differs in its shape.
-        """
+        """Wait for the partials of replicas that have begun, or contribute nothing."""
         assert self.layout is not None
-        found: dict[int, Mapping[str, Array]] = {}
+        concrete, found = self.concrete, dict[int, Mapping[str, Array]]()
         for replica in replicas:
             if (computed := self.started.get(replica)) is None:
                 found[replica] = self.layout.zeros
             else:
-                found[replica] = {name: self.concrete(value) for name, value in computed.items()}
-        self._refuse_other_shapes(found)
+                found[replica] = {name: concrete(value) for name, value in computed.items()}
         return found
 
-    def _refuse_other_shapes(self, found: Mapping[int, Mapping[str, Array]]) -> None:
-        (_, first), *others = found.items()
-        for replica, arrays in others:
+    def refuse_other_shapes(self, partials: Mapping[int, Mapping[str, Array]]) -> None:
+        """Raise ModelError if what is to be summed differs in its shape; for a synchronization that fails."""
+        first = next(iter(partials.values()))
+        for replica, arrays in partials.items():
             for name, array in arrays.items():
                 if array.shape != first[name].shape and not name.startswith(GATHERED):
                     raise ModelError(
-                        f"{self.what}: replicas cannot add up values of the shapes "
-                        f"{list(first[name].shape)} and {list(array.shape)} (replica {replica}): give them "
-                        "the same shape on all replicas, or join them with all_gather in strategy.run"
+                        f"{self.what}: replicas cannot add up values of the shapes {list(first[name].shape)} "
+                        f"and {list(array.shape)} (replica {replica}): give them the same shape on all "
+                        "replicas, or join them with all_gather in strategy.run"
                     )
 
 
@@ -202,14 +204,18 @@ class AllReduce:
         joined = _joined(layout, partials, communicator, this.what) if layout.joined else {}
         if joined and not layout.summed and not check:
             return joined
-        sums = {
-            Span(r, r + 1): [
-                spread(arrays[name], r, view.replicas) if name.startswith(SCALAR) else arrays[name]
-                for name in layout.summed
-            ]
-            for r, arrays in partials.items()
-        }
-        total = communicator.reduce(sums, check=check, what=this.what)
+        if layout.scalars:
+            partials = {
+                r: {**arrays, **{name: spread(arrays[name], r, view.replicas) for name in layout.scalars}}
+                for r, arrays in partials.items()
+            }
+        sums = {Span(r, r + 1): [arrays[name] for name in layout.summed] for r, arrays in partials.items()}
+        try:
+            total = communicator.reduce(sums, check=check, what=this.what)
+        except InternalError:
+            # Raised before it meets the others, if the partials differ.
+            this.refuse_other_shapes(partials)
+            raise
         return dict(zip(layout.summed, total, strict=True)) | joined
 
 
