@@ -35,7 +35,8 @@ print(json.dumps({
 }), flush=True)
 """
 STAY = """
-me.report("strategy", backend="none")
+from lockstep.observability.events import StrategyInstalled
+me.events.publish(StrategyInstalled("none"))
 print("stays", flush=True)
 import signal
 while True:
@@ -151,7 +152,8 @@ def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
 
 ONE_STAYS = """
 import time
-me.report("strategy", backend="none")
+from lockstep.observability.events import StrategyInstalled
+me.events.publish(StrategyInstalled("none"))
 while me.worker == 1 and not os.path.exists("go"):
     time.sleep(0.01)
 """

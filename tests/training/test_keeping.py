@@ -12,6 +12,8 @@ import pytest
 from lockstep.checkpoint.folder_lock import FolderLock
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext
@@ -184,7 +186,7 @@ class TestRefusals:
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
-        own = Job(JobContext(0, 7, 1, lambda event, **fields: None), (view, job.by_itself(view)))
+        own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
         calls = CallStack()
         keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 

@@ -17,6 +17,12 @@ from lockstep.checkpoint.folder import Contents
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
+from lockstep.observability.events import (
+    CheckpointNotWritten,
+    CheckpointRemoved,
+    CheckpointWritten,
+    WorkerEvent,
+)
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
 
@@ -202,25 +208,25 @@ class CheckpointScheduler:
         return self._every.seconds is not None and self._clock.now() - self._last >= self._every.seconds
 
 
-def open_scheduler(store: Store, every: Every, report: Callable[..., None]) -> CheckpointScheduler:
+def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], None]) -> CheckpointScheduler:
     """Return what keeps checkpoints in `store` while its process is the chief.
 
     Args:
         store: where.
         every: how often.
-        report: is told, from another thread, of each checkpoint that was written, of each that had to make
-            room for it, and of each failure, as an event with fields.
+        publish: hears, from another thread, of each checkpoint that was written, of each that had to make
+            room for it, and of each failure.
     """
 
     def done(path: Path, step: int, seconds: float) -> None:
-        report("checkpoint", path=str(path), step=step, seconds=seconds)
+        publish(CheckpointWritten(str(path), step, seconds))
 
     def failed(reason: str) -> None:
-        report("checkpoint failed", reason=reason)
+        publish(CheckpointNotWritten(reason))
         note(f"a checkpoint was not written: {reason}; training continues")
 
     def removed(path: Path) -> None:
-        report("checkpoint removed", path=str(path), reason="the disk is full")
+        publish(CheckpointRemoved(str(path), "the disk is full"))
         note(
             f"the disk has no space for another checkpoint; removing the oldest: {path}; free space, or "
             "keep fewer checkpoints"

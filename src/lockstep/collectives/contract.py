@@ -70,6 +70,10 @@ class Communicator(Protocol):
         between two calls.
         """
 
+    @property
+    def waited(self) -> float:
+        """Seconds that this member has waited for others to arrive, in all calls so far."""
+
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas along the plan's tree.
 

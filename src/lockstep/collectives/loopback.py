@@ -1,6 +1,7 @@
 """The exchange between members that are threads of one process, or a single member on its own."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -70,6 +71,7 @@ class Hub:
         self._left: set[int] = set()
         self._total = _Total()
         self._notice = 0
+        self.waited = [0.0] * plan.members
 
     def member(self, position: int) -> "LoopbackCommunicator":
         """Return the end of the member at `position` among the view's workers."""
@@ -138,6 +140,7 @@ class Hub:
     def _wait(self, meeting: _Meeting, position: int, call: CollectiveCall) -> None:
         workers = self.plan.workers
         patience = ObservedWait(lambda: str(call), self._policy, self._observe, self._clock)
+        begun = time.perf_counter()
         try:
             while not meeting.over:
                 if self._reason is not None:
@@ -151,6 +154,8 @@ class Hub:
             # This member's part of the call can't be taken back, so the view can't go on without it.
             self.abort(farewell(workers[position], call, error))
             raise
+        finally:
+            self.waited[position] += time.perf_counter() - begun
 
     def add_up(self, entries: Sequence[_Entry]) -> Leaves:
         """Sum the partials of all members along the tree."""
@@ -194,6 +199,11 @@ class LoopbackCommunicator:
     def notice(self) -> int:
         """What was left for the members; see `Communicator`."""
         return self._notice
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for others; see `Communicator`."""
+        return self._hub.waited[self._position]
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas; see `Communicator`.

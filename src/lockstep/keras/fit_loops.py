@@ -24,17 +24,14 @@ from lockstep.keras.backends.steps import (
 from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
-from lockstep.keras.exactness import introduction, per_replica, said_of
+from lockstep.keras.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
 from lockstep.keras.input.distributed_input import distributed_input
-from lockstep.keras.input.distribution import DistributedDataset
+from lockstep.keras.input.distribution import DistributedDataset, explain_sharding
 from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
-from lockstep.keras.input.sharding import explain_sharding
 from lockstep.keras.input.visits import order_seed
-from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.replica_run.step_loop import Driving
-from lockstep.keras.replica_step import ReplicaStep
+from lockstep.keras.replica_step import ReplicaStep, Watched
 from lockstep.keras.sidecar_evaluator import Evaluating
-from lockstep.keras.single_replica import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
 from lockstep.keras.state.digest import LastModel
@@ -43,6 +40,8 @@ from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state.variables import model_state
+from lockstep.observability.events import CallStarted, TrainingEnded
+from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -76,7 +75,8 @@ class FitLoops:
         self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
-        job.at_end(lambda: job.report("trained", **self.trained()))
+        self._timer = StepTimer(job.events, lambda: job.communicator.waited)
+        job.at_end(lambda: job.events.publish(self.trained()))
         if job.checkpoints.resumed is not None:
             self._resumable.begin(job.checkpoints.resumed)
 
@@ -176,9 +176,9 @@ class FitLoops:
             call.marks.append(marks(call.callbacks))
             call.leaves = _callbacks_of
 
-    def trained(self) -> dict[str, Any]:
+    def trained(self) -> TrainingEnded:
         """Return how many steps of training there were, and the name and digest of the last trained model."""
-        return {"steps": self._calls.taken + self._plain_steps, **self._last.facts()}
+        return TrainingEnded(self._calls.taken + self._plain_steps, **self._last.facts())
 
     def steps_ended(self) -> None:
         """Hold the state at the end of the last step of an epoch: no other step may follow it."""
@@ -189,6 +189,7 @@ class FitLoops:
 
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        self._timer.lap("other")
         call = self._calls.current
         if self._plain and call.model is not None and event == "on_train_batch_end":
             self._plain_steps += call.model.steps_per_execution
@@ -319,7 +320,9 @@ class FitLoops:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            exchange = ReplicaStep(self._job, self._backend, model, kind, self._calls, self._snapshots)
+            exchange = ReplicaStep(
+                self._job, self._backend, model, kind, self._calls, self._snapshots, self._timer
+            )
             take = exchange.predict if kind == "predict" else exchange.advance
 
             def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -422,7 +425,7 @@ class FitLoops:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
         if self._resumable.catches_up:
             return
-        self._job.report("call", name=call.name)
+        self._job.events.publish(CallStarted(call.name))
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}

@@ -25,6 +25,7 @@ class Barrier:
 
     Attributes:
         notice: as the contract says.
+        waited: seconds that this member has waited for others to arrive.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Barrier:
         self._arrival = 0
         self._closed = False
         self.notice = 0
+        self.waited = 0.0
 
     def calling(self, call: CollectiveCall) -> "_Calling":
         """Surround everything a member does in one call.
@@ -106,8 +108,12 @@ class Barrier:
         """Arrive, and return once all members have."""
         self._arrival = (self._arrival + 1) % (1 << 32)
         self._arrive()
-        if not self._spun():
-            self._block(call)
+        begun = time.perf_counter()
+        try:
+            if not self._spun(begun + SPIN):
+                self._block(call)
+        finally:
+            self.waited += time.perf_counter() - begun
 
     def abort(self, reason: str) -> None:
         """End the view for all members."""
@@ -154,9 +160,8 @@ class Barrier:
     def _has_arrived(self, position: int) -> bool:
         return (self._segment.arrivals(position) - self._arrival) % (1 << 32) < _BEHIND
 
-    def _spun(self) -> bool:
-        """Look for the others for a short while, and let them have the core; say whether all are here."""
-        end = time.perf_counter() + SPIN
+    def _spun(self, end: float) -> bool:
+        """Look for the others until `end`, and let them have the core; say whether all are here."""
         for other in self._others:
             while not self._has_arrived(other):
                 if time.perf_counter() >= end:

@@ -94,6 +94,11 @@ class SharedCommunicator:
         """What was left for the members; see `Communicator`."""
         return self._barrier.notice
 
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for others; see `Communicator`."""
+        return self._barrier.waited
+
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members; see `Communicator`."""
         call = CollectiveCall("gather", what)
