@@ -458,7 +458,7 @@ def refused() -> Any:
             strategy.run(function, args=args)
         except lockstep.errors.ModelError as error:
             errors.append(str(error))
-    assert "strategy.reduce is called within" in errors.pop()
+    assert "strategy.reduce is called in" in errors.pop()
     assert "merge_call" in errors.pop()
     assert strategy.num_replicas_in_sync == 1 or "learning_rate:0' itself" in errors.pop()
     return errors

@@ -272,7 +272,7 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
     [
         (lambda s: s.run(lambda: counter.assign(1)), "changes the int32 variable 'wanted'"),
         (lambda s: s.run(lambda: weight.assign(1.0)), "assigns the weight 'wanted' itself"),
-        (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called within a function"),
+        (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called in a function"),
         (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
         (return_different_nests, "replicas return nests of different structures"),
         (take_different_paths, r"replicas compute different things \(.*metric/0/sum/total"),

@@ -222,7 +222,7 @@ class TestRefusals:
         )
         assert other.stdout is not None
         assert other.stdout.readline() == "taken\n"
-        with pytest.raises(ConfigError, match=f"another job keeps checkpoints in {tmp_path}; wait for it"):
+        with pytest.raises(ConfigError, match=f"another job saves checkpoints in {tmp_path}; wait for it"):
             asking(tmp_path)
         other.communicate()
         claim = FolderLock(tmp_path)

@@ -73,7 +73,7 @@ class _Packer:
         make = self._MAKERS.get(kind)
         if make is None:
             raise TypeError(
-                f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be kept in a checkpoint"
+                f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be saved in a checkpoint"
             )
         return make(self, value, where)
 
@@ -100,7 +100,7 @@ class _Packer:
     def _dict(self, value: dict[Any, Any], where: str) -> Any:
         for key in value:
             if type(key) not in (str, int):
-                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be kept")
+                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be saved")
         if all(type(key) is str and plain(key) and not key.startswith("$") for key in value):
             return {key: self.pack(item, f"{where}/{key}") for key, item in value.items()}
         return {
@@ -126,7 +126,7 @@ class _Packer:
     @staticmethod
     def _check(dtype: "np.dtype[Any]", where: str) -> None:
         if not storable(dtype):
-            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be kept in a checkpoint")
+            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be saved in a checkpoint")
 
     _MAKERS: Mapping[type, Callable[["_Packer", Any, str], Any]] = {
         int: _int,

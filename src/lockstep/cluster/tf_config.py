@@ -121,7 +121,7 @@ def _check_jobs(cluster: ClusterSpec) -> None:
         if indices != list(range(len(indices))):
             raise _wrong(f"has the {job} tasks {indices} in 'cluster', expected all from 0 on")
         if job in ("chief", "evaluator") and len(indices) > 1:
-            raise _wrong(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected one at most")
+            raise _wrong(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected at most one")
 
 
 def _check_addresses(cluster: ClusterSpec) -> None:
@@ -133,7 +133,7 @@ def _check_addresses(cluster: ClusterSpec) -> None:
             if place in seen:
                 raise _wrong(
                     f"gives {cluster.task_address(job, index)!r} to {seen[place]} and to {task}, "
-                    "expected an address of its own for each task"
+                    "expected a different address for each task"
                 )
             seen[place] = task
 

@@ -431,7 +431,7 @@ class FitLoops:
         if not self._alone:
             raise ScopeError(
                 f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
-                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it, "
+                f"{self._job.view.replicas} replicas would train its own model; build and compile it, "
                 "or load it with keras.models.load_model, under `with strategy.scope():`"
             )
 

@@ -106,7 +106,7 @@ class _Computation:
         for name, buffer, kept in self._buffers.values():
             if not torch.equal(buffer, kept):
                 raise ModelError(
-                    f"the function that strategy.run was given changes {name}, the state of a module of "
+                    f"the function passed to strategy.run changes {name}, the state of a module of "
                     "PyTorch's own, which replicas share only in model.fit; use a layer of Keras instead "
                     "(keras.layers.BatchNormalization), or put the module into evaluation mode"
                 )

@@ -175,8 +175,8 @@ class RunExchange:
             if computed.keys() != this.like.keys():
                 changed = ", ".join(sorted(computed.keys() ^ this.like.keys()))
                 raise ModelError(
-                    f"{this.what}: replicas compute different things ({changed}): the function that "
-                    "strategy.run is given must take the same path on all replicas"
+                    f"{this.what}: replicas compute different things ({changed}): the function "
+                    "passed to strategy.run must take the same path on all replicas"
                 )
 
     def _sum(self, this: RunRound, compute: Compute, view: View, communicator: Communicator) -> Total:

@@ -54,7 +54,7 @@ def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
         for tensor in written:
             if id(tensor) in inside and _SCOPE not in operation.name:
                 raise ModelError(
-                    f"the function that strategy.run was given changes {inside[id(tensor)]!r}, whose "
+                    f"the function passed to strategy.run changes {inside[id(tensor)]!r}, whose "
                     f"aggregation merges what replicas assign, by {operation.type}; use assign, assign_add "
                     "or assign_sub in the function itself, not in a condition or a loop"
                 )
@@ -100,7 +100,7 @@ def _merging(argument: str, original: Any) -> Any:
             return original(self, *args, **kwargs)
         if tf.executing_eagerly() and not is_assigning():
             raise ModelError(
-                f"the function that strategy.run was given assigns {self.name!r}, a variable of TensorFlow's "
+                f"the function passed to strategy.run assigns {self.name!r}, a variable of TensorFlow's "
                 "own, where functions run eagerly: use a keras.Variable, or remove "
                 "tf.config.run_functions_eagerly(True)"
             )

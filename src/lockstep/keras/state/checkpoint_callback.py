@@ -126,7 +126,7 @@ class Keeping:
             )
         if len(self._calls.stack) > 2:
             raise ConfigError(
-                f"lockstep.callbacks.Checkpoint is given to {self._calls.current.name}: give it to the call "
+                f"lockstep.callbacks.Checkpoint is passed to {self._calls.current.name}: pass it to the call "
                 "that is not inside another"
             )
         every, keep = _every(asked.every), _keep(asked.keep)
