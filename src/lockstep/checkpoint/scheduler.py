@@ -214,8 +214,8 @@ def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], 
     Args:
         store: where.
         every: how often.
-        publish: hears, from another thread, of each checkpoint that was written, of each that had to make
-            room for it, and of each failure.
+        publish: receives, on another thread, an event for each checkpoint that was written, each that was
+            removed to free space, and each failure.
     """
 
     def done(path: Path, step: int, seconds: float) -> None:
