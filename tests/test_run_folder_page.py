@@ -29,7 +29,7 @@ def defined(kinds: tuple[type, ...]) -> dict[str, set[str]]:
 
 
 def test_every_event_is_described_with_its_fields() -> None:
-    of_agents, of_workers = PAGE.read_text().split("Workers publish these events;")
+    of_agents, of_workers = PAGE.read_text().split("Workers report these events;")
     assert described(of_agents) == defined(tuple(kind for kind in RUN_EVENTS if kind not in WORKER_EVENTS))
     assert described(of_workers) == defined(WORKER_EVENTS)
 

@@ -24,7 +24,7 @@ def run(home: Path, *arguments: str, **variables: str) -> tuple[str, str]:
         env=environment | {"HOME": str(home)} | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr.splitlines()[0]
@@ -80,7 +80,7 @@ def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert "lockstep: the script selects PyTorch itself, so it runs on PyTorch, not on JAX" in done.stderr
 
@@ -101,7 +101,7 @@ def test_keras_2_is_refused(tmp_path: Path, source: str, variables: dict[str, st
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == (2 if who else 0)
     assert (f"lockstep: {who} sets TF_USE_LEGACY_KERAS=" in done.stderr) == bool(who)

@@ -22,7 +22,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     Attributes:
         format: of the events that follow.
         versions: of Python and of what is installed, by distribution.
-        script: `path` and `sha256` of its file; None if it has none.
+        script: `path` and `sha256` of its file; None if it cannot be read.
         cores: that the run may use.
         host: the machine's name.
 
