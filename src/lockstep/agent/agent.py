@@ -75,7 +75,7 @@ class Agent:
         views: what the workers of a view share.
         command: socket to the command; its end means that the command has ended.
         console: the person's terminal.
-        events: hears what happens.
+        events: the bus of the run.
         clock: for deadlines.
         descendants: every process below this one.
         state: what supervision remembers.

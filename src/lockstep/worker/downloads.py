@@ -48,7 +48,7 @@ def share_downloads(run: Path, agent: int, worker: int, publish: Callable[[Downl
         run: the run's folder.
         agent: process id of the agent.
         worker: this worker's id.
-        publish: hears for whom this worker waits.
+        publish: receives an event when this worker waits.
     """
     serve_downloads()
     folders = (cache_folder() / "downloads", run / "downloads")
@@ -67,7 +67,7 @@ class Turns:
         record: the file in which the workers of the job note what they have downloaded.
         job: tells the job from others.
         worker: this worker's id.
-        publish: hears for whom this worker waits.
+        publish: receives an event when this worker waits.
         patience: seconds to wait for another process.
     """
 
