@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import lockstep
-from lockstep.coordinator.job_summary import JobSummary
+from lockstep.coordinator.job_report import JobSummary
 from lockstep.coordinator.provenance import provenance
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.worker.script import Script

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.agent.console import Console
+from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.system.clock import SystemClock
 from lockstep.system.output import LinePrefixer, Log, Sink

@@ -13,6 +13,9 @@ GRACE = 20.0
 
 Tee = Literal["chief", "all"]
 
+BACKEND_NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+"""The Keras backends as people call them."""
+
 
 @dataclass(frozen=True)
 class Devices:

@@ -12,7 +12,9 @@ STACK_SIGNAL = signal.SIGRTMAX - 1
 """Asks a worker for its stack; nobody else uses this signal."""
 
 # The frames that start a script; the person did not write them.
-_STARTING = re.compile(r'File "(.*/lockstep/(launcher/(fork_server|worker)_main|worker/script)\.py|<frozen runpy>)"')
+_STARTING = re.compile(
+    r'File "(.*/lockstep/(launcher/(fork_server|worker)_main|worker/script)\.py|<frozen runpy>)"'
+)
 
 
 def write_when_asked(path: Path) -> None:
