@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.cli.run import PARTS
-from lockstep.cluster import hosts, tf_config
+from lockstep.cluster import slurm, tf_config
 from lockstep.cluster.slurm import SlurmClusterResolver
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
@@ -220,8 +220,8 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "index of TF_CONFIG": (anything, tf_config.parse_index, (ConfigError,)),
     "resolver": (clusters, ask_resolver, ()),
     "ClusterSpec": (anything | st.dictionaries(leaves, anything), use_cluster, (TypeError, ValueError)),
-    "hosts": (hosts_texts, hosts.expand_hosts, (ConfigError,)),
-    "counts": (hosts_texts, hosts.expand_counts, (ConfigError,)),
+    "hosts": (hosts_texts, slurm.expand_hosts, (ConfigError,)),
+    "counts": (hosts_texts, slurm.expand_counts, (ConfigError,)),
     "worker": (environments, lambda given: environment.read_worker(variables | given), (ConfigError,)),
     "what workers say": (packets, PacketDecoder(worker_messages.WorkerMessage).decode, (ValueError,)),
     "what agents say": (packets, PacketDecoder(worker_messages.AgentMessage).decode, (ValueError,)),
@@ -281,7 +281,7 @@ def test_a_backend_in_keras_json_that_is_no_name(tmp_path: Path) -> None:
 def test_arrays_that_a_parcel_has_no_room_for_take_no_memory() -> None:
     for kind, shape in (("float32", (2**40,)), ("float32", (-1, -1)), ("nix", (1,)), ("float32", (2**63, 0))):
         header = parcel_header(kind, shape)
-        with pytest.raises(CheckpointError, match="cannot read the state that another worker gave"):
+        with pytest.raises(CheckpointError, match="cannot read the state from another worker"):
             unpack(len(header).to_bytes(8, "little") + header + bytes(100))
 
 

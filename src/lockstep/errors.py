@@ -1,7 +1,7 @@
 """Every error that Lockstep raises on purpose.
 
     LockstepError
-    |-- InputError             what the user gave is wrong; the message says what to change
+    |-- InputError             the user's input is wrong; the message says what to change
     |   |-- ConfigError        a command line, an environment variable
     |   |-- ChangedError       a program whose settings differ from its checkpoint's
     |   |-- ScopeError         a model used outside the strategy it belongs to
@@ -10,11 +10,11 @@
     |-- PeerError              another worker is the cause
     |   |-- PeerLostError      it ended, or its script raised
     |   |-- PeerStuckError     it did not arrive in the stated time
-    |   `-- DisagreementError  it computes something else than this worker
-    |-- UnfitError             this machine or environment cannot do it
+    |   `-- DisagreementError  it computes something different from this worker
+    |-- UnfitError             this machine or environment does not support the request
     |   |-- BackendError       the Keras backend is missing or not supported
     |   |-- SharedMemoryError  too little memory to exchange gradients in
-    |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or is of another model
+    |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or belongs to another model
     |-- JobError               the job of `lockstep.launch` ended without a result
     `-- InternalError          a bug in Lockstep
 
@@ -27,7 +27,7 @@ class LockstepError(Exception):
 
 
 class InputError(LockstepError):
-    """What the user gave is wrong."""
+    """The user's input is wrong."""
 
 
 class ConfigError(InputError):
@@ -63,10 +63,10 @@ class PeerStuckError(PeerError):
 
 
 class DisagreementError(PeerError):
-    """Workers compute something else than others.
+    """Workers compute different things.
 
     Attributes:
-        workers: ids of those that compute something else than the chief; empty where that is not known.
+        workers: ids of those that differ from the chief; empty if unknown.
     """
 
     def __init__(self, message: str, workers: tuple[int, ...] = ()) -> None:
@@ -78,7 +78,7 @@ class DisagreementError(PeerError):
 
 
 class UnfitError(LockstepError):
-    """This machine or environment cannot do what was asked."""
+    """This machine or environment does not support the request."""
 
 
 class BackendError(UnfitError):
@@ -90,15 +90,15 @@ class SharedMemoryError(UnfitError):
 
 
 class CheckpointError(UnfitError):
-    """A checkpoint cannot be written, or one is damaged, incomplete or of another model."""
+    """A checkpoint cannot be written, is damaged or incomplete, or belongs to another model."""
 
 
 class JobError(LockstepError):
-    """The job that `lockstep.launch` started has ended without a result.
+    """The job that `lockstep.launch` started ended without a result.
 
     Attributes:
-        worker: id of the worker that is to blame; None if none is.
-        traceback: of what the function raised there, as Python prints it; empty if it raised nothing.
+        worker: id of the worker that caused it; None if none did.
+        traceback: of the exception that the function raised there, as Python prints it; empty if none.
     """
 
     def __init__(self, message: str, worker: int | None = None, traceback: str = "") -> None:

@@ -1,6 +1,6 @@
-"""The modules that these tests share."""
+"""The launcher without processes, which the tests of the launcher's contract share."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "launcher"))

@@ -166,13 +166,7 @@ class Stage:
                         console,
                         events,
                         SystemClock(),
-                        State(
-                            frozenset(range(workers)),
-                            QUICK,
-                            view=spec.view,
-                            size=JobSize.of(wanted, 1, 0),
-                            next_worker=workers,
-                        ),
+                        State.of(spec.view, QUICK, JobSize.of(wanted, 1, 0)),
                     )
                     with contextlib.closing(agent):
                         status = coordinator.run()
@@ -262,9 +256,9 @@ def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
 
     outcome = stage.run(waits, fails)
     assert outcome.status == 1
-    assert outcome.aborts == ["worker 1 ended with status 1: ValueError: no good"]
+    assert outcome.aborts == ["worker 1 exited with status 1: ValueError: no good"]
     assert outcome.stderr == (
-        "lockstep: worker 1 ended with status 1: ValueError: no good\n"
+        "lockstep: worker 1 exited with status 1: ValueError: no good\n"
         "  | Traceback: no good\n"
         f"  log: {stage.folder}/worker-1.log\n"
     )
@@ -306,7 +300,7 @@ def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
                 worker.say(WaitReport("barrier", (0,), seconds))
 
     outcome = stage.run(well, started.append, on_event=wait_in_vain)
-    message = "worker 0 ended with status 0 while worker 1 waited for it in barrier"
+    message = "worker 0 exited with status 0 while worker 1 waited for it in barrier"
     assert outcome.aborts == [message]
     assert outcome.status == 1
     assert outcome.stderr == f"err\nlockstep: {message}\n  log: {stage.folder}/worker-0.log\n"
@@ -425,7 +419,7 @@ def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
         worker.end(0)
 
     what = "the script used no strategy and compiled no model"
-    line = f"lockstep: {what}: each of the 2 workers ran all of it, alone\n"
+    line = f"lockstep: {what}: each of the 2 workers ran all of it on its own\n"
     assert stage.run(alone, alone).stderr == line
 
 
@@ -435,7 +429,7 @@ def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
         worker.end(0)
 
     said = stage.run(by_itself, by_itself).stderr
-    assert "the script distributed nothing: each of the 2 workers runs the whole script alone" in said
+    assert "the script distributed nothing: each of the 2 workers runs the whole script on its own" in said
 
 
 def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:
@@ -445,5 +439,5 @@ def test_a_worker_that_cannot_be_started_ends_the_job(stage: Stage) -> None:
 
     outcome = stage.run(waits, refuse)
     assert outcome.status == 1
-    assert outcome.stderr == "lockstep: worker 1 cannot be started: [Errno 11] too many processes\n"
+    assert outcome.stderr == "lockstep: cannot start worker 1: [Errno 11] too many processes\n"
     assert outcome.graces == [0, 0]

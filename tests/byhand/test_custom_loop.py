@@ -18,7 +18,7 @@ def test_all_go_on_where_the_chief_has_kept_a_checkpoint(desk: Any) -> None:
     assert chief.status() == -signal.SIGKILL
     assert other.status() == 1
     (told,) = [
-        line for line in other.text.splitlines() if line.endswith("; the job ends: start all workers again")
+        line for line in other.text.splitlines() if line.endswith("; the job ends: restart all workers")
     ]
     assert "so no new worker can join: restart the job to resume from the program's checkpoint" in told
     assert "and it joins" not in told

@@ -18,7 +18,7 @@ import os, sys
 print("first line", flush=True)
 from lockstep.worker import job
 from lockstep.rendezvous import join
-rendezvous.take_part()
+join.take_part()
 me = job.current()
 """
 TELL = """
@@ -27,7 +27,7 @@ own = f"{me.worker} of {len(me.view.workers)}".encode()
 told = me.exchange(lambda view, communicator: communicator.gather(own))
 names = "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE", "OWN", "NPROC"
 print(json.dumps({
-    "worker": me.worker, "replicas": me.view.replicas, "seed": me.seed, "threads": me.threads,
+    "worker": me.worker, "replicas": me.view.replicas, "seed": me.context.seed, "threads": me.context.threads,
     "told": [text.decode() for text in told],
     "arguments": sys.argv[1:], "here": os.path.basename(__file__), "pid": os.getpid(),
     "variables": [os.environ.get(name) for name in names],
@@ -63,7 +63,7 @@ def test_processes_become_workers_in_any_order(desk: Any, is_gone: Gone, order: 
     for index, terminal in terminals.items():
         text = terminal.end()
         assert text.count("first line") == 2
-        assert f"lockstep: all are there; worker {index} begins its script again" in text
+        assert f"lockstep: all workers are connected; worker {index} restarts the script" in text
         assert text.count("lockstep: 2 workers, 2 replicas, ") == 1
         assert told(text) == {
             "worker": index,
@@ -96,8 +96,8 @@ def test_the_chief_comes_first_and_the_script_may_set_its_task(desk: Any) -> Non
     assert [told(text)["worker"] for text in texts] == [1, 0]
     # Both see one GPU: none takes all of its memory.
     assert [told(text)["variables"][1:3] for text in texts] == [["1", "false"]] * 2
-    assert "lockstep: all are there; chief 0 begins its script again" in texts[1]
-    assert "ignored" not in texts[0] + texts[1]
+    assert "lockstep: all workers are connected; chief 0 restarts the script" in texts[1]
+    assert "ignoring the TF_CONFIG" not in texts[0] + texts[1]
 
 
 def test_a_process_that_leaves_is_waited_for_again(desk: Any, is_gone: Gone) -> None:
@@ -137,7 +137,7 @@ def test_workers_end_when_nobody_coordinates(desk: Any) -> None:
     os.close(coordinator)
     for index, terminal in enumerate(terminals):
         assert terminal.status() == 1
-        assert f"is gone, so worker {index} ends; start all workers again" in terminal.text
+        assert f"has ended, so worker {index} exits; restart all workers" in terminal.text
 
 
 def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
@@ -146,7 +146,7 @@ def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
     for terminal in terminals:
         terminal.until("stays")
     terminals[0].stop()
-    terminals[1].until("lockstep: worker 0 has ended; the job ends: start all workers again")
+    terminals[1].until("lockstep: worker 0 ended (exit status unknown); the job ends: restart all workers")
 
 
 ONE_STAYS = """
@@ -168,7 +168,7 @@ def test_who_comes_when_a_job_is_about_to_end_begins_the_next(desk: Any) -> None
     again.until("lockstep: worker 0 waits for worker 1 ")
     last = desk.start(desk.config(1), script)
     for terminal in (again, last):
-        assert "all are there" in terminal.end()
+        assert "all workers are connected" in terminal.end()
 
 
 def order(*arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -187,10 +187,12 @@ def test_other_commands_know_the_job(desk: Any, is_gone: Gone) -> None:
     name = line.split()[0]
     assert "3 workers cannot share 2 replicas" in order("scale", name, "3").stderr
     terminals[1].stop()
-    terminals[0].until("worker 1 has ended; start it again, and it joins; worker 0 goes on (view 2)")
+    terminals[0].until(
+        "worker 1 ended (exit status unknown); start it again and it joins; worker 0 continues (view 2)"
+    )
     refused = order("scale", name, "2")
     assert refused.returncode == 2
-    assert "the workers of this job are started by hand: start another one to have more" in refused.stderr
+    assert "the workers of this job are started by hand: start another one to add a worker" in refused.stderr
     coordinators = desk.coordinators()
     assert order("stop", name).stdout.splitlines()[-1] == f"{name} has ended"
     assert terminals[0].status() == -signal.SIGTERM

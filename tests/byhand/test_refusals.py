@@ -56,12 +56,12 @@ TASK = {"type": "worker", "index": 0}
         ),
         (
             {"cluster": {"worker": [TWO[0], "no-such-host.invalid:2"]}, "task": TASK},
-            "the host 'no-such-host.invalid' of worker 1's address no-such-host.invalid:2 is not known here",
+            "the host 'no-such-host.invalid' of worker 1's address no-such-host.invalid:2 cannot be resolved",
         ),
         (
             {"cluster": {"worker": [TWO[0], "192.0.2.1:2222"]}, "task": TASK},
-            "worker 1's address 192.0.2.1:2222 is not one of this host: workers that are started by hand all "
-            "run on one host. Give all of them addresses of this host, such as 127.0.0.1:20000",
+            "worker 1's address 192.0.2.1:2222 is not one of this host: workers that are started by hand "
+            "must run on one host. Give all of them addresses of this host, such as 127.0.0.1:20000",
         ),
     ],
 )
@@ -82,7 +82,7 @@ def test_a_port_that_another_program_uses(desk: Any) -> None:
     with socket.create_server(("127.0.0.1", desk.ports[1])):
         error = refused(desk, desk.config(1))
     assert f"worker 1's address 127.0.0.1:{desk.ports[1]} is in use by " in error
-    assert f"(process {os.getpid()}): end that, or give another port to this task" in error
+    assert f"(process {os.getpid()}): stop it, or give another port to this task" in error
 
 
 SQUATS = """
@@ -106,8 +106,7 @@ def test_another_user_who_has_the_names_and_accepts_nobody(desk: Any) -> None:
     assert terminal.status() == 1
     pid = squatter.process.pid
     assert (
-        f"ConfigError: process {pid} of user 65534 (nobody) has taken the name that stands for"
-        in terminal.text
+        f"ConfigError: process {pid} of user 65534 (nobody) holds the name that stands for" in terminal.text
     )
 
 
@@ -117,21 +116,21 @@ def test_who_does_not_fit_the_others(desk: Any) -> None:
     pid = first.process.pid
     again = refused(desk, desk.config(0))
     assert (
-        f"worker 0 (127.0.0.1:{desk.ports[0]}) is there already: process {pid}. Each process needs its own"
+        f"worker 0 (127.0.0.1:{desk.ports[0]}) already runs: process {pid}. Each process needs its own"
         in again
     )
     others = [f"127.0.0.1:{port}" for port in (desk.ports[2], desk.ports[1])]
     other = refused(desk, desk.config(1, worker=others))
     assert f"worker 0 ({others[0]}) in the one, worker 0 (127.0.0.1:{desk.ports[0]}) in the other" in other
-    assert other.endswith("Give all of them the same 'cluster' in TF_CONFIG")
+    assert other.endswith("Give all tasks the same 'cluster' in TF_CONFIG")
     more = refused(desk, desk.config(2, 3))
-    assert "worker 2 and worker 0 are given different clusters: 3 tasks (" in more
+    assert "worker 2 and worker 0 have different clusters: 3 tasks (" in more
     # None of that has disturbed those who fit.
     second = desk.start(desk.config(1), "first.py")
     for terminal in (first, second):
         terminal.until("stays")
     late = refused(desk, desk.config(1))
-    assert f"worker 1 (127.0.0.1:{desk.ports[1]}) is there already: process {second.process.pid}" in late
+    assert f"worker 1 (127.0.0.1:{desk.ports[1]}) already runs: process {second.process.pid}" in late
 
 
 def test_a_job_that_cannot_begin_says_why(desk: Any) -> None:
@@ -144,10 +143,10 @@ def test_a_job_that_cannot_begin_says_why(desk: Any) -> None:
 
 def test_tf_config_comes_too_late(desk: Any) -> None:
     late = f"import os\nos.environ['TF_CONFIG'] = {json.dumps(desk.config(0))!r}\n"
-    first = f"from lockstep import rendezvous\nrendezvous.take_part()\n{late}"
+    first = f"from lockstep.rendezvous import join\njoin.take_part()\n{late}"
     error = refused(desk, None, desk.script(first + MEET))
     assert (
-        "TF_CONFIG was set after the first strategy had been made, so this process is a job of one worker"
+        "TF_CONFIG was set after the first strategy was created, so this process is a job of one worker"
         in error
     )
 
@@ -162,26 +161,25 @@ def test_keras_2_in_a_job(desk: Any) -> None:
 def test_who_has_no_script(desk: Any, command: tuple[str, ...]) -> None:
     desk.script(MEET)
     error = refused(desk, desk.config(0), *command)
-    assert "there is no script" in error or "and it has no script" in error
+    assert "there is no script" in error or "but it has no script" in error
     assert "Put the program into a file, use `lockstep run`, or call lockstep.launch" in error
 
 
 def test_who_was_forked(desk: Any) -> None:
     fork = "import os, sys\nif pid := os.fork():\n    sys.exit(os.waitpid(pid, 0)[1] >> 8)\n"
-    assert "and it has no script" in refused(desk, desk.config(0), desk.script(fork + MEET))
+    assert "but it has no script" in refused(desk, desk.config(0), desk.script(fork + MEET))
 
 
 def test_a_parameter_server_has_nothing_to_do(desk: Any) -> None:
     config = desk.config(0, kind="ps", worker=TWO, ps=[f"127.0.0.1:{desk.ports[0]}"])
     text = desk.start(config, desk.script(MEET + "print('not reached')")).end()
-    assert "lockstep: a parameter server has nothing to do here" in text
+    assert "lockstep: a parameter server has nothing to do" in text
     assert "not reached" not in text
 
 
 def test_who_trains_alone(desk: Any) -> None:
-    tell = (
-        "from lockstep import job\nprint(job.current().task, job.current().view.replicas, job.is_worker())\n"
-    )
+    tell = "from lockstep.worker import job\nown = job.current()\n"
+    tell += "print(own.context.task, own.view.replicas, job.is_worker())\n"
     script = desk.script(MEET + tell)
     evaluator = desk.config(0, kind="evaluator", worker=TWO)
     assert desk.start(evaluator, script).end().splitlines()[-1] == "evaluator 1 False"
@@ -204,9 +202,7 @@ def test_versions_and_backends_have_to_be_the_same() -> None:
         return Arrival(FIRST.tasks, 0, version, backend, 2, (), "a.py")
 
     assert refusal(FIRST, arrival("1.0", "jax"), None) == ""
-    assert "runs Lockstep 1.1, but the job Lockstep 1.0; use one" in refusal(
-        FIRST, arrival("1.1", "jax"), None
-    )
+    assert "runs Lockstep 1.1, but the job uses 1.0; use one" in refusal(FIRST, arrival("1.1", "jax"), None)
     assert "runs Keras on torch, but worker 0 on jax" in refusal(FIRST, arrival("1.0", "torch"), None)
 
 
@@ -227,6 +223,6 @@ def test_who_waits_says_so_every_few_seconds_and_not_for_ever() -> None:
     assert patient.line(107.0) == "worker 0 waits for worker 2 (a:2), 7 s"
     assert patient.line(699.9) != ""
     with pytest.raises(
-        PeerStuckError, match=r"worker 0 has waited 600 s for worker 2 \(a:2\), in vain; start all"
+        PeerStuckError, match=r"worker 0 has waited 600 s for worker 2 \(a:2\) and gives up; start all"
     ):
         patient.line(700.0)

@@ -59,8 +59,8 @@ from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.transport.state_memory import MemoryTransport
 from lockstep.worker.agent_client import AgentClient
-from lockstep.worker.checkpoints import open_scheduler
-from lockstep.worker.job import Job, by_itself
+from lockstep.worker.checkpoints import open_checkpoints
+from lockstep.worker.job import Job, JobContext, by_itself
 from lockstep.worker.membership import AgentMembership, wait_policy
 
 STEPS = 12
@@ -118,19 +118,10 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
         communicator = by_itself(view)
     else:
         view, communicator = membership.first_place()
-    entered = Job(
-        view,
-        config.worker,
-        config.seed,
-        1,
-        communicator,
-        client.report,
-        None,
-        membership,
-        joins=config.joins,
-        scheduler=open_scheduler(config, client),
-        began_with=config.workers,
-    )
+    context = JobContext(config.worker, config.seed, 1, client.report, began_with=config.workers)
+    entered: Job
+    checkpoints = open_checkpoints(config, client, lambda: entered.is_chief)
+    entered = Job(context, (view, communicator), membership, checkpoints, joins=config.joins)
     client.started()
     client.report("strategy")
     try:
@@ -214,13 +205,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
             console=console,
             events=events,
             clock=SystemClock(),
-            state=State(
-                frozenset(range(job.workers)),
-                LIMITS,
-                view=spec.view,
-                size=JobSize.of(job.workers, spec.min_workers, spec.max_restarts),
-                next_worker=job.workers,
-            ),
+            state=State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
         )
         with contextlib.closing(agent):
             status = coordinator.run()

@@ -4,8 +4,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lockstep.checkpoint.copies import Copies
 from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.scheduler import Copies
 
 
 def contents(seed: int, length: int = 50) -> Contents:

@@ -69,7 +69,7 @@ def test_a_disk_with_room_for_a_few_keeps_the_newest(
     store, removed = Store(tmp_path, keep=3), list[str]()
     for step in range(1, 7):
         if room == 1 and step > 1:
-            with pytest.raises(CheckpointError, match="No space left on device; make room there, or give"):
+            with pytest.raises(CheckpointError, match="No space left on device; free space there, or give"):
                 store.write(sample(step))
         else:
             store.write(sample(step), lambda path: removed.append(path.name))
@@ -100,7 +100,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         with pytest.raises(CheckpointError, match=f"cannot write the checkpoint {folder}/step-0+1: "):
             Store(folder).write(sample(1))
     Countdown(0, lambda: fail(errno.EACCES)).install(monkeypatch.setattr)
-    with pytest.raises(CheckpointError, match="Permission denied; make room there, or give another folder"):
+    with pytest.raises(CheckpointError, match="Permission denied; free space there, or give another folder"):
         Store(tmp_path / "denied").write(sample(1))
 
 

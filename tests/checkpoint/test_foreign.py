@@ -146,7 +146,7 @@ COMMANDS = """
 import sys
 from pathlib import Path
 from lockstep.checkpoint import choice
-from lockstep.checkpoint.presence import is_training
+from lockstep.checkpoint.folder_lock import is_training
 from lockstep.checkpoint.store import Store
 folder = Path(sys.argv[1])
 print([entry.fault for entry in Store(folder).entries()], choice.newest(folder, print))

@@ -97,7 +97,7 @@ def test_each_that_steps_ask_for_is_kept_and_a_slow_disk_is_told_of_once(
     (said,) = capsys.readouterr().err.splitlines()
     assert said == (
         "lockstep: the disk is slower than the steps: it writes a checkpoint in 1.5 s, and training has "
-        "waited 2.0 s in all for 4 of them; keep them less often to train faster"
+        "waited 2.0 s in all for 4 of them; save them less often to train faster"
     )
 
 
@@ -113,8 +113,8 @@ def test_a_disk_that_hangs_costs_a_checkpoint_and_not_the_training(
     kept.step(2)
     assert (kept.writer.steps, kept.clock.time) == ([1], 60.0)
     said = capsys.readouterr().err.splitlines()
-    assert said[0] == "lockstep: training waits for the disk, which writes a checkpoint: 10 of 60 s"
-    assert said[-2] == "lockstep: no checkpoint of step 2 is kept: the disk still writes the one before"
+    assert said[0] == "lockstep: training waits for the disk to write a checkpoint: 10 of 60 s"
+    assert said[-2] == "lockstep: skipping the checkpoint of step 2: the previous one is still being written"
     kept.step(3, seconds=10.0)
     assert kept.writer.steps == [1, 3]
 
@@ -208,9 +208,7 @@ def test_a_checkpoint_that_makes_room_or_fails_is_told(
     assert told[4:] == ["checkpoint removed", "checkpoint failed"]
     assert [fields["path"][-1] for event, fields in events if event == "checkpoint removed"] == ["1", "2"]
     first, *_, last = capsys.readouterr().err.splitlines()
-    assert first.startswith(
-        "lockstep: the disk has no room for another checkpoint, so the oldest is removed: "
-    )
+    assert first.startswith("lockstep: the disk has no space for another checkpoint; removing the oldest: ")
     assert last.startswith("lockstep: a checkpoint was not written: cannot write the checkpoint ")
     assert last.endswith("; training continues")
     assert steps(tmp_path) == [3]

@@ -205,7 +205,7 @@ def test_a_format_of_the_future_is_named(tmp_path: Path) -> None:
     text = (path / "manifest.json").read_bytes().split(b"\n", 1)[1].replace(b'"format":1', b'"format":2')
     seal = f'{{"checksum": "{xxhash.xxh3_128_hexdigest(text)}",\n'.encode()
     (path / "manifest.json").write_bytes(seal + text)
-    with pytest.raises(CheckpointError, match="has the format 2, and this Lockstep reads 1"):
+    with pytest.raises(CheckpointError, match="has the format 2, but this Lockstep reads 1"):
         load(path)
 
 

@@ -130,5 +130,5 @@ def test_what_cannot_be_packed_is_named(make: Callable[[], Any], message: str) -
     ],
 )
 def test_what_nobody_packed_is_refused(packed: Any) -> None:
-    with pytest.raises(CheckpointError, match="which nobody can read"):
+    with pytest.raises(CheckpointError, match="which is not a known value"):
         unpack([packed], {})

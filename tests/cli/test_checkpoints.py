@@ -40,15 +40,15 @@ def test_the_newest_whole_one_is_taken_and_says_what_the_job_is(tmp_path: Path, 
     run = command("run", "-n", "1", "--backend", "jax", "--checkpoint", "kept", script, folder=tmp_path)
     assert run.returncode == 0
     assert f"lockstep: {damaged}/state.safetensors is damaged" in run.stderr
-    assert "; this checkpoint is passed over\n" in run.stderr
+    assert "; skipping this checkpoint\n" in run.stderr
     assert "1 worker, 4 replicas, 1 thread each, seed 7" in run.stderr
-    assert f"goes on from {tmp_path / 'kept' / 'step-000000000003'}" in run.stderr
+    assert f"resuming from {tmp_path / 'kept' / 'step-000000000003'}" in run.stderr
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--replicas", "3"), "was made with --replicas 4, not 3, on which the result depends"),
+        (("--replicas", "3"), "was made with --replicas 4, not 3, which affects the result"),
         (("--seed", "0"), "was made with --seed 7, not 0"),
         (("--threads-per-worker", "2"), "was made with --threads-per-worker 1, not 2"),
         (("--checkpoint-every", "0"), "give a number of steps, or a time such as 30s, 10m or 1h"),
@@ -90,7 +90,7 @@ def test_another_backend_is_refused(
     run = goes_on(tmp_path, script, *options, **variables)
     assert run.returncode == 2
     assert f"checkpoint {path} was made with the backend tensorflow, and" in run.stderr
-    assert "give --backend tensorflow to go on" in run.stderr
+    assert "give --backend tensorflow to resume" in run.stderr
     assert "lockstep.load_checkpoint" in run.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -103,8 +103,8 @@ def test_other_versions_of_libraries_are_named_once(tmp_path: Path, script: str)
     assert (run.returncode, run.stdout) == (0, "ran\n")
     (note,) = [line for line in run.stderr.splitlines() if "was made with" in line]
     assert note == (
-        f"lockstep: checkpoint {path} was made with keras 3.0.0 and jax 0.1.0, and training goes on with "
-        f"keras {keras} and jax {jax}: the bits may differ from those of an undisturbed run"
+        f"lockstep: checkpoint {path} was made with keras 3.0.0 and jax 0.1.0, and training continues with "
+        f"keras {keras} and jax {jax}: the bits may differ from those of an uninterrupted run"
     )
 
 
@@ -125,7 +125,7 @@ def test_two_jobs_do_not_share_a_folder(tmp_path: Path, script: str) -> None:
     run = command("run", "--backend", "jax", "--checkpoint", "kept", script, folder=tmp_path)
     os.close(lock)
     assert run.returncode == 2
-    assert "another run works in kept; wait for it, or give another --checkpoint" in run.stderr
+    assert "another run uses kept; wait for it to end, or give another --checkpoint" in run.stderr
 
 
 def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
@@ -136,5 +136,5 @@ def test_checkpoints_are_listed_and_verified(tmp_path: Path) -> None:
     assert listed.returncode == 1
     first, second = listed.stdout.splitlines()
     assert first.startswith(whole.name)
-    assert first.endswith("whole")
+    assert first.endswith("complete")
     assert "manifest.json is missing" in second

@@ -43,9 +43,14 @@ def test_a_fresh_home_gives_the_same_backend_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "source", "configured", "expected"),
     [
-        ((), "", "torch", "torch: on PyTorch, because keras.json says so"),
-        (("--tf-distribute",), "", "tensorflow", "tensorflow: on TensorFlow, because --tf-distribute asks"),
-        (("--tf-distribute", "--backend", "jax"), "", "torch", "jax: on JAX, because --backend says so"),
+        ((), "", "torch", "torch: on PyTorch, because keras.json selects it"),
+        (
+            ("--tf-distribute",),
+            "",
+            "tensorflow",
+            "tensorflow: on TensorFlow, because --tf-distribute requires",
+        ),
+        (("--tf-distribute", "--backend", "jax"), "", "torch", "jax: on JAX, because --backend selects it"),
         (
             (),
             "import os\nos.environ['KERAS_BACKEND'] = 'tensorflow'\n",
@@ -67,7 +72,7 @@ def test_the_first_line_says_who_chose(
 
 def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
-        "from lockstep import job\njob.current().report('strategy', backend='torch')"
+        "from lockstep.worker import job\njob.current().report('strategy', backend='torch')"
     )
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "run", "-n", "1", "--backend", "jax", "a.py"],
@@ -76,7 +81,7 @@ def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path
         text=True,
         timeout=300,
     )
-    assert "lockstep: the script selects PyTorch itself, so it does not run on JAX" in done.stderr
+    assert "lockstep: the script selects PyTorch itself, so it runs on PyTorch, not on JAX" in done.stderr
 
 
 @pytest.mark.parametrize(

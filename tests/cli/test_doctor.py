@@ -85,14 +85,14 @@ def test_backends_that_crash_are_rows_and_not_the_end(tmp_path: Path, broken: Pa
     found = rows(out)
     assert found["jax"]["verdict"] == "failure"
     assert "SIGSEGV" in found["jax"]["reason"]
-    assert found["not tried"]["section"] == "training"
+    assert found["not tested"]["section"] == "training"
     others = [
         name for name in ("tensorflow", "torch") if name in found and found[name]["section"] == "backends"
     ]
     assert others == ["tensorflow", "torch"]
     assert [found[name]["verdict"] for name in others] == ["warning"] * 2
     assert found["tensorflow"]["reason"].endswith("libcudart.so.12: cannot open")
-    assert found["torch"]["reason"].endswith("ended with status 3: hello from torch")
+    assert found["torch"]["reason"].endswith("exited with status 3: hello from torch")
 
 
 def test_a_training_that_cannot_work_is_a_failure(tmp_path: Path, broken: Path) -> None:
@@ -122,7 +122,7 @@ def test_no_framework_is_imported_into_the_command(tmp_path: Path, broken: Path)
 def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     status, _, err = doctor(tmp_path, "--watch", "1", "--json")
     assert status == 2
-    assert "--watch and --csv go without" in err
+    assert "--watch and --csv cannot be combined with" in err
 
 
 def test_a_report_that_cannot_be_written_is_a_failure_in_one_line(tmp_path: Path, broken: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_report_that_cannot_be_written_is_a_failure_in_one_line(tmp_path: Path
         )
         assert done.returncode == status
         assert "Traceback" not in done.stderr
-        assert ("cannot be written: No space left" in done.stderr) == ("full" in output)
+        assert ("cannot write the report: No space left" in done.stderr) == ("full" in output)
 
 
 def test_a_watch_that_nobody_can_read_ends_in_one_line(tmp_path: Path) -> None:
@@ -200,4 +200,4 @@ main()
     status, out, err = doctor(tmp_path, script=script, PYTHONPATH=str(broken))
     assert (status, out) == (2, "")
     assert "KeyError: 'unforeseen'" in err
-    assert err.splitlines()[-1] == "lockstep: the examination itself has failed: 'unforeseen'"
+    assert err.splitlines()[-1] == "lockstep: the check itself failed: 'unforeseen'"

@@ -58,7 +58,7 @@ def test_a_signal_while_processes_end_whose_script_has_ended(
     done = running.end()
     assert is_gone(processes, 0)
     assert (done.status, done.out) == (0, "digest\n")
-    assert done.notes[0] == "lockstep: SIGTERM came after the end of the script: the job has ended well"
+    assert done.notes[0] == "lockstep: SIGTERM arrived after the script finished: the job succeeded"
     assert done.events()[-1]["status"] == 0
 
 
@@ -90,7 +90,7 @@ def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
 STEP = """
 import numpy as np
 from lockstep.checkpoint.store import Contents
-keeper = job.current().keeper
+keeper = job.current().checkpoints.scheduler
 job.current().report("strategy", backend="none")
 announce("worker")
 if me == 1:
@@ -118,7 +118,7 @@ def test_a_step_and_its_checkpoint_have_the_time_of_the_grace(lockstep: Any, is_
     assert is_gone(late, 0)
     assert done.notes == [
         "lockstep: stopping (SIGTERM): waiting up to 1 s for the step and a checkpoint",
-        "lockstep: no checkpoint: the step did not end within 1 s (--grace)",
+        "lockstep: no checkpoint: the step did not finish within 1 s (--grace)",
         "lockstep: stopped by SIGTERM",
     ]
     assert done.events()[-1]["event"] == "finished"
@@ -176,7 +176,7 @@ def test_a_killed_agent_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
     assert is_gone(processes, 0)
     assert done.status == 137
     assert done.notes == [
-        f"lockstep: the agent (process {agent}) was ended by SIGKILL; so was all of its job"
+        f"lockstep: the agent (process {agent}) was killed by SIGKILL; so was the whole job"
     ]
 
 

@@ -26,7 +26,7 @@ def blocked():
 
 def test_a_script_that_raises_on_one_worker(lockstep: Any) -> None:
     done = lockstep.run(lockstep.script(FAIL))
-    message = "worker 1 ended with status 1: ValueError: no good"
+    message = "worker 1 exited with status 1: ValueError: no good"
     tail = [f"  | {line}" for line in done.log(1).splitlines()]
     assert done.status == 1
     assert done.err.splitlines()[-len(tail) - 2 :] == [
@@ -64,14 +64,14 @@ def test_an_error_of_lockstep_is_one_line_and_its_traceback_in_the_log(lockstep:
 def test_the_first_failure_decides_the_status(lockstep: Any) -> None:
     done = lockstep.run("-n", "3", lockstep.script("if me == 2: sys.exit(3)\nbarrier()"))
     assert done.status == 3
-    assert done.notes == ["lockstep: worker 2 ended with status 3"]
+    assert done.notes == ["lockstep: worker 2 exited with status 3"]
 
 
 def test_a_worker_that_is_killed(lockstep: Any) -> None:
     text = "if me == 1: os.kill(os.getpid(), signal.SIGKILL)\nbarrier()"
     done = lockstep.run(lockstep.script(text))
     assert done.status == 137
-    assert done.notes == ["lockstep: worker 1 was ended by SIGKILL"]
+    assert done.notes == ["lockstep: worker 1 was killed by SIGKILL"]
 
 
 def test_a_long_log_is_shown_from_its_end(lockstep: Any) -> None:
@@ -84,7 +84,7 @@ def test_a_worker_that_leaves_early(lockstep: Any) -> None:
     done = lockstep.run(lockstep.script("if me == 1: sys.exit()\nbarrier(what='step 3')"))
     assert done.status == 1
     assert len(done.notes) == 1
-    expected = r"lockstep: worker 1 ended with status 0 while worker 0 waited for it in .*step 3"
+    expected = r"lockstep: worker 1 exited with status 0 while worker 0 waited for it in .*step 3"
     assert re.fullmatch(expected, done.notes[0])
 
 
@@ -93,7 +93,7 @@ def test_a_stuck_worker_shows_where_it_is(lockstep: Any) -> None:
         "--timeout", "1", lockstep.script(BLOCK + "if me == 1: blocked()\nbarrier(what='step 3')")
     )
     assert done.status == 1
-    note = r"lockstep: worker 1 did not arrive in .*step 3: worker 0 has waited \d s \(--timeout 1\)"
+    note = r"lockstep: worker 1 did not reach .*step 3: worker 0 has waited \d s \(--timeout 1\)"
     assert len(done.notes) == 1
     assert re.fullmatch(note, done.notes[0])
     path = re.escape(str(lockstep.folder / "script.py"))
@@ -147,12 +147,12 @@ def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
         ),
         (
             ["--devices", "0,1,2", "-n", "2", "ok.py"],
-            "--devices has 3 entries for 2 workers: give one entry a worker, or a single one for all",
+            "--devices has 3 entries for 2 workers: give one entry per worker, or a single one for all",
         ),
         (
             ["--devices", "gpu", "ok.py"],
-            "--devices gpu: 'gpu' is not a GPU; write numbers or UUIDs such as 0,1 (a worker each) or "
-            "0+1,2+3 (two GPUs each)",
+            "--devices gpu: 'gpu' is not a GPU; give numbers or UUIDs such as 0,1 (one per worker) or "
+            "0+1,2+3 (two per worker)",
         ),
         (
             ["--run-dir", "ok.py", "ok.py"],
@@ -184,7 +184,7 @@ def test_a_worker_is_not_started_by_hand() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     command = [sys.executable, "-m", "lockstep.launcher.worker_main", "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    expected = "lockstep: LOCKSTEP_WORKER is not set: a worker is started by `lockstep run`, not by hand\n"
+    expected = "lockstep: LOCKSTEP_WORKER is not set: workers are started by `lockstep run`, not by hand\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
 
 
@@ -207,7 +207,9 @@ def test_a_folder_that_another_worker_has_made(lockstep: Any) -> None:
     )
     done = lockstep.run("-n", "2", making)
     assert done.status == 1
-    failed = "worker 1 ended with status 1: FileExistsError: [Errno 17] File exists: 'out'; every worker runs"
+    failed = (
+        "worker 1 exited with status 1: FileExistsError: [Errno 17] File exists: 'out'; every worker runs"
+    )
     assert f"{failed} this line, and another one may have created it: pass exist_ok=True, or" in done.err
     alone = lockstep.run("-n", "1", making, run="alone")
     assert "FileExistsError: [Errno 17] File exists: 'out'" in alone.err

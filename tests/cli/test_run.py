@@ -17,7 +17,8 @@ import pytest
 from lockstep import __version__
 
 ALONE = (
-    "lockstep: the script used no strategy and compiled no model: each of the 2 workers ran all of it, alone"
+    "lockstep: the script used no strategy and compiled no model: "
+    "each of the 2 workers ran all of it on its own"
 )
 
 
@@ -42,8 +43,8 @@ def test_output_and_logs(lockstep: Any) -> None:
         "-n", "2", lockstep.script("print('out', me); print('err', me, file=sys.stderr); barrier()")
     )
     start = (
-        "lockstep: 2 workers, 2 replicas, {} each, seed 0; on JAX, because KERAS_BACKEND says so; the same "
-        "bits with any 1 to 2 workers; logs in run"
+        "lockstep: 2 workers, 2 replicas, {} each, seed 0; on JAX, because KERAS_BACKEND selects it; the "
+        "same bits with any 1 to 2 workers; logs in run"
     )
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     first = start.format("1 thread" if threads == 1 else f"{threads} threads")
@@ -126,7 +127,7 @@ def test_a_reset_connection_and_a_limit_on_files_cost_only_output(lockstep: Any)
             ["bash", "-c", shell], cwd=lockstep.folder, stdout=stdout, stderr=subprocess.PIPE, text=True
         )
     assert done.returncode == 0, done.stderr
-    log = "run/worker-{}.log: File too large; what follows in it is lost"
+    log = "run/worker-{}.log: File too large; further output to it is lost"
     notes = [
         "cannot write to stdout (Connection reset by peer); training continues, and the logs keep",
         *(f"cannot write {lockstep.folder}/{log.format(worker)}" for worker in (0, 1)),
@@ -181,7 +182,7 @@ def test_a_traceback_is_that_of_python(lockstep: Any) -> None:
     done = lockstep.run("-n", "1", name)
     assert done.status == 1
     assert done.log(0) == python.stderr
-    message = "lockstep: worker 0 ended with status 1: ValueError: no good\n  log: run/worker-0.log\n"
+    message = "lockstep: worker 0 exited with status 1: ValueError: no good\n  log: run/worker-0.log\n"
     assert done.err.partition("logs in run\n")[2] == python.stderr + message
 
 
@@ -203,7 +204,7 @@ def test_the_environment(lockstep: Any) -> None:
 import json, random, numpy
 print(json.dumps({{name: os.environ.get(name) for name in {names}}}))
 print([name for name in os.environ if name.startswith("LOCKSTEP_")])
-print(random.random(), numpy.random.rand(), job.current().view.owners, job.current().threads)
+print(random.random(), numpy.random.rand(), job.current().view.owners, job.current().context.threads)
 """
     options = ["-n", "2", "--replicas", "3", "--threads-per-worker", "2", "--seed", str(2**32 + 5)]
     done = lockstep.run(*options, "--backend", "jax", "--devices", "0+1,1", lockstep.script(text))
@@ -234,7 +235,7 @@ print(random.random(), numpy.random.rand(), job.current().view.owners, job.curre
 
 
 def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
-    name = lockstep.script("print(job.current().threads)")
+    name = lockstep.script("print(job.current().context.threads)")
     assert {lockstep.run("-n", n, "--replicas", "2", name).out for n in "12"} == {
         f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
     }
@@ -318,7 +319,7 @@ def test_the_folder_of_a_live_run_is_refused(lockstep: Any) -> None:
     running.born(1)
     refused = lockstep.run("-n", "1", name)
     assert refused.status == 2
-    assert refused.err == "lockstep: another run works in run; wait for it, or give another --run-dir\n"
+    assert refused.err == "lockstep: another run uses run; wait for it to end, or give another --run-dir\n"
     running.process.send_signal(signal.SIGTERM)
     assert running.end().status == 143
 
@@ -331,7 +332,7 @@ def test_the_default_folder(lockstep: Any) -> None:
     assert re.fullmatch(r"script-\d{8}-\d{6}", folder.name)
     assert done.stderr.endswith(
         f"1 replica, {len(os.sched_getaffinity(0))} threads each, seed 0; "
-        f"on JAX, because KERAS_BACKEND says so; logs in runs/{folder.name}\n"
+        f"on JAX, because KERAS_BACKEND selects it; logs in runs/{folder.name}\n"
     )
 
 

@@ -109,7 +109,7 @@ def test_a_client_of_the_callers_is_asked(server: ApiServer) -> None:
 @pytest.mark.parametrize(("phase", "address"), [("Pending", None), ("Failed", "10.0.0.2"), ("Running", None)])
 def test_a_pod_that_does_not_run(off: ApiServer, phase: str, address: str | None) -> None:
     off.pods = [pod("tf-0", "10.0.0.1", **TENSORFLOW), pod("tf-1", address, phase, **TENSORFLOW)]
-    said = f"the pod 'tf-1' is {phase}, at {address or 'no address'}, expected it Running: try again"
+    said = f"the pod 'tf-1' is {phase}, at {address or 'no address'}, expected Running: try again"
     with pytest.raises(UnfitError, match=said):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
@@ -120,7 +120,7 @@ def test_no_pods(off: ApiServer) -> None:
         {"worker": ["job-name=tensorflow", "job=x"]}, executable_location=OFF
     )
     with pytest.raises(
-        UnfitError, match="Kubernetes has no pods with the label 'job=x', expected one a task"
+        UnfitError, match="Kubernetes has no pods with the label 'job=x', expected one per task"
     ):
         resolver.cluster_spec()
 
@@ -138,7 +138,7 @@ def test_a_server_that_refuses(off: ApiServer, code: int) -> None:
 
 def test_a_server_of_another_kind(off: ApiServer) -> None:
     off.page = "<html>a door to somewhere else</html>"
-    with pytest.raises(UnfitError, match=r"gave no answer of use within 10 s: "):
+    with pytest.raises(UnfitError, match=r"gave no usable answer within 10 s: "):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
@@ -168,14 +168,14 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     point_at(monkeypatch, tmp_path, f"http://127.0.0.1:{port}")
-    with pytest.raises(UnfitError, match=r"gave no answer of use within 10 s: .*Connection refused"):
+    with pytest.raises(UnfitError, match=r"gave no usable answer within 10 s: .*Connection refused"):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
 def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch, off: ApiServer) -> None:
     off.answers.clear()
     monkeypatch.setattr(resolving, "_PATIENCE", 0.1)
-    with pytest.raises(UnfitError, match=r"gave no answer of use within 0.1 s: .*timed out"):
+    with pytest.raises(UnfitError, match=r"gave no usable answer within 0.1 s: .*timed out"):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
     assert len(off.asked) <= 1
 

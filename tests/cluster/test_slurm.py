@@ -112,7 +112,7 @@ def test_gpus_are_left_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_outside_of_slurm() -> None:
     with pytest.raises(
-        ConfigError, match="SLURM_PROCID is not set, so this is no task of a Slurm job step: st"
+        ConfigError, match="SLURM_PROCID is not set: this is not a task of a Slurm job step; st"
     ):
         SlurmClusterResolver()
 
@@ -124,12 +124,12 @@ def test_outside_of_slurm() -> None:
         ({"STEP_NODELIST": None}, {}, "SLURM_STEP_NODELIST is not set"),
         ({"STEP_TASKS_PER_NODE": None}, {}, "SLURM_STEP_TASKS_PER_NODE is not set"),
         ({"PROCID": "x"}, {}, "SLURM_PROCID is 'x', expected a whole number, 0 or more"),
-        ({"PROCID": "4"}, {}, "SLURM_PROCID is 4, but the 4 tasks count from 0"),
+        ({"PROCID": "4"}, {}, "SLURM_PROCID is 4, but the 4 tasks are numbered from 0"),
         ({"STEP_NODELIST": "n[1"}, {}, r"Slurm's list of hosts, 'n\[1', is not a list of hosts"),
         (
             {"STEP_NODELIST": "n1"},
             {},
-            "SLURM_STEP_NODELIST has 1 host, SLURM_STEP_TASKS_PER_NODE speaks of 2",
+            "SLURM_STEP_NODELIST has 1 host, SLURM_STEP_TASKS_PER_NODE has 2",
         ),
         ({"STEP_TASKS_PER_NODE": "x"}, {}, "Slurm's list of tasks is 'x'"),
         (
@@ -137,7 +137,7 @@ def test_outside_of_slurm() -> None:
             {},
             "SLURM_PROCID 2 is task 1 of its host, expected task 0: the tasks are not num",
         ),
-        ({}, {"jobs": {"worker": 3}}, "have 3 tasks, but Slurm started 4: let them add up"),
+        ({}, {"jobs": {"worker": 3}}, "have 3 tasks, but Slurm started 4: their sum must be"),
         ({}, {"jobs": {}, "tasks_per_node": 0}, "have 0 tasks, but Slurm started 0"),
         (
             {},

@@ -73,7 +73,7 @@ def test_a_job_may_have_no_tasks() -> None:
         (config({"evaluator": ["c:1", "d:1"]} | TWO), "has 2 tasks of type 'evaluator' in 'cluster'"),
         (
             '{"cluster": {"worker": ["a:1"]}}',
-            "has no 'task', which says what this process is; it has 'cluster'",
+            "has no 'task', which identifies this process; it has 'cluster'",
         ),
         (config(task=None), "has None for 'task', expected an object with a 'type' and an 'index'"),
         (config(task={"type": "worker"}), "has {'type': 'worker'} for 'task', expected an object"),

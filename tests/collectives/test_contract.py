@@ -307,7 +307,7 @@ def test_abort_from_outside_while_members_wait(world: World, kind: str, options:
     def listen(control: Control, position: int, _: Waiting) -> None:
         waiting.add(position)
         if waiting == {0, 1}:
-            control.abort("worker 2 ended with status 1")
+            control.abort("worker 2 exited with status 1")
 
     calls = [each(kind, {**options, "what": "step 4"}, position) for position in (0, 1)]
     outcomes = world.run(
@@ -316,7 +316,7 @@ def test_abort_from_outside_while_members_wait(world: World, kind: str, options:
     assert outcomes[2].error is None
     for outcome in outcomes[:2]:
         assert outcome.error is PeerLostError
-        assert outcome.message == "worker 2 ended with status 1"
+        assert outcome.message == "worker 2 exited with status 1"
         assert {(wait.what, wait.workers) for wait in outcome.waits} >= {(f"{kind} for step 4", (2,))}
 
 

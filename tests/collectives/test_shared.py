@@ -23,9 +23,8 @@ from lockstep.collectives.shared import control_segment, futex
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
-from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment
+from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment, decode, encode
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.collectives.shared.slots import decode, encode
 from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
 from lockstep.system.memory import available_memory, cgroup_rooms
 
@@ -43,7 +42,7 @@ def test_a_killed_member(processes: Processes, kind: str, options: dict[str, obj
         if waiting == {0, 1}:
             waiting.add(2)
             control.signal(2, signal.SIGKILL)
-            control.abort("worker 2 was ended by signal 9 (SIGKILL)")
+            control.abort("worker 2 was killed by signal 9 (SIGKILL)")
 
     calls = [each(kind, options, position) for position in (0, 1)]
     outcomes = processes.run(
@@ -52,7 +51,7 @@ def test_a_killed_member(processes: Processes, kind: str, options: dict[str, obj
     assert outcomes[2].error is ProcessLookupError
     for outcome in outcomes[:2]:
         assert outcome.error is PeerLostError
-        assert outcome.message == "worker 2 was ended by signal 9 (SIGKILL)"
+        assert outcome.message == "worker 2 was killed by signal 9 (SIGKILL)"
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)

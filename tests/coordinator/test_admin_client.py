@@ -217,11 +217,11 @@ def test_an_order_is_sent_by_the_name_or_its_beginning(jobs: Jobs) -> None:
 def test_a_name_must_mean_one_job(jobs: Jobs) -> None:
     first, second = jobs.play("-a"), jobs.play("-b")
     with pytest.raises(
-        ConfigError, match=f"^'{jobs.name}-' can be {jobs.name}-a or {jobs.name}-b; give more"
+        ConfigError, match=f"^'{jobs.name}-' is ambiguous: {jobs.name}-a or {jobs.name}-b; give more"
     ):
         send(f"{jobs.name}-", StopRequest())
     for nobody in ("", "x"):
-        expected = f"^there is no job '{nobody}'; these run: {jobs.name}-a, {jobs.name}-b$"
+        expected = f"^there is no job '{nobody}'; running jobs: {jobs.name}-a, {jobs.name}-b$"
         with pytest.raises(ConfigError, match=expected):
             send(nobody, StopRequest())
     assert first.orders == second.orders == []
@@ -235,7 +235,7 @@ def test_nothing_can_be_sent_to_nobody(jobs: Jobs) -> None:
 
 def test_a_job_that_does_not_answer_can_be_killed(jobs: Jobs) -> None:
     door = jobs.play_silent()
-    advice = f"try again, or end all of it with kill -KILL {os.getpid()}"
+    advice = f"try again, or kill the whole job with kill -KILL {os.getpid()}"
     with pytest.raises(ConfigError, match=f"^{door.name} has not answered in 0.01 seconds; {advice}$"):
         send(door.name, StopRequest(), patience=0.01)
 
@@ -244,7 +244,7 @@ def test_a_job_that_does_not_answer_can_be_killed(jobs: Jobs) -> None:
 def test_an_answer_of_another_version_is_said_to_be_one(jobs: Jobs, packet: bytes) -> None:
     with (
         replying(jobs.name, [packet]),
-        pytest.raises(ConfigError, match=r"is not understood .* use the Lockstep"),
+        pytest.raises(ConfigError, match=r"cannot read .* use the version of Lockstep"),
     ):
         send(jobs.name, StatusRequest())
 
@@ -352,14 +352,14 @@ def test_list(jobs: Jobs, command: Command) -> None:
 def test_list_names_the_silent(jobs: Jobs, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.coordinator.admin_client.running_jobs", partial(running_jobs, 0.01))
     door = jobs.play_silent()
-    expected = f"lockstep: {door.name} does not answer; it may be paused, or about to end"
+    expected = f"lockstep: {door.name} does not respond; it may be paused or about to end"
     assert command("list") == Done(0, [], [expected])
 
 
 def test_scale(jobs: Jobs, command: Command) -> None:
     job = jobs.play()
     done = command("scale", job.door.name, "4")
-    expected = f"{job.door.name}: workers now 2, wanted 4; lockstep list shows how far it is"
+    expected = f"{job.door.name}: workers now 2, wanted 4; run lockstep list to see its progress"
     assert done == Done(0, [expected], [])
     refused = command("scale", job.door.name, "5")
     assert refused == Done(2, [], ["lockstep: 5 workers are more than the 4 replicas"])
@@ -373,7 +373,7 @@ def test_stop(jobs: Jobs, command: Command) -> None:
     assert done == Done(
         0,
         [
-            f"{job.door.name} ends; this waits for it, and Ctrl-C only ends the waiting",
+            f"stopping {job.door.name}; Ctrl-C stops only this wait",
             f"{job.door.name} has ended",
         ],
         [],

@@ -190,7 +190,7 @@ def test_what_is_no_order_is_refused(sockets: AdminSockets, packet: bytes) -> No
     admin.serve()
     reply = decode_reply(client.recv(MAX_PACKET))
     assert isinstance(reply, Refused)
-    assert reply.reason.startswith("this is no order that the job knows (")
+    assert reply.reason.startswith("unknown request (")
     assert not sockets.orders
     assert not is_readable(admin)
 
@@ -300,7 +300,7 @@ def test_a_state_that_is_too_large_to_be_told_says_so(sockets: AdminSockets) -> 
     admin.serve()
     reply = decode_reply(client.recv(MAX_PACKET))
     assert isinstance(reply, Refused)
-    assert reply.reason.startswith("the answer cannot be sent: a message of ")
+    assert reply.reason.startswith("cannot send the answer: a message of ")
 
 
 def test_a_name_that_is_taken_gets_a_number(sockets: AdminSockets) -> None:
@@ -332,7 +332,7 @@ def test_a_name_can_be_typed(sockets: AdminSockets, odd: str, name: str) -> None
 def test_without_a_socket_there_is_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     monkeypatch.setattr("lockstep.coordinator.admin_socket._MOST_NUMBER", 0)
-    with pytest.raises(UnfitError, match="the job a gets no socket for orders: Address already in use"):
+    with pytest.raises(UnfitError, match="cannot open the admin socket of job a: Address already in use"):
         AdminSocket.open("a", lambda order: STATUS)
     assert descriptors() == before
 

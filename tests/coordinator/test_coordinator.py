@@ -45,7 +45,7 @@ from lockstep.protocol.host import (
 )
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import EventReport, Finished
-from lockstep.supervisor.state import JobSize, Stage, State
+from lockstep.supervisor.state import JobSize, Shutdown, Stage, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
@@ -54,7 +54,7 @@ from lockstep.topology import place
 from lockstep.transport.local_channel import LocalChannel
 
 Reaction = Callable[[Instruction], "list[HostReport]"]
-STATE = State(frozenset({0, 1}), view=place(4, (0, 1)), elastic=True)
+STATE = replace(State.of(place(4, (0, 1)), TimeLimits(), JobSize()), elastic=True)
 ALL = [(0, signal.SIGTERM), (1, signal.SIGTERM)]
 
 
@@ -115,7 +115,7 @@ def job(tmp_path: Path) -> Iterator[Callable[[State], Job]]:
 
 
 def new_state() -> State:
-    return State(frozenset({0, 1}), view=place(4, (0, 1)), size=JobSize.of(2, 1, 0), next_worker=2)
+    return State.of(place(4, (0, 1)), TimeLimits(), JobSize.of(2, 1, 0))
 
 
 def ends(instruction: Instruction) -> list[HostReport]:
@@ -161,7 +161,7 @@ def test_a_lost_worker_is_left_behind_in_the_next_view(job: Callable[[State], Jo
     assert made.coordinator.run() == 0
     (view,) = made.entries("view")
     reason = str(view["reason"])
-    assert reason.startswith("worker 1 was ended by SIGKILL; ")
+    assert reason.startswith("worker 1 was killed by SIGKILL; ")
     assert view == {"event": "view", "number": 2, "workers": [0], "reason": reason}
     assert [one for one in made.told if isinstance(one, BeginView)][1:] == [BeginView(2, (0,), reason)]
 
@@ -191,7 +191,7 @@ def test_workers_are_heard_before_a_stop_counts(job: Callable[[State], Job]) -> 
     ("report", "message"),
     [
         (ViewRefused(1, "there is too little memory"), "there is too little memory"),
-        (StartFailed(0, False, "no processes"), "worker 0 cannot be started: no processes"),
+        (StartFailed(0, False, "no processes"), "cannot start worker 0: no processes"),
     ],
 )
 def test_a_job_that_cannot_begin_ends(job: Callable[[State], Job], report: HostReport, message: str) -> None:
@@ -228,7 +228,7 @@ def test_without_its_agent_the_job_ends(job: Callable[[State], Job]) -> None:
 
     made.reacts = react
     assert made.coordinator.run() == 1
-    assert made.entries("finished")[0]["message"] == "the agent of this host is gone"
+    assert made.entries("finished")[0]["message"] == "the agent of this host has ended"
 
 
 def test_lost_output_is_noted_and_told(job: Callable[[State], Job]) -> None:
@@ -248,8 +248,8 @@ def test_lost_output_is_noted_and_told(job: Callable[[State], Job]) -> None:
     [
         (replace(STATE, keeps=True), ALL[:1], Stage.SAVING),
         (STATE, ALL, Stage.TERMINATING),
-        (replace(STATE, stage=Stage.LOOKING), ALL, Stage.TERMINATING),
-        (replace(STATE, stage=Stage.ENDING), [], Stage.ENDING),
+        (replace(STATE, shutdown=Shutdown(Stage.LOOKING)), ALL, Stage.TERMINATING),
+        (replace(STATE, shutdown=Shutdown(Stage.ENDING)), [], Stage.ENDING),
     ],
 )
 def test_a_second_order_to_end_changes_nothing(

@@ -46,4 +46,4 @@ def test_the_lines_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
             said.append(made.opened(worker, f"/work/{number}", "train.py:3", RUNNING))
     lines = [line for line in said if line]
     assert [line.startswith("workers 0 and 1 both write") for line in lines] == [True] * 5 + [False]
-    assert lines[-1] == "there are more files that several workers write; they are not named"
+    assert lines[-1] == "several workers write more files; they are not listed"

@@ -13,7 +13,7 @@ def test_silence_is_explained_and_output_is_left_alone() -> None:
         progress.serve(now)
         return told[before:]
 
-    starting = "starting: importing what the script needs"
+    starting = "starting: importing the script's modules"
     assert (at(104.9), progress.due) == ([], 105.0)
     assert at(105.0) == [f"no step completed after 5 s; workers 0, 1 and 2: {starting}"]
     progress.does(1, RUNNING)
@@ -22,7 +22,7 @@ def test_silence_is_explained_and_output_is_left_alone() -> None:
     assert (at(114.9), progress.due) == ([], 115.0)
     assert at(115.0) == [
         f"no step completed after 15 s; worker 0: {starting}; "
-        "worker 1: running the script, which has compiled no model yet; "
+        "worker 1: running the script, which has not compiled a model yet; "
         "worker 2: preparing the first distributed call"
     ]
     shown = 9

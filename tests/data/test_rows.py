@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.data.rows import reader_of
+from lockstep.data.order import reader_of
 
 ARRAYS = {
     "images": np.arange(24, dtype=np.uint8).reshape(6, 2, 2),

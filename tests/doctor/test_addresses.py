@@ -83,7 +83,7 @@ def test_a_fault_is_named_as_a_script_would(text: str) -> None:
 def test_two_workers_of_this_machine(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"here:{free()}", f"here:{free()}"]}, index=1))
     assert list(found) == ["TF_CONFIG", "TF_CONFIG: addresses"]
-    assert found["TF_CONFIG: addresses"].reason == "all 2 are this machine's, and their ports free"
+    assert found["TF_CONFIG: addresses"].reason == "all 2 belong to this machine, and their ports are free"
     finding = found["TF_CONFIG"]
     assert finding.rating is Rating.WARNING
     assert "worker 1, one of 2 tasks that train: a script that is started by hand waits for worker 0" in (
@@ -121,7 +121,7 @@ def test_a_job_of_lockstep_run_has_left_it() -> None:
 
     [finding] = rows(tf_config(0, 2), resolve=never).values()
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("comes from inside a job of lockstep run")
+    assert finding.reason.startswith("it was set in a job of lockstep run")
 
 
 def test_a_cluster_of_one(free: Callable[[], int]) -> None:
@@ -143,7 +143,7 @@ def test_a_parameter_server_and_an_evaluator() -> None:
     cluster = {"worker": ["here:1", "here:2"], "ps": ["here:3"]}
     finding = rows(written(cluster, "ps"))["TF_CONFIG"]
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("this process is ps 0, for which there is nothing to do")
+    assert finding.reason.startswith("this process is ps 0, which does nothing")
     finding = rows(written(cluster, "evaluator", 3))["TF_CONFIG"]
     assert finding.rating is Rating.FINE
     assert finding.reason.startswith("this process is the evaluator")
@@ -153,7 +153,7 @@ def test_a_host_without_an_address(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"here:{free()}", "nowhere:2"]}))
     finding = found["TF_CONFIG: worker 1"]
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("nowhere:2: the host is not known here (Name or service not known)")
+    assert finding.reason.startswith("nowhere:2: the host cannot be resolved (Name or service not known)")
     assert "waits" not in found["TF_CONFIG"].reason
     assert "TF_CONFIG: worker 0" not in found
 
@@ -166,7 +166,7 @@ def test_a_reserved_name_has_no_address() -> None:
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
 def test_a_name_that_cannot_be_one(host: str) -> None:
     found = rows(written({"worker": [f"{host}:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
-    assert "the host is not known here" in found["TF_CONFIG: worker 0"].reason
+    assert "the host cannot be resolved" in found["TF_CONFIG: worker 0"].reason
 
 
 def test_a_name_service_that_does_not_answer(free: Callable[[], int]) -> None:
@@ -182,7 +182,9 @@ def test_a_name_service_that_does_not_answer(free: Callable[[], int]) -> None:
         found = rows(written({"worker": ["slow:1", *hosts]}), resolve=slow, patience=0.5)
     finally:
         answer.set()
-    assert found["TF_CONFIG: worker 0"].reason.startswith("slow:1: no answer in 0.5 s")
+    assert found["TF_CONFIG: worker 0"].reason.startswith(
+        "slow:1: the host could not be resolved within 0.5 s"
+    )
     assert list(found) == ["TF_CONFIG", "TF_CONFIG: worker 0"]
 
 
@@ -203,7 +205,7 @@ def test_an_address_of_another_machine_is_refused_as_a_script_does() -> None:
     finding = found["TF_CONFIG: worker 1"]
     assert finding.rating is Rating.WARNING
     assert finding.reason.startswith(
-        "elsewhere:2 is no address of this machine: workers that are started by hand"
+        "elsewhere:2 is not an address of this machine: workers that are started by hand"
     )
     assert finding.facts["here"] is False
     with pytest.raises(ConfigError, match="is not one of this host"):
@@ -256,13 +258,13 @@ def test_whose_port_it_is_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(psutil, "net_connections", lambda kind: mine)
         assert "by a process of another user" in rows(text)["TF_CONFIG: worker 0"].reason
         monkeypatch.setattr(psutil, "net_connections", lambda kind: [])
-        assert "by another program, which cannot be seen" in rows(text)["TF_CONFIG: worker 0"].reason
+        assert "by another program that is not visible" in rows(text)["TF_CONFIG: worker 0"].reason
 
         def refuse(kind: str) -> None:
             raise psutil.AccessDenied
 
         monkeypatch.setattr(psutil, "net_connections", refuse)
-        assert "by another program, which cannot be seen" in rows(text)["TF_CONFIG: worker 0"].reason
+        assert "by another program that is not visible" in rows(text)["TF_CONFIG: worker 0"].reason
 
 
 def test_a_port_that_was_only_left_is_free(free: Callable[[], int]) -> None:

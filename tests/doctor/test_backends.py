@@ -35,30 +35,30 @@ def test_a_backend_that_computes_is_fine() -> None:
     assert findings[-1].reason == "the same bits twice"
 
 
-@pytest.mark.parametrize(("chosen", "verdict"), [(True, Rating.FAILURE), (False, Rating.WARNING)])
+@pytest.mark.parametrize(("chosen", "rating"), [(True, Rating.FAILURE), (False, Rating.WARNING)])
 def test_a_backend_that_cannot_be_imported(chosen: bool, rating: Rating) -> None:
     (finding,) = judged(answer(status=1, errors="Traceback\nImportError: libfoo.so"), chosen=chosen)
     assert finding.rating == rating
-    assert finding.reason == "when it was imported it ended with status 1: ImportError: libfoo.so"
+    assert finding.reason == "during import it exited with status 1: ImportError: libfoo.so"
 
 
 @pytest.mark.parametrize(
     ("parts", "where"),
     [
-        ([BUILT], "when it was asked for its devices"),
-        ([BUILT, CPU], "when it computed on cpu"),
-        ([BUILT, CPU, COMPUTED], "at its end"),
+        ([BUILT], "while listing its devices"),
+        ([BUILT, CPU], "while computing on cpu"),
+        ([BUILT, CPU, COMPUTED], "at exit"),
     ],
 )
 def test_a_crash_is_a_row_that_says_how_far_it_came(parts: list[dict[str, Any]], where: str) -> None:
     finding = judged(answer(*parts, status=-11))[-1]
     assert finding.rating == Rating.FAILURE
-    assert finding.reason == f"{where} it was ended by SIGSEGV"
+    assert finding.reason == f"{where} it was killed by SIGSEGV"
 
 
 def test_a_backend_that_hangs_is_told_with_the_time() -> None:
     finding = judged(answer(BUILT, status=None))[-1]
-    assert finding.reason == "when it was asked for its devices it had not ended after 14 s"
+    assert finding.reason == "while listing its devices it was still running after 14 s"
     assert "try again" in finding.remedy
     assert finding.rating == Rating.FAILURE
 
@@ -104,9 +104,9 @@ def test_a_backend_for_cuda_that_does_not_see_a_gpu_that_is_shown() -> None:
 @pytest.mark.parametrize(
     ("parts", "where"),
     [
-        ([], "when it was imported"),
-        ([BUILT], "when it was asked for its devices"),
-        ([BUILT, CPU], "when it computed on cpu"),
+        ([], "during import"),
+        ([BUILT], "while listing its devices"),
+        ([BUILT, CPU], "while computing on cpu"),
     ],
 )
 def test_an_end_without_an_error_before_all_is_told_is_no_good_end(
@@ -114,7 +114,7 @@ def test_an_end_without_an_error_before_all_is_told_is_no_good_end(
 ) -> None:
     finding = judged(answer(*parts))[-1]
     assert finding.rating == Rating.FAILURE
-    assert finding.reason == f"{where} it ended with status 0"
+    assert finding.reason == f"{where} it exited with status 0"
 
 
 def test_what_others_write_between_is_passed_over() -> None:

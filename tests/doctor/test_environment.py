@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 
 from lockstep.cluster.slurm import SlurmClusterResolver
-from lockstep.doctor.environment import EFFECTS, examine_environment, leaves_out, without_secrets
+from lockstep.doctor.environment import (
+    EFFECTS,
+    examine_environment,
+    hidden_modules,
+    leaves_out,
+    without_secrets,
+)
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.shadows import hidden_modules
 from lockstep.errors import ConfigError
 from lockstep.system.environment import device_variables, job_environment, switched_off
 
@@ -41,7 +46,7 @@ def single(folder: Path, variables: dict[str, str], **options: Any) -> Finding:
 def test_nothing_is_set(tmp_path: Path) -> None:
     finding = single(tmp_path, {"HOME": "/home/me", "OMP_NUM_THREADS": ""})
     assert (finding.name, finding.rating) == ("variables", Rating.FINE)
-    assert finding.reason == "none is set that acts on a job"
+    assert finding.reason == "no variable that affects a job is set"
 
 
 def test_what_others_judge_is_not_nothing(tmp_path: Path) -> None:
@@ -53,14 +58,14 @@ def test_the_shell_of_this_test_is_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "verdict", "said"),
+    ("value", "rating", "said"),
     [
         ("-1", Rating.WARNING, "'-1' hides all GPUs: jobs compute on the CPU"),
         ("", Rating.WARNING, "'' hides all GPUs: jobs compute on the CPU"),
         ("0", Rating.FINE, "names 1 GPU (0)"),
         ("1, GPU-8932f937", Rating.FINE, "names 2 GPUs (1, GPU-8932f937)"),
-        ("0,-1,1", Rating.WARNING, "'0,-1,1' shows 1 GPU, and hides what follows"),
-        ("0,", Rating.WARNING, "'0,' shows 1 GPU, and hides what follows"),
+        ("0,-1,1", Rating.WARNING, "'0,-1,1' shows 1 GPU, and hides those after"),
+        ("0,", Rating.WARNING, "'0,' shows 1 GPU, and hides those after"),
     ],
 )
 def test_visible_gpus(tmp_path: Path, value: str, rating: Rating, said: str) -> None:
@@ -86,7 +91,7 @@ def test_what_lockstep_sets_itself_is_said(tmp_path: Path) -> None:
 
 def test_what_workers_inherit_is_said(tmp_path: Path) -> None:
     for name in ("XLA_FLAGS", "JAX_ENABLE_X64"):
-        assert "workers have it too" in single(tmp_path, {name: "77"}).reason
+        assert "applies to workers too" in single(tmp_path, {name: "77"}).reason
         assert job_environment(0, 1, {name: "77"})[name] == "77"
 
 
@@ -110,7 +115,7 @@ def test_deterministic_operations_switched_off(tmp_path: Path, name: str, value:
     assert switched_off({name: value}) == (name,)
     finding = single(tmp_path, {name: value})
     assert (finding.name, finding.rating) == (name, Rating.WARNING)
-    assert finding.reason.startswith(f"'{value}' switches deterministic operations off")
+    assert finding.reason.startswith(f"'{value}' disables deterministic operations")
 
 
 @pytest.mark.parametrize(
@@ -121,14 +126,14 @@ def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: 
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "gpus", "verdict", "said"),
+    ("name", "value", "gpus", "rating", "said"),
     [
         (
             "JAX_PLATFORMS",
             "cpu",
             True,
             Rating.WARNING,
-            "cpu: JAX computes on the CPU, though 2 GPUs can be seen",
+            "cpu: JAX computes on the CPU despite 2 visible GPUs",
         ),
         ("JAX_PLATFORM_NAME", "CPU", True, Rating.WARNING, "CPU: JAX computes on the CPU"),
         ("JAX_PLATFORMS", "cpu,cuda", True, Rating.WARNING, "JAX computes on the CPU"),
@@ -139,9 +144,9 @@ def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: 
             "cuda",
             False,
             Rating.WARNING,
-            "nothing but GPUs, and fails, since none can be seen",
+            "JAX uses only GPUs and fails because none is visible",
         ),
-        ("JAX_PLATFORM_NAME", "gpu", False, Rating.WARNING, "nothing but GPUs, and fails"),
+        ("JAX_PLATFORM_NAME", "gpu", False, Rating.WARNING, "JAX uses only GPUs and fails"),
         ("JAX_PLATFORMS", "cuda,cpu", False, Rating.FINE, "where JAX computes"),
     ],
 )
@@ -163,7 +168,7 @@ def test_gpus_that_are_hidden_from_jax_too(tmp_path: Path, driver: Path) -> None
 def test_the_part_of_a_gpus_memory(tmp_path: Path) -> None:
     name, other = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
     assert single(tmp_path, {name: ".5"}).rating is Rating.FINE
-    assert "'half' is no number: JAX fails on a GPU" in single(tmp_path, {name: "half"}).reason
+    assert "'half' is not a number: JAX fails on a GPU" in single(tmp_path, {name: "half"}).reason
     both = findings(tmp_path, {name: ".5", other: ".5"})
     assert [finding.rating for finding in both] == [Rating.WARNING] * 2
 
@@ -227,7 +232,7 @@ def test_python_path(tmp_path: Path) -> None:
     (bad / "numpy.py").write_text("")
     finding = single(tmp_path, {"PYTHONPATH": f"{good}:{absent}"})
     assert finding.rating is Rating.FINE
-    assert finding.reason.endswith(f"; {absent} is not there")
+    assert finding.reason.endswith(f"; {absent} does not exist")
     finding = single(tmp_path, {"PYTHONPATH": f"{good}:{bad}"})
     assert finding.rating is Rating.WARNING
     assert finding.reason.startswith(f"{bad} has a module numpy")
@@ -255,7 +260,7 @@ def test_libraries_that_are_loaded_first(tmp_path: Path) -> None:
     assert single(tmp_path, {"LD_PRELOAD": f"{there} libc.so.6:$LIB/x.so"}).rating is Rating.FINE
     finding = single(tmp_path, {"LD_PRELOAD": f"{there} {absent}"})
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith(f"{absent} is not there")
+    assert finding.reason.startswith(f"{absent} does not exist")
     assert single(tmp_path, {"LD_PRELOAD": " "}).name == "variables"
 
 
@@ -304,7 +309,7 @@ def test_no_proxy_alone_does_nothing(tmp_path: Path) -> None:
 def test_variables_of_a_worker_are_left_over(tmp_path: Path) -> None:
     finding = single(tmp_path, {"LOCKSTEP_WORKER": "1", "LOCKSTEP_SEED": "0"})
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("LOCKSTEP_SEED, LOCKSTEP_WORKER: only workers are told these")
+    assert finding.reason.startswith("LOCKSTEP_SEED, LOCKSTEP_WORKER: these are for workers only")
     assert "LOCKSTEP_WORKER" not in job_environment(0, 1, {"LOCKSTEP_WORKER": "1"})
 
 
@@ -319,13 +324,13 @@ STEP = {
 def test_a_task_of_slurm(tmp_path: Path) -> None:
     finding = single(tmp_path, STEP)
     assert finding.rating is Rating.FINE
-    assert "this is worker 2 of 3 on 2 hosts" in finding.reason
+    assert "takes this for worker 2 of 3 on 2 hosts" in finding.reason
 
 
 def test_an_allocation_of_slurm_without_a_step(tmp_path: Path) -> None:
     finding = single(tmp_path, {"SLURM_JOB_ID": "1"})
     assert finding.rating is Rating.FINE
-    assert "misses SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST" in finding.reason
+    assert "needs SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST" in finding.reason
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_the_facts_are_everything() -> None:
 
 
 def test_a_gpu_that_tells_nothing() -> None:
-    assert describe(Gpu(3)) == "a kind that it does not tell"
+    assert describe(Gpu(3)) == "an unknown model"
     assert judged(Gpu(0))["GPU 0"].rating == Rating.FINE
 
 
@@ -91,7 +91,7 @@ def test_a_gpu_without_a_driver_is_not() -> None:
 
 
 def test_a_driver_that_shows_no_gpu() -> None:
-    driver, gpus = judge(GpuReading(DRIVER, (), "the driver does not take it", "look"), None)
+    driver, gpus = judge(GpuReading(DRIVER, (), "the driver does not support it", "look"), None)
     assert (driver.rating, gpus.rating) == (Rating.FINE, Rating.WARNING)
     assert judge(GpuReading(Driver("570.124.06", None)), None)[0].reason == "570.124.06"
 
@@ -133,11 +133,11 @@ def test_no_gpu_may_be_used() -> None:
 @pytest.mark.parametrize(
     ("gpu", "reason", "remedy"),
     [
-        (replace(H100, temperature=89), "so hot that it slows down (from 89 C on)", "fans"),
-        (replace(H100, hot=True, slowdown=None), "so hot that it slows down", "fans"),
-        (replace(H100, repair_pending=True), "waits to be replaced", "--gpu-reset -i 0"),
-        (replace(H100, repair_failed=True), "could not be replaced", "exchanged"),
-        (replace(H100, instances=()), "has no instance", "-mig 0"),
+        (replace(H100, temperature=89), "throttled because it is hot (from 89 C)", "fans"),
+        (replace(H100, hot=True, slowdown=None), "throttled because it is hot", "fans"),
+        (replace(H100, repair_pending=True), "is pending replacement", "--gpu-reset -i 0"),
+        (replace(H100, repair_failed=True), "could not be replaced", "replace the GPU"),
+        (replace(H100, instances=()), "no instance exists", "-mig 0"),
     ],
 )
 def test_a_gpu_that_is_not_as_it_should_be(gpu: Gpu, reason: str, remedy: str) -> None:
@@ -168,7 +168,7 @@ def test_memory_that_others_have() -> None:
     full = replace(H100, memory=GpuMemory(80 * GIB, 79 * GIB, GIB))
     row = judged(full)["GPU 0"]
     assert row.rating == Rating.WARNING
-    assert row.reason.endswith("only 1.0 GiB of its memory are free: 41 python (12.0 GiB) and 42 have it")
+    assert row.reason.endswith("only 1.0 GiB of its memory is free: 41 python (12.0 GiB) and 42 use it")
     assert "kill 41 42; or name other GPUs in CUDA_VISIBLE_DEVICES" in row.remedy
     for unseen in (None, ()):
         assert "another container" in judged(replace(full, processes=unseen))["GPU 0"].remedy
@@ -177,13 +177,13 @@ def test_memory_that_others_have() -> None:
 def test_several_problems_are_all_told() -> None:
     row = judged(replace(H100, hot=True, repair_pending=True))["GPU 0"]
     assert "hot" in row.reason
-    assert "waits" in row.reason
+    assert "pending" in row.reason
     assert "fans" in row.remedy
     assert "reset" in row.remedy
 
 
 @pytest.mark.parametrize(
-    ("listed", "verdict", "reason"),
+    ("listed", "rating", "reason"),
     [
         ("-1", Rating.FINE, "'-1' shows no GPU: workers compute on the CPU"),
         ("", Rating.FINE, "'' shows no GPU: workers compute on the CPU"),
@@ -195,7 +195,7 @@ def test_several_problems_are_all_told() -> None:
             Rating.WARNING,
             "'GPU-zz' is none of the 2 GPUs here, and CUDA stops there: it shows no GPU",
         ),
-        ("0,0", Rating.WARNING, "'0' is there twice, which CUDA takes for an error: it shows no GPU"),
+        ("0,0", Rating.WARNING, "'0' is listed twice, which CUDA treats as an error: it shows no GPU"),
     ],
 )
 def test_cuda_visible_devices(listed: str, rating: Rating, reason: str) -> None:
@@ -211,7 +211,7 @@ def test_gpus_that_are_hidden_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "order", "verdict"),
+    ("listed", "order", "rating"),
     [
         ("0", None, Rating.WARNING),
         ("1,0", "FASTEST_FIRST", Rating.WARNING),
@@ -313,7 +313,7 @@ def test_without_a_gpu_that_works_every_build_is_fine(cuda: str | None) -> None:
     ):
         finding = judge_build(reading, "jax", cuda, None)
         assert (finding.rating, finding.remedy) == (Rating.FINE, "")
-        assert finding.reason.endswith("and there is no GPU that it could use")
+        assert finding.reason.endswith("and there is no GPU for it to use")
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ def test_a_good_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "name", "verdict", "said"),
+    ("changed", "name", "rating", "said"),
     [
         ({"cores": Cores(8, 4, None)}, "cores", Rating.FINE, "4 of 8 cores"),
         ({"cores": Cores(8, 8, 8.0)}, "cores", Rating.FINE, "8 cores"),
@@ -91,23 +91,23 @@ def test_a_good_machine() -> None:
             {"shared": Shared(2**24, "", "", 64 * 2**20)},
             "/dev/shm",
             Rating.WARNING,
-            "67 MB are left: Lockstep needs nothing there, but the workers of PyTorch's DataLoader",
+            "67 MB are free: Lockstep needs nothing there, but the workers of PyTorch's DataLoader",
         ),
         (
             {"shared": Shared(2**24, "No memory", "", None)},
             "shared memory",
             Rating.FAILURE,
-            "had: No memory",
+            "fails: No memory",
         ),
         ({"limits": UserLimits(None, None, None, None)}, "open files", Rating.FINE, "no limit"),
-        ({"limits": UserLimits(1023, 4096, None, None)}, "open files", Rating.WARNING, "1,023 a process"),
-        ({"limits": UserLimits(1024, 1024, None, None)}, "open files", Rating.FINE, "1,024 a process"),
+        ({"limits": UserLimits(1023, 4096, None, None)}, "open files", Rating.WARNING, "1,023 per process"),
+        ({"limits": UserLimits(1024, 1024, None, None)}, "open files", Rating.FINE, "1,024 per process"),
         ({"limits": UserLimits(None, None, None, None)}, "processes and threads", Rating.FINE, "no limit"),
         (
             {"limits": UserLimits(None, None, 256, 9999)},
             "processes and threads",
             Rating.FINE,
-            "256 more may be",
+            "256 more may start",
         ),
         (
             {"limits": UserLimits(None, None, 255, 9999)},
@@ -119,22 +119,22 @@ def test_a_good_machine() -> None:
             {"limits": UserLimits(None, None, 9999, 3)},
             "processes and threads",
             Rating.WARNING,
-            "3 more may be",
+            "3 more may start",
         ),
         ({"disk": Disk(True, "", 10**9)}, "disk", Rating.FINE, "1.0 GB are free in runs/ in the current"),
-        ({"disk": Disk(False, "", None)}, "disk", Rating.FINE, "the current folder can be written to"),
+        ({"disk": Disk(False, "", None)}, "disk", Rating.FINE, "the current folder is writable"),
         ({"disk": Disk(False, "", 10**9 - 1)}, "disk", Rating.WARNING, "1,000 MB are free in the current"),
         (
             {"clocks": Clocks("hpet", 1.5e-6, 0.0, 1.8e9, 1.7e9)},
             "monotonic clock",
             Rating.WARNING,
-            "hpet, 1,500 ns a reading: each has to ask the kernel",
+            "hpet, 1,500 ns per reading: each is a system call",
         ),
         (
             {"clocks": Clocks("", 5e-8, 0.0, 1.8e9, 1.7e9)},
             "monotonic clock",
             Rating.FINE,
-            "of an unknown source, 50 ns a reading",
+            "of an unknown source, 50 ns per reading",
         ),
         (
             {"clocks": Clocks("tsc", 5e-8, 0.25, 2e9, 0)},
@@ -152,7 +152,7 @@ def test_a_good_machine() -> None:
             {"clocks": Clocks("tsc", 5e-8, 0.0, 0.0, 1e9)},
             "wall clock",
             Rating.WARNING,
-            "it says 1970-01-01 00:00 UTC, but files installed here are of 2001-09-09 01:46 UTC",
+            "it says 1970-01-01 00:00 UTC, but installed files date from 2001-09-09 01:46 UTC",
         ),
     ],
 )
@@ -166,7 +166,7 @@ def test_what_is_found_is_judged(changed: dict[str, Any], name: str, rating: Rat
 
 
 @pytest.mark.parametrize(
-    ("system", "verdict", "said"),
+    ("system", "rating", "said"),
     [
         (replace(LINUX, processor="aarch64"), Rating.FINE, "Linux 6.1 on aarch64"),
         (System("Darwin", "arm64", "24.1", "gone"), Rating.FAILURE, "this is Darwin on arm64"),

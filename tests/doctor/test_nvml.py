@@ -153,7 +153,7 @@ def test_a_gpu_that_does_not_answer_at_all() -> None:
         NO_PERMISSION,
     )
     assert reset.fault == "it must be reset before it can be used again"
-    assert unknown.fault == "it does not answer: Unknown Error"
+    assert unknown.fault == "it does not respond: Unknown Error"
     assert [each.denied for each in (reset, unknown, denied)] == [False, False, True]
 
 
@@ -231,7 +231,7 @@ def test_no_driver_where_there_is_no_gpu_is_as_it_should_be(kind: str) -> None:
         ("DRIVER_NOT_LOADED", "not loaded", "sudo modprobe nvidia"),
         ("LIB_RM_VERSION_MISMATCH", "has another version than its library", "reboot"),
         ("NO_PERMISSION", "this user may not use", "/dev/nvidiactl"),
-        ("UNKNOWN", "does not answer: Unknown Error", "nvidia-smi"),
+        ("UNKNOWN", "does not respond: Unknown Error", "nvidia-smi"),
     ],
 )
 def test_a_gpu_without_a_driver_that_works(pci: Path, kind: str, missing: str, remedy: str) -> None:
@@ -251,7 +251,7 @@ def test_a_driver_that_refuses_is_told_wherever_the_gpu_is(kind: str) -> None:
 def test_a_gpu_that_the_driver_does_not_take(pci: Path) -> None:
     found = read(StandIn(), pci)
     assert found.driver is not None
-    assert found.missing.endswith("but the driver does not take it")
+    assert found.missing.endswith("but the driver does not support it")
     assert read(StandIn(), Path("none")) == GpuReading(found.driver)
 
 

@@ -71,10 +71,10 @@ def test_it_says_which_programs_are_waited_for(monkeypatch: pytest.MonkeyPatch) 
 def test_a_program_ends_with_the_command_that_started_it(number: str, status: int) -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import Program, nothing_left
+from lockstep.doctor.programs import ProbeProgram, nothing_left
 hangs = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 with nothing_left():
-    program = Program.start([sys.executable, "-c", hangs], dict(os.environ))
+    program = ProbeProgram.start([sys.executable, "-c", hangs], dict(os.environ))
     print(program._process.pid, flush=True)
     time.sleep(600)
 """
@@ -92,7 +92,7 @@ with nothing_left():
 def test_what_leaves_its_session_is_ended_too() -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import Program, nothing_left
+from lockstep.doctor.programs import ProbeProgram, nothing_left
 child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 leaves = (
     "import subprocess, sys\\n"
@@ -100,7 +100,7 @@ leaves = (
     "import time; time.sleep(1)"
 )
 with nothing_left():
-    program = Program.start([sys.executable, "-c", leaves], dict(os.environ))
+    program = ProbeProgram.start([sys.executable, "-c", leaves], dict(os.environ))
     print(program.result(time.monotonic() + 10).output)
 """
     told = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=30, check=True)
@@ -109,17 +109,17 @@ with nothing_left():
 
 
 def test_an_exception_is_told_by_its_last_line() -> None:
-    assert after("raise ValueError('broken')").how() == "ended with status 1: ValueError: broken"
+    assert after("raise ValueError('broken')").how() == "exited with status 1: ValueError: broken"
 
 
 def test_a_crash_is_told_by_its_signal() -> None:
     ended = after("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert ended.status == -11
-    assert ended.how() == "was ended by SIGSEGV"
+    assert ended.how() == "was killed by SIGSEGV"
 
 
 def test_a_signal_without_a_name_is_told_by_its_number() -> None:
-    assert after("import os; os.kill(os.getpid(), 40)").how() == "was ended by signal 40"
+    assert after("import os; os.kill(os.getpid(), 40)").how() == "was killed by signal 40"
 
 
 def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ time.sleep(600)
         ended = program.result(time.monotonic())
         assert ended.status is None
         assert ended.output == "halfway\n"
-        assert "had not ended after" in ended.how()
+        assert "was still running after" in ended.how()
         assert select.select([child], [], [], 10)[0]
     finally:
         os.close(child)

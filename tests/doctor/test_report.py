@@ -10,7 +10,7 @@ from lockstep.doctor.finding import Finding, Rating
 
 FINE = Finding("versions", "Keras", Rating.FINE, "3.15.1", "", {"version": "3.15.1"})
 WARNING = Finding("environment", "TF_CONFIG", Rating.WARNING, "is left over [here]", "unset TF_CONFIG")
-FAILURE = Finding("training", "2 workers on jax", Rating.FAILURE, "it ended with status 1", "look above")
+FAILURE = Finding("training", "2 workers on jax", Rating.FAILURE, "it exited with status 1", "look above")
 
 
 def shown(*findings: Finding) -> str:
@@ -28,7 +28,7 @@ def test_a_row_has_the_verdict_the_reason_and_the_remedy() -> None:
 
 
 def test_the_last_line_sums_up() -> None:
-    assert shown(FINE).splitlines()[-1] == "this machine is fit"
+    assert shown(FINE).splitlines()[-1] == "this machine is ready"
     assert shown(FINE, WARNING).splitlines()[-1] == "jobs work here: 1 warning"
     assert (
         shown(FAILURE, WARNING, WARNING).splitlines()[-1]

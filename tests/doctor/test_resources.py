@@ -93,7 +93,7 @@ def test_a_container_with_limits(tmp_path: Path) -> None:
     assert "allows the time of 0.5" in cores.reason
     assert "the time of 0.5: all workers share one" in cores.reason
     assert memory.reason.startswith("1.0 GB of ")
-    assert "60 more may be started" in threads.reason
+    assert "60 more may start" in threads.reason
     assert {cores.rating, memory.rating, threads.rating} == {Rating.WARNING}
 
 
@@ -130,7 +130,7 @@ def limited(limits: str, name: str) -> Finding:
         "from lockstep.doctor.machine import examine_machine\n"
         f"{limits}\n"
         f"[finding] = [each for each in examine_machine() if each.name == {name!r}]\n"
-        "print(int(finding.verdict), finding.reason, finding.remedy, sep='|')"
+        "print(int(finding.rating), finding.reason, finding.remedy, sep='|')"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     rating, reason, remedy = result.stdout.strip().split("|")
@@ -140,7 +140,7 @@ def limited(limits: str, name: str) -> Finding:
 def test_too_few_open_files() -> None:
     finding = limited("resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))", "open files")
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("100 a process")
+    assert finding.reason.startswith("100 per process")
     assert finding.remedy.startswith("raise the hard limit")
 
 
@@ -201,7 +201,7 @@ def test_a_file_in_the_place_of_the_folder_for_runs(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("")
     finding = found("disk", folder=tmp_path)
     assert finding.rating is Rating.FAILURE
-    assert finding.reason.startswith("nothing can be written to runs/ in the current folder")
+    assert finding.reason.startswith("cannot write to runs/ in the current folder")
     assert finding.reason.endswith("Not a directory")
 
 
@@ -224,7 +224,7 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     gone.rmdir()
     finding = found("disk")
     assert finding.rating is Rating.FAILURE
-    assert finding.reason.startswith("nothing can be written to the current folder")
+    assert finding.reason.startswith("cannot write to the current folder")
 
 
 def test_looking_leaves_no_file(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ class Jumping(VirtualClock):
 
 
 @pytest.mark.parametrize(
-    ("jump", "verdict"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
+    ("jump", "rating"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
 )
 def test_a_clock_that_goes_back(jump: float, rating: Rating) -> None:
     finding = {each.name: each for each in examine_machine(clock=Jumping(jump))}["monotonic clock"]

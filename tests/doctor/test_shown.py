@@ -51,9 +51,9 @@ def test_what_cuda_takes(listed: str | None, places: tuple[int, ...]) -> None:
         (",0", (), "'' is none of"),
         ("0,GPU-aa22", (0,), "'GPU-aa22' is of another kind than '0'"),
         ("GPU-aa22,1", (1,), "'1' is of another kind"),
-        ("0,0", (), "'0' is there twice"),
-        ("1,0,2,1", (), "'1' is there twice"),
-        ("GPU-bb33,GPU-b", (), "'GPU-b' is there twice"),
+        ("0,0", (), "'0' is listed twice"),
+        ("1,0,2,1", (), "'1' is listed twice"),
+        ("GPU-bb33,GPU-b", (), "'GPU-b' is listed twice"),
         # It stops before it comes to that.
         ("1,9,1", (1,), "'9' is none of"),
     ],

@@ -66,7 +66,7 @@ def test_without_keras_nothing_works() -> None:
     assert examine(versions)[0]["Keras"].rating == Rating.FAILURE
 
 
-@pytest.mark.parametrize(("variable", "verdict"), [("torch", Rating.FAILURE), ("jax", Rating.WARNING)])
+@pytest.mark.parametrize(("variable", "rating"), [("torch", Rating.FAILURE), ("jax", Rating.WARNING)])
 def test_a_backend_that_is_too_old_fails_a_job_only_if_it_is_chosen(variable: str, rating: Rating) -> None:
     findings, chosen = examine({**VERSIONS, "torch": "2.1.0"}, Wish(variable, None), ("jax", "torch"))
     assert chosen == variable
@@ -86,9 +86,10 @@ def test_who_chooses_the_backend_is_said() -> None:
     both = ("jax", "torch")
     versions = {**VERSIONS, "torch": "2.13.0"}
     assert (
-        "KERAS_BACKEND says so" in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
+        "KERAS_BACKEND selects it"
+        in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
     )
-    assert "keras.json says so" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
+    assert "keras.json selects it" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
     text = examine(versions, Wish(None, "tensorflow"), both)[0]["chosen backend"].reason
     assert text.startswith("jax, because it is the first installed of TensorFlow, JAX and PyTorch")
 

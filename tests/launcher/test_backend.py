@@ -24,18 +24,18 @@ def test_the_first_that_says_something_decides() -> None:
         "configured": "torch",
         "tf_distribute": True,
     }
-    assert choose(*ALL, asked="torch", **says) == Choice("torch", "--backend says so")
+    assert choose(*ALL, asked="torch", **says) == Choice("torch", "--backend selects it")
     assert choose(*ALL, **says) == Choice("torch", "the script sets KERAS_BACKEND")
     says["overrides"] = False
-    assert choose(*ALL, **says) == Choice("tensorflow", "KERAS_BACKEND says so")
+    assert choose(*ALL, **says) == Choice("tensorflow", "KERAS_BACKEND selects it")
     says["variable"] = ""
     assert choose(*ALL, **says) == Choice("torch", "the script sets KERAS_BACKEND")
     says["script"] = None
-    assert choose(*ALL, **says) == Choice("torch", "the checkpoint was made on it")
+    assert choose(*ALL, **says) == Choice("torch", "the checkpoint uses it")
     says["checkpoint"] = None
-    assert choose(*ALL, **says) == Choice("torch", "keras.json says so")
+    assert choose(*ALL, **says) == Choice("torch", "keras.json selects it")
     says["configured"] = None
-    assert choose(*ALL, **says) == Choice("tensorflow", "--tf-distribute asks for it")
+    assert choose(*ALL, **says) == Choice("tensorflow", "--tf-distribute requires it")
     says["tf_distribute"] = False
     first = "it is the first installed of TensorFlow, JAX and PyTorch"
     assert choose(*ALL, **says) == Choice("tensorflow", first)

@@ -172,5 +172,5 @@ def test_a_parent_that_never_comes_to_life_is_an_error(tmp_path: Path) -> None:
         descriptor = launcher.prepare()
         assert descriptor is not None
         wait_for(descriptor)
-    with pytest.raises(OSError, match="does not come to life"):
+    with pytest.raises(OSError, match="the fork server failed to start"):
         launcher.prepare()

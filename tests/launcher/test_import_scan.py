@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.launcher import import_scan
 from lockstep.launcher.import_scan import NOTHING, ImportScan, scan_imports, setting_of
 
 
@@ -39,13 +40,35 @@ def test_the_order_is_that_of_the_script(script: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "needed"),
     [
-        ("from lockstep import job\n", False),
+        ("from lockstep.worker import job\n", False),
         ("import lockstep\nimport tensorflow as tf\n", True),
         ("import tensorflow as tf\n", False),
     ],
 )
 def test_only_who_trains_needs_keras(script: Path, source: str, needed: bool) -> None:
     assert ("keras" in foreseen(script, source).imports) is needed
+
+
+@pytest.mark.skipif(find_spec("tensorflow") is None, reason="Keras seeds TensorFlow where it is installed")
+@pytest.mark.parametrize(
+    ("source", "seeds"),
+    [
+        ("import keras\ndef main():\n    keras.utils.set_random_seed(1)\n", True),
+        ("from keras.utils import set_random_seed\n", True),
+        ("from keras.utils import to_categorical\n", False),
+        ("import random, keras\nrandom.seed(1)\n", False),
+    ],
+)
+def test_who_seeds_everything_needs_tensorflow_too(script: Path, source: str, seeds: bool) -> None:
+    for backend in ("jax", "torch"):
+        assert ("tensorflow" in foreseen(script, source, backend).imports) is seeds
+
+
+def test_who_seeds_everything_needs_nothing_that_is_not_installed(
+    script: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(import_scan, "find_spec", lambda name: None)
+    assert "tensorflow" not in foreseen(script, "import keras\nkeras.utils.set_random_seed(1)\n").imports
 
 
 def test_what_lies_beside_the_script_is_looked_at_too(script: Path) -> None:

@@ -49,8 +49,12 @@ def test_a_single_device_needs_no_other_process(devices: list[str] | None, gpus:
         ([], FOUR, " names no device; leave `devices` out for all visible GPUs"),
         (["TPU:0"], FOUR, ": 'TPU:0' is not a device; write GPU:0, /gpu:0, /device:GPU:0 or CPU:0"),
         (["GPU"], FOUR, ": 'GPU' is not a device; "),
-        (["GPU:0", "/gpu:0"], FOUR, ": /gpu:0 is there twice; one worker computes on each device"),
-        (["GPU:0", "CPU:0"], FOUR, " has both CPUs and GPUs, which do not give the same bits; name one kind"),
+        (["GPU:0", "/gpu:0"], FOUR, ": /gpu:0 is listed twice; one worker computes on each device"),
+        (
+            ["GPU:0", "CPU:0"],
+            FOUR,
+            " has both CPUs and GPUs, whose results differ in their bits; name only one kind",
+        ),
         (["GPU:0", "GPU:4"], FOUR, ": GPU:4 is not visible here; GPU:0 to GPU:3 are"),
         (["GPU:1"], ("0",), ": GPU:1 is not visible here; GPU:0 is"),
         (["GPU:0"], (), ": GPU:0 is not visible here; no GPU is"),
@@ -88,10 +92,10 @@ def test_a_script_is_started_once_a_device(tmp_path: Path, start: str) -> None:
     assert (run / "worker-1.log").read_text() == "1 2 ['--epochs', '3'] __main__\n"
     said = [line for line in done.stderr.splitlines() if "MirroredStrategy" in line]
     assert said == [
-        "lockstep: MirroredStrategy on 2 CPUs (CPU:0, CPU:1): the script starts again, once a device, as by "
+        "lockstep: MirroredStrategy on 2 CPUs (CPU:0, CPU:1): starting the script once per device, as by "
         f"lockstep run -n 2 {own} --epochs 3",
-        "lockstep: MirroredStrategy names 3 devices, but this job has 2 replicas: in a worker its command "
-        "decides, by --workers and --devices",
+        "lockstep: MirroredStrategy names 3 devices, but this job has 2 replicas: in a worker, "
+        "--workers and --devices decide",
     ]
 
 

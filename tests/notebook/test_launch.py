@@ -61,7 +61,7 @@ def test_the_chiefs_result_and_its_output(tmp_path: Path, capsys: pytest.Capture
     assert shown.out == "out 0\n"
     first, *rest = shown.err.splitlines()
     assert first.startswith("lockstep: 2 workers, 4 replicas, ")
-    assert "seed 7; on JAX, because KERAS_BACKEND says so; the same bits with any 1 to 4 workers" in first
+    assert "seed 7; on JAX, because KERAS_BACKEND selects it; the same bits with any 1 to 4 workers" in first
     assert first.endswith(f"; logs in runs/{run.name}")
     assert rest[0] == "err \u00e9"
     assert re.fullmatch(r"train-\d{8}-\d{6}", run.name)
@@ -69,10 +69,12 @@ def test_the_chiefs_result_and_its_output(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_an_error_in_the_function() -> None:
-    function = cell("def f():\n    from lockstep import job\n    return 1 / (1 - job.current().worker)\n")
+    function = cell(
+        "def f():\n    from lockstep.worker import job\n    return 1 / (1 - job.current().worker)\n"
+    )
     with pytest.raises(JobError) as caught:
         lockstep.launch(function, run_dir="run")
-    message = "worker 1 ended with status 1: ZeroDivisionError: division by zero; log: run/worker-1.log"
+    message = "worker 1 exited with status 1: ZeroDivisionError: division by zero; log: run/worker-1.log"
     assert str(caught.value) == f"{message}\n\n{caught.value.traceback}"
     assert caught.value.worker == 1
     assert re.fullmatch(
@@ -88,9 +90,9 @@ def test_an_error_in_the_function() -> None:
 @pytest.mark.parametrize(
     ("body", "message", "worker"),
     [
-        ("os.kill(os.getpid(), 9)", "worker 0 was ended by SIGKILL; log: run/worker-0.log", 0),
-        ("os._exit(3)", "worker 0 ended with status 3; log: run/worker-0.log", 0),
-        ("sys.exit()", "the function returned on no worker: it left by sys.exit; the logs are in run", None),
+        ("os.kill(os.getpid(), 9)", "worker 0 was killed by SIGKILL; log: run/worker-0.log", 0),
+        ("os._exit(3)", "worker 0 exited with status 3; log: run/worker-0.log", 0),
+        ("sys.exit()", "no worker returned a result: the function called sys.exit; logs in run", None),
     ],
 )
 def test_a_function_that_does_not_return(body: str, message: str, worker: int | None) -> None:
@@ -112,7 +114,7 @@ def test_a_result_that_cannot_be_pickled_is_named() -> None:
 
 
 def test_a_worker_launches_nothing() -> None:
-    with pytest.raises(JobError, match=r"ConfigError: lockstep\.launch starts workers, and this is one"):
+    with pytest.raises(JobError, match=r"ConfigError: lockstep\.launch cannot be called in a worker"):
         lockstep.launch(lambda: lockstep.launch(print), workers=1)
 
 
@@ -161,7 +163,7 @@ def holds_a_lock() -> Callable[[], Any]:
     ],
 )
 def test_what_cannot_be_pickled_is_named(function: Any, args: tuple[Any, ...], name: str) -> None:
-    expected = re.escape(f"lockstep.launch cannot take this to its workers: {name}")
+    expected = re.escape(f"lockstep.launch cannot send this to its workers: {name}")
     with pytest.raises(InputError, match=f"^{expected}TypeError: cannot pickle"):
         lockstep.launch(function, args)
 
@@ -241,10 +243,10 @@ def test_the_bits_are_those_of_a_script_whoever_dies(tmp_path: Path) -> None:
     assert (alone.returncode, launched.returncode) == (0, 0), alone.stderr + launched.stderr
     refused, figures, digest = launched.stdout.splitlines()
     assert refused.startswith(
-        "lockstep.launch cannot take this to its workers: strategy, which <lambda> uses, of type "
+        "lockstep.launch cannot send this to its workers: strategy, which <lambda> uses, of type "
         "MultiWorkerMirroredStrategy ("
     )
     assert figures == "1 4 ['loss']"
-    assert "worker 0 was ended by SIGKILL; worker 1 goes on (view 2)" in launched.stderr
+    assert "worker 0 was killed by SIGKILL; worker 1 continues (view 2)" in launched.stderr
     assert "worker 2 joined (2 workers, view 3)" in launched.stderr
     assert [digest] == alone.stdout.splitlines()

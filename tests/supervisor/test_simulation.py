@@ -58,7 +58,7 @@ class Watched(Job):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.target = len(self.workers)
-        self.budget = self.state.size.restarts
+        self.budget = self.state.size.restarts_left
         self.asks: dict[int, Request] = {}
         self.raised: set[int] = set()
         self.lost: list[int] = []
@@ -105,8 +105,8 @@ class Watched(Job):
             case ScaleRequested(workers):
                 self.target, self._long_steps = workers, 0
                 more = workers - len(state.present) - len(state.joiners)
-                self.budget = state.size.most_restarts + max(0, more)
-            case StopRequested(number) if state.outcome is None and self.stop is None:
+                self.budget = state.size.max_restarts + max(0, more)
+            case StopRequested(number) if state.shutdown.outcome is None and self.stop is None:
                 self.stop = number
             case WorkerExited(worker, status) if status and worker not in state.leaving:
                 if state.stage in GOING_ON:
@@ -125,13 +125,13 @@ class Watched(Job):
         assert state.present, "nobody is left, and the job goes on"
         if state.finished:
             return
-        if state.given:
+        if state.admission.given:
             self._waits_since = self.now if self._waits_since is None else self._waits_since
             assert self.now <= self._waits_since + state.limits.timeout, "all wait for too long"
         else:
             self._waits_since = None
-            assert state.patience_ends is None
-            assert self.asked is state.asked, "members are asked for something that nobody wants"
+            assert state.admission.deadline is None
+            assert self.asked is state.admission.asked, "members are asked for something that nobody wants"
 
     def _check_others(self) -> None:
         state = self.state
@@ -142,7 +142,9 @@ class Watched(Job):
             return
         will_be = len(state.staying) + len(state.joiners)
         assert not state.joiners or will_be <= state.size.wanted, "workers join that will not be let in"
-        waits = state.next_start is not None or (state.failed and state.deadline is not None)
+        waits = state.admission.backoff_until is not None or (
+            state.failures and state.shutdown.deadline is not None
+        )
         there = len(state.present) + len(state.joiners)
         assert waits or there >= state.size.wanted, "workers are missing, and nobody is started"
 
@@ -158,7 +160,7 @@ class Watched(Job):
             case SendPosition(worker):
                 assert self.asks.pop(worker) is Request.POSITION, "told where, and had not asked"
                 assert self.holds is not None, "told where, and nothing was given"
-                assert state.joiner(worker) is not None
+                assert worker in state.joiners
             case StartWorker(worker):
                 self.budget -= 1
                 self.happened += 1
@@ -198,7 +200,7 @@ class Watched(Job):
         assert view is self.views[-1]
         assert {one.step for one in members} == {self.committed}, "members of one view are at different steps"
         size = self.state.size
-        self._short_steps += len(view.workers) < size.least
+        self._short_steps += len(view.workers) < size.min_workers
         assert self._short_steps <= 1, "too few workers train on"
         self._long_steps += len(view.workers) > size.wanted
         assert self._long_steps <= 2, "too many workers train on"
@@ -227,7 +229,7 @@ class Watched(Job):
         elif "too few workers" in message:
             self.seen["too few"] += 1
             assert status == 1
-            assert self.state.size.least > 1
+            assert self.state.size.min_workers > 1
         else:
             assert not well or status == 0, f"the job ends with {status}: {message}"
             assert status != 0 or self.committed == STEPS
@@ -240,8 +242,8 @@ class Watched(Job):
         for worker in self.lost:
             named = rf"\bworkers? ([\d, ]|and )*\b{worker}\b"
             assert re.search(named, told), f"nobody is told that worker {worker} is lost"
-        if self.state.size.wanted < self.target and not self.state.untold and not self.mute:
-            what = "start it again" if self.state.size.by_hand else "no worker is replaced"
+        if self.state.size.wanted < self.target and not self.state.admission.unreported and not self.mute:
+            what = "start it again" if self.state.size.by_hand else " replaced ("
             assert what in told, f"nobody is told: {what}"
 
 

@@ -17,10 +17,10 @@ def test_names(workers: tuple[int, ...], name: str) -> None:
 @pytest.mark.parametrize(
     ("status", "shell", "text"),
     [
-        (0, 0, "ended with status 0"),
-        (3, 3, "ended with status 3"),
-        (-9, 137, "was ended by SIGKILL"),
-        (-40, 168, "was ended by signal 40"),
+        (0, 0, "exited with status 0"),
+        (3, 3, "exited with status 3"),
+        (-9, 137, "was killed by SIGKILL"),
+        (-40, 168, "was killed by signal 40"),
     ],
 )
 def test_statuses(status: int, shell: int, text: str) -> None:

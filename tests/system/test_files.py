@@ -60,7 +60,7 @@ def test_a_disk_without_room_for_a_folder_is_left_as_it_was(
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     lock = claim_folder(tmp_path / "a" / "b")
     with pytest.raises(
-        ConfigError, match=r"^another run works in .*/a/b; wait for it, or give another --run-dir$"
+        ConfigError, match=r"^another run uses .*/a/b; wait for it to end, or give another --run-dir$"
     ):
         claim_folder(tmp_path / "a" / "b")
     os.close(lock)
@@ -129,7 +129,7 @@ def opened(file: Path) -> str:
     appended.write(b"lost")
     appended.close()
     (reason,) = said
-    return reason.removeprefix(f"cannot write {file}: ").removesuffix("; what follows in it is lost")
+    return reason.removeprefix(f"cannot write {file}: ").removesuffix("; further output to it is lost")
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
@@ -205,4 +205,4 @@ def test_a_full_disk_is_said_once_and_nothing_is_raised() -> None:
     file.write(b"first")
     file.write(b"second")
     file.close()
-    assert said == ["cannot write /dev/full: No space left on device; what follows in it is lost"]
+    assert said == ["cannot write /dev/full: No space left on device; further output to it is lost"]

@@ -83,7 +83,7 @@ def test_output_that_fails_in_any_way_is_told_of_once_and_thrown_away(
     assert told == [
         f"cannot write to stdout ({why}); training continues, and the logs keep the workers' output"
     ]
-    lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; what follows in it is lost\n"
+    lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; further output to it is lost\n"
     assert (tmp_path / "err").read_text() == lost
 
 
@@ -96,7 +96,7 @@ def test_a_log_that_cannot_be_opened_costs_nothing_but_itself(tmp_path: Path) ->
     log.close()
     with EventLog.open(tmp_path / "log", SystemClock(), told.append) as events:
         events.write("job")
-    assert told == [f"cannot write {tmp_path / 'log'}: Is a directory; what follows in it is lost"] * 2
+    assert told == [f"cannot write {tmp_path / 'log'}: Is a directory; further output to it is lost"] * 2
 
 
 @given(st.lists(st.binary(max_size=8).map(lambda data: data.replace(b"[", b"\n"))))

@@ -13,7 +13,7 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 HERE = Path(__file__).parent
 
@@ -120,6 +120,7 @@ def job_of_one_worker(reports: list[tuple[str, dict[str, object]]]) -> Job:
     """Make this process the only worker of a job with several replicas."""
     view = place(REPLICAS_IN_PROCESS, (0,))
     hub = Hub(ReducePlan.of(view))
-    entered = Job(view, 0, 0, 1, hub.member(0), lambda event, **fields: reports.append((event, fields)))
+    context = JobContext(0, 0, 1, lambda event, **fields: reports.append((event, fields)))
+    entered = Job(context, (view, hub.member(0)))
     job.enter(entered)
     return entered

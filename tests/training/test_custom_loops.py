@@ -48,7 +48,7 @@ def test_workers_do_not_change_a_bit_and_may_be_lost(
     # Three in the first loop, until one is killed after it has computed gradients; two in all others.
     options = "-n 3 --max-restarts 0"
     run = launch(options, "custom_loops.py", "--dies", "1", "3", backend=eager_backend)
-    assert "worker 1 was ended by SIGKILL" in run.stderr
+    assert "worker 1 was killed by SIGKILL" in run.stderr
     assert results(run, 0, 2) == results(one_worker(eager_backend), 0)
 
 

@@ -31,10 +31,10 @@ def batch(strategy: lockstep.Strategy) -> Any:
 def one_of_two(job_of_one_worker: Job) -> Iterator[Job]:
     """This process has the first two of the replicas, and nobody has the third."""
     job = job_of_one_worker
-    before = job.view, job.communicator
-    job.view = place(3, (0, 1))
+    before = job._place
+    job._place = place(3, (0, 1)), job.communicator
     yield job
-    job.view, job.communicator = before
+    job._place = before
 
 
 def variable(value: Any = 0.0, **options: Any) -> keras.Variable:
@@ -139,7 +139,7 @@ def test_gradients_do_not_pass_replicas_where_jax_traces(strategy: lockstep.Stra
     np.testing.assert_array_equal(found.values[2], np.full((2, 2), 3 * 2 * X.sum(), "float32"))
     constant = lockstep.get_replica_context
     for function in (jax.jit(summed), jax.vmap(summed), jax.jit(lambda x: constant().all_reduce("SUM", 1))):
-        with pytest.raises(ModelError, match="cannot meet within a function that JAX traces"):
+        with pytest.raises(ModelError, match="cannot synchronize in a function that JAX traces"):
             strategy.run(function, args=(batch,))
 
 
@@ -272,10 +272,10 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
     [
         (lambda s: s.run(lambda: counter.assign(1)), "changes the int32 variable 'wanted'"),
         (lambda s: s.run(lambda: weight.assign(1.0)), "assigns the weight 'wanted' itself"),
-        (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called within a function"),
-        (apply_in_a_traced_function, "cannot meet within a function that JAX traces"),
-        (return_different_nests, "replicas return nests of different kinds"),
-        (take_different_paths, r"replicas do not compute the same things \(.*metric/0/sum/total"),
+        (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called in a function"),
+        (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
+        (return_different_nests, "replicas return nests of different structures"),
+        (take_different_paths, r"replicas compute different things \(.*metric/0/sum/total"),
     ],
 )
 def test_what_cannot_be_combined_is_refused_by_name(strategy: lockstep.Strategy, act: Any, said: str) -> None:
@@ -295,7 +295,7 @@ def test_values_without_an_axis_are_not_joined(strategy: lockstep.Strategy) -> N
 def test_a_worker_that_is_to_join_does_not_follow_a_loop_of_the_scripts_own(
     strategy: lockstep.Strategy, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_of_one_worker, "joins", True)
+    monkeypatch.setattr(job_of_one_worker, "_joins", True)
     with pytest.raises(DisagreementError, match=r"let strategy\.steps drive the loop"):
         strategy.run(lambda: 1)
 
@@ -305,8 +305,8 @@ def test_what_a_lost_worker_had_is_computed_again(
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
     assert len(found.values) < 3
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     np.testing.assert_array_equal(strategy.gather(found, axis=0), 2 * X)
 
 
@@ -314,10 +314,10 @@ def test_what_a_lost_worker_had_is_gone_once_something_has_changed(
     strategy: lockstep.Strategy, batch: Any, one_of_two: Job
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     counter.assign(1)
-    with pytest.raises(DataError, match="the value of replica 2 went with the worker that was lost"):
+    with pytest.raises(DataError, match="the value of replica 2 was on the lost worker"):
         strategy.gather(found, axis=0)
 
 

@@ -61,7 +61,7 @@ def test_edits_reach_neither_a_replacement_nor_the_next_run_unseen(
     expected = launch("-n 1 --replicas 2", script, "out").marked(0, "digest")
     lost = launch(f"-n 2 --min-workers 2 {keeping}", script, "out", "lose")
     assert lost.status == 0, lost.stderr
-    assert f"worker 2: {script} has changed; this worker runs the version" in lost.stderr
+    assert f"worker 2: {script} has changed; this worker uses the version" in lost.stderr
     # A module that nobody had read before the edit has its new text, on every worker.
     assert [line.replace("0.5", "0.2") for line in lost.marked(0, "digest")] == expected
     assert lost.marked(2, "digest") == lost.marked(0, "digest")

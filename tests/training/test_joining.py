@@ -48,7 +48,7 @@ def join(launch: Launch, undisturbed: Undisturbed, tmp_path_factory: Any) -> Cal
 
 def test_a_lost_chief_is_replaced(join: Callable[..., str], backend: str) -> None:
     told = join(backend, "--min-workers 2", "lost0", "fit 1 step 7", (1, 2))
-    assert "worker 0 was ended by SIGKILL; worker 1 goes on (view 2)" in told
+    assert "worker 0 was killed by SIGKILL; worker 1 continues (view 2)" in told
     assert "training waits: 1 worker of at least 2 (--min-workers)" in told
     assert "worker 2 joined (2 workers, view 3)" in told
 

@@ -14,7 +14,7 @@ from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 HERE = Path(__file__).parent
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
@@ -58,7 +58,7 @@ def dies(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
         assert died.status == STATUS[how], died.stderr
         done = launch(f"{last} {keeping}", "keeping.py", *arguments, backend=backend)
         assert done.status == 0, done.stderr
-        assert f"goes on from {tmp_path / 'kept'}" in done.stderr
+        assert f"resuming from {tmp_path / 'kept'}" in done.stderr
         return done
 
     return run
@@ -130,7 +130,7 @@ def test_the_callback_in_a_program_by_itself(
     died = run(tmp_path / "a", 1, *arguments)
     assert died.returncode == {"killed": -9, "stopped": 143}[how], died.stderr
     done = run(tmp_path / "a", 1, *arguments)
-    assert "lockstep: training goes on from" in done.stderr
+    assert "lockstep: resuming training from" in done.stderr
     assert shown(done) == shown(run(tmp_path / "b", 0))
 
 
@@ -153,9 +153,7 @@ def test_every_worker_says_that_the_folder_is_another_jobs(launch: Launch, tmp_p
     run = launch("-n 2", "keeping.py", str(tmp_path), "1", "1")
     claim.leave()
     assert run.status == 1
-    message = (
-        f"ConfigError: another job keeps checkpoints in {tmp_path / 'kept'}; wait for it, or give another"
-    )
+    message = f"ConfigError: another job saves checkpoints in {tmp_path / 'kept'}; wait for it to end"
     for worker in (0, 1):
         assert any(message in line for line in run.log(worker))
 
@@ -186,7 +184,7 @@ class TestRefusals:
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
-        own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+        own = Job(JobContext(0, 7, 1, lambda event, **fields: None), (view, job.by_itself(view)))
         calls = CallStack()
         keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 
@@ -222,7 +220,7 @@ class TestRefusals:
         )
         assert other.stdout is not None
         assert other.stdout.readline() == "taken\n"
-        with pytest.raises(ConfigError, match=f"another job keeps checkpoints in {tmp_path}; wait for it"):
+        with pytest.raises(ConfigError, match=f"another job saves checkpoints in {tmp_path}; wait for it"):
             asking(tmp_path)
         other.communicate()
         claim = FolderLock(tmp_path)
@@ -232,11 +230,14 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("facts", "message"),
         [
-            ({"replicas": 4}, "was made with 4 replicas, and this job has 3 replicas, on which the result"),
+            (
+                {"replicas": 4},
+                "was made with 4 replicas, and this job has 3 replicas, which affects the result",
+            ),
             ({"seed": 0, "threads": 2}, "with seed 0 and 2 threads, and this job has seed 7 and 1 threads"),
-            ({"replicas": 4}, "to go on, use `lockstep run --replicas 4 --seed 7 --threads-per-worker 1`"),
+            ({"replicas": 4}, "to resume, use `lockstep run --replicas 4 --seed 7 --threads-per-worker 1`"),
             ({"backend": "none"}, "was made with the backend none, and this job has the backend"),
-            ({"threads": 0}, "with as many threads as the backend takes, and .* without `lockstep run`"),
+            ({"threads": 0}, "with the backend's own number of threads, and .* without `lockstep run`"),
         ],
     )
     def test_another_job(self, asking: Any, tmp_path: Path, facts: dict[str, Any], message: str) -> None:
@@ -249,16 +250,18 @@ class TestRefusals:
         training = {"journal": {}, "steps": 1, "since": 2}
         job_facts = {"replicas": 3, "seed": 7, "threads": 1}
         Store(tmp_path).write(Contents(5, {"job": job_facts, "training": training}, {}))
-        message = "step 5 was kept by a lockstep.callbacks.Checkpoint in call 3 of .* in call 1 of the script"
+        message = (
+            "step 5 was saved by a lockstep.callbacks.Checkpoint in call 3 of .* in call 1 of the script"
+        )
         for _ in range(2):
             with pytest.raises(CheckpointError, match=message):
                 asking(tmp_path)
             message = message.replace("in call 1 of", "in call 2 of")
 
     def test_checkpoints_of_the_command(self, asking: Any, tmp_path: Path) -> None:
-        asking.job.scheduler = object()
+        asking.job.checkpoints.keep(object())
         with pytest.raises(
-            ConfigError, match="they are kept where --checkpoint says already: ask for them once"
+            ConfigError, match="already saved where --checkpoint says; configure checkpoints in one place"
         ):
             asking(tmp_path)
 
@@ -274,22 +277,27 @@ class TestRefusals:
 
     def test_several(self, asking: Any, tmp_path: Path) -> None:
         from lockstep.callbacks import Checkpoint
-        from lockstep.keras.state.checkpoint_callback import apart
+        from lockstep.keras.state.checkpoint_callback import asked_in
 
         with pytest.raises(ConfigError, match="give it one"):
-            apart([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
+            asked_in([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
 
 
 def test_the_callback_is_taken_from_among_the_others(tmp_path: Path) -> None:
     import keras
 
     from lockstep.callbacks import Checkpoint
-    from lockstep.keras.state.checkpoint_callback import apart
+    from lockstep.keras.state.checkpoint_callback import asked_in, take_out
 
     one, other = Checkpoint(tmp_path), keras.callbacks.EarlyStopping()
     listed = keras.callbacks.CallbackList([one, other], add_history=True)
-    assert apart(None) == (None, None)
-    assert apart(one) == (one, [])
-    assert apart([other, [one]]) == (one, [other])
-    assert apart(listed) == (one, listed)
+    for callbacks in (one, [other, [one]], listed):
+        assert asked_in(callbacks) is one
+    assert one in listed.callbacks
+    assert take_out(one, one) == []
+    assert take_out(one, [other, [one]]) == [other]
+    assert take_out(one, listed) is listed
     assert one not in listed.callbacks
+    for callbacks in (None, [other], listed):
+        assert asked_in(callbacks) is None
+        assert take_out(None, callbacks) is callbacks

@@ -128,7 +128,7 @@ class Adds(keras.layers.Layer):
         (keras.Sequential, (), contrast, ["the loss contrast"]),
         (keras.Sequential, (), noisy, []),
         (keras.Sequential, (), "dice", ["the loss dice"]),
-        (keras.Sequential, (), fails, ["the loss fails (perhaps: it could not be tried)"]),
+        (keras.Sequential, (), fails, ["the loss fails (possibly: it could not be tested)"]),
         (
             keras.Sequential,
             (keras.layers.BatchNormalization(), keras.layers.BatchNormalization()),

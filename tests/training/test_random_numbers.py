@@ -42,7 +42,7 @@ def test_workers_that_come_and_go_draw_the_same_numbers(launch: Launch, images: 
     one = results(launch("-n 1 --replicas 3", *program, backend="tensorflow"), 0)
     assert len(one) == 12
     two = launch("-n 2 --replicas 3 --max-restarts 0", *program, "fit", backend="tensorflow")
-    assert "worker 1 was ended by SIGKILL" in two.stderr
+    assert "worker 1 was killed by SIGKILL" in two.stderr
     assert results(two, 0) == one
     three = launch("-n 3 --min-workers 3", *program, "driven", backend="tensorflow")
     assert three.status == 0, three.stderr

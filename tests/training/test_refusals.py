@@ -105,7 +105,7 @@ def test_weights_change_through_the_optimizer_only(
     for kind in (Clipped, Replaced):
         with strategy.scope():
             model = build(kind)
-        with pytest.raises(ModelError, match="returns other weights than its optimizer updated"):
+        with pytest.raises(ModelError, match="returns weights that its optimizer did not update"):
             model.fit(X, Y, verbose=0)
 
 

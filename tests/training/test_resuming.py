@@ -48,7 +48,7 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
             re.M,
         )
     run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
-    assert "goes on from" in run.stderr
+    assert "resuming from" in run.stderr
     assert "was made with" not in run.stderr
     for worker in (0, 2):
         assert results(run, place, worker) == results(expected, place)
@@ -97,7 +97,7 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     assert first.last_line == f"10 steps on 2 workers; 1 checkpoint; {digest_and_model}"
     assert (steps(), Store(tmp_path / "kept").finished()) == ([10], 10)
     lost = run("-n 2 --max-restarts 0", "3", "0", "dies")
-    assert "worker 0 was ended by SIGKILL" in lost.stderr
+    assert "worker 0 was killed by SIGKILL" in lost.stderr
     assert steps() == [10], "the chief has written half of another one"
     more = run("-n 1", "3", "0")
     assert "is finished, after 10 steps" in more.stderr
@@ -107,7 +107,7 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     assert printed(still_more) == printed(run("-n 2 --replicas 2", "3", "3", kept=False))
     assert steps()[-1] == 15
     again = run("-n 2", "3", "3")
-    assert "is finished, after 15 steps: none is trained again" in again.stderr
+    assert "is finished after 15 steps: it trains no step again" in again.stderr
     assert printed(again) == printed(still_more)
     digest_and_model = f"digest {digest(again)} of model 'sequential'"
     assert again.last_line == f"15 steps, 15 of them before, on 2 workers; {digest_and_model}"

@@ -15,7 +15,7 @@ from lockstep.keras.replica_run.exchange import RunExchange, RunRound, gathered_
 from lockstep.keras.replica_run.results import Results
 from lockstep.keras.replica_run.values import Returned, Spec
 from lockstep.topology import place
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 REPLICAS = 3
 
@@ -24,7 +24,8 @@ def together(act: Callable[[int, RunExchange], Any]) -> list[Any]:
     """Let two workers act, of which the first has replicas 0 and 1; return what each gives, or its error."""
     view = place(REPLICAS, (0, 1))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=20.0))
-    jobs = [Job(view, worker, 0, 1, hub.member(worker), lambda event, **fields: None) for worker in (0, 1)]
+    contexts = [JobContext(worker, 0, 1, lambda event, **fields: None) for worker in (0, 1)]
+    jobs = [Job(context, (view, hub.member(context.worker))) for context in contexts]
 
     def one(job: Job) -> Any:
         try:
@@ -110,7 +111,7 @@ def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
 
     error, _ = together(act)
     assert isinstance(error, ModelError)
-    assert "do not compute the same things (metric/0)" in str(error)
+    assert "compute different things (metric/0)" in str(error)
 
 
 def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:

@@ -1,6 +1,7 @@
 """What counts as another setting when a training goes on from a checkpoint, and what does not."""
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from keras.src.utils import module_utils
 
 from lockstep.errors import ChangedError
 from lockstep.keras.call_stack import CallStack
@@ -16,7 +18,7 @@ from lockstep.keras.state.settings import differences, settings_of_call, setting
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 layers, optimizers, callbacks = keras.layers, keras.optimizers, keras.callbacks
 
@@ -82,7 +84,7 @@ def program(edit: Callable[[str], str] = str, **changes: Any) -> dict[str, str]:
         ({"rate": 0.5}, "layer dropout: rate was 0.2, and is 0.5"),
         ({"activation": "tanh"}, 'layer dense: activation was "relu", and is "tanh"'),
         ({"trainable": False}, "layer dense: trainable was true, and is false"),
-        ({"more": [layers.ReLU()]}, "layer re_lu: class was not there, and is ReLU"),
+        ({"more": [layers.ReLU()]}, "layer re_lu: class was absent and is ReLU"),
         ({"optimizer": optimizers.SGD(0.01)}, "optimizer: class was Adam, and is SGD"),
         ({"optimizer": optimizers.Adam(0.02)}, "optimizer: learning_rate was 0.0"),
         ({"optimizer": optimizers.Adam(0.01, clipnorm=1.0)}, "optimizer: clipnorm was null, and is 1.0"),
@@ -131,7 +133,7 @@ def test_parts_of_a_loop_have_settings() -> None:
 
 def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     view, calls = place(3, (0,)), CallStack()
-    own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+    own = Job(JobContext(0, 7, 1, lambda event, **fields: None), (view, job.by_itself(view)))
     snapshots = Snapshots(own, None, calls)  # type: ignore[arg-type]
     facts = {"settings": settings_of_parts({"net": layers.Dropout(0.2)}), "sources": {}}
     held: Any = SimpleNamespace(parts={"net": layers.Dropout(0.5)})
@@ -142,9 +144,25 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
     # Earlier versions have kept none.
     snapshots.compare_settings(9, {}, None, held)
     assert capsys.readouterr().err == ""
-    own.accepts_changes = True
+    own.checkpoints.accept_changes()
     snapshots.compare_settings(9, facts, None, held)
     said = capsys.readouterr().err
     assert said.startswith(
         "lockstep: resuming from the checkpoint of step 9 with other settings: net, layer d"
     )
+
+
+def test_tensorflow_is_not_imported_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Finder:
+        def find_spec(self, name: str, *details: Any) -> None:
+            asked.append(name)
+
+    asked: list[str] = []
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(3), layers.Dense(1, kernel_regularizer="l2")])
+    with_tensorflow = settings_of_model(model)
+    monkeypatch.setattr(sys, "meta_path", [Finder(), *sys.meta_path])
+    monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
+    monkeypatch.setattr(module_utils.tensorflow, "_available", None)
+    assert settings_of_model(model) == with_tensorflow
+    assert "tensorflow" not in asked
+    assert module_utils.tensorflow._available is None

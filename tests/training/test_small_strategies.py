@@ -16,7 +16,7 @@ def test_a_script_is_started_again_once_a_device(
     variables = environment | {"KERAS_BACKEND": "jax"}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "MirroredStrategy on 2 CPUs (CPU:0, CPU:1): the script starts again, once a device" in done.stderr
+    assert "MirroredStrategy on 2 CPUs (CPU:0, CPU:1): starting the script once per device" in done.stderr
     workers = launch("-n 2", PROGRAM, "workers")
     assert done.stdout == workers.stdout
     assert "replicas: 2\ndigest: " in done.stdout
@@ -36,4 +36,4 @@ def test_one_device_and_none(launch: Callable[..., Any], plain: Callable[..., st
 
 def test_a_device_that_is_not_there_is_refused(plain: Callable[..., str], backend: str) -> None:
     said = plain(PROGRAM, "missing", backend=backend)
-    assert said.splitlines() == ["'GPU:7'", "'banana' is no device that Keras can use here"]
+    assert said.splitlines() == ["'GPU:7'", "'banana' is not a device that Keras can use here"]

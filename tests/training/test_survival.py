@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 Launch = Callable[..., Any]
+PROGRAM = Path(__file__).parents[1] / "chaos" / "survival.py"
 SOME = ("0:7:halfway through publishing", "1:12:after apply", "2:12:told of a loss")
 """The chief, and two more of four, one of them during the recovery from the loss of the other."""
 REST = (
@@ -21,7 +22,7 @@ REST = (
 
 def train(launch: Launch, backend: str, folder: Path, *faults: str) -> tuple[set[str], dict[str, str]]:
     """Train; return what the workers came to, and the digests of the files."""
-    run = launch("-n 4 --max-restarts 0", "survival.py", str(folder), *faults, backend=backend)
+    run = launch("-n 4 --max-restarts 0", str(PROGRAM), str(folder), *faults, backend=backend)
     assert run.status == 0, run.stderr
     lines = [run.marked(worker, "result ") for worker in range(4)]
     assert sum(map(bool, lines)) == 4 - len(faults)

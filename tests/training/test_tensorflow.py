@@ -359,7 +359,7 @@ def normalised(model: Any, data: Any) -> Any:
         (clipped, r"assigns the variable '.*kernel.*' itself"),
         (branched, r"assigns the variable '.*kernel.*' itself"),
         (conditional, "applies its optimizer, .* within a condition"),
-        (stray, "train_step applies no optimizer that the model knows"),
+        (stray, "train_step applies no optimizer of the model"),
         (raw, "the operation RandomStandardNormal"),
         (loaded, "the operation RandomStandardNormal"),
         (vectorized, "in tf.vectorized_map"),

@@ -92,7 +92,7 @@ def test_what_is_not_served_is_refused_when_it_is_called(names: Any) -> None:
     assert len(said) == len(refused)
     for line, name in zip(said, refused, strict=True):
         assert line.startswith(
-            f"refused: tf.distribute.{name} is not served by `lockstep run --tf-distribute`: "
+            f"refused: tf.distribute.{name} is not supported by `lockstep run --tf-distribute`: "
         )
 
 
@@ -118,9 +118,10 @@ def test_strategies_of_tensorflow_s_own_are_refused_by_name(launch: Callable[...
     assert len(refused) == 9
     *_, message, _ = run.stderr.splitlines()
     assert re.fullmatch(
-        r"lockstep: worker \d: ConfigError: tf.distribute.MirroredStrategy is TensorFlow's own and knows "
-        r"nothing of this job: each worker would train by itself, not a part of the 2 replicas; run it with "
-        r"`lockstep run --tf-distribute`, or write lockstep.MirroredStrategy for it \(tf_strategies.py:\d+\)",
+        r"lockstep: worker \d: ConfigError: tf.distribute.MirroredStrategy is TensorFlow's own and does not "
+        r"know about this job: each worker would train on its own instead of as a part of "
+        r"the 2 replicas; run it with `lockstep run --tf-distribute`, or write lockstep.MirroredStrategy "
+        r"for it \(tf_strategies.py:\d+\)",
         message,
     )
 

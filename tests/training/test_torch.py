@@ -239,7 +239,7 @@ def test_state_that_changes_only_later_is_refused_by_name() -> None:
     prepared = program(layers(layer))
     layer.calls = 0
     prepared.compute(None, share(), [])
-    with pytest.raises(ModelError, match=r"'wanted/late.*/kept', which its first step left alone"):
+    with pytest.raises(ModelError, match=r"'wanted/late.*/kept', but its first step did not"):
         prepared.compute(None, share(), [])
 
 
@@ -342,7 +342,7 @@ def test_equal_bits_are_switched_on_and_missed_where_the_script_switches_them_of
     assert torch.are_deterministic_algorithms_enabled()
     assert torch.get_num_threads() == 1
     torch.use_deterministic_algorithms(False)
-    with pytest.warns(UserWarning, match="equal bits are no longer promised"):
+    with pytest.warns(UserWarning, match="equal bits are no longer guaranteed"):
         backend.program(model, "predict")
 
 

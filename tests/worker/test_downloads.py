@@ -91,7 +91,7 @@ def test_a_download_of_another_process_is_not_waited_for_without_end(
     turns: Callable[..., Turns], tmp_path: Path
 ) -> None:
     def slow() -> str:
-        with pytest.raises(PeerStuckError, match=r"worker 0 has not downloaded file within 0\.1 s; look"):
+        with pytest.raises(PeerStuckError, match=r"worker 0 has not downloaded file within 0\.1 s; check"):
             turns(1, patience=0.1).take(ORIGIN, "file", "a", lambda: str(tmp_path))
         return str(tmp_path)
 

@@ -91,7 +91,7 @@ def test_a_later_process_runs_the_texts_of_the_first(program: Path, command: tup
     lines = run(program, *command).splitlines()
     said = [line for line in lines if line.startswith("told")]
     assert [line for line in lines if line not in said] == first.splitlines()
-    assert "told train.py has changed; this worker runs the version that the job first read" in said
+    assert "told train.py has changed; this worker uses the version that the job read first" in said
     assert {line.split()[1] for line in said} >= {"lazy.py", "part.py", "config.py", "inner.py"}
 
 

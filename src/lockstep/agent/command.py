@@ -144,11 +144,11 @@ class _Watch:
         if not in_time and self._stopped_by is not None:
             name = signal_name(self._stopped_by)
             note(
-                f"stopped by {name}; the agent (process {self._agent}) did not answer in time, and was killed"
+                f"stopped by {name}; the agent (process {self._agent}) did not respond in time and was killed"
             )
             return 128 + self._stopped_by
         if status < 0:
-            note(f"the agent (process {self._agent}) {describe_exit(status)}; so was all of its job")
+            note(f"the agent (process {self._agent}) {describe_exit(status)}; so was the whole job")
         return shell_status(status)
 
 

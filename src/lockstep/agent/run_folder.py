@@ -58,7 +58,7 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
     except OSError as error:
         raise _unusable(what, folder, option, error) from None
     if descriptor is None:
-        raise ConfigError(f"another run works in {folder}; wait for it, or give another {option}")
+        raise ConfigError(f"another run uses {folder}; wait for it to end, or give another {option}")
     return descriptor
 
 

@@ -86,8 +86,8 @@ def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> No
         if value is not None and value != facts[name]:
             option = f"--{_OPTIONS.get(name, name)}"
             raise ConfigError(
-                f"checkpoint {path} was made with {option} {facts[name]}, not {value}, on which the result "
-                f"depends; leave {option} out to go on, or give another --checkpoint folder to begin anew"
+                f"checkpoint {path} was made with {option} {facts[name]}, not {value}, which affects the "
+                f"result; omit {option} to resume, or give another --checkpoint folder to start over"
             )
 
 
@@ -96,10 +96,10 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
     past = facts.get("backend", backend)
     if past != backend:
         raise ConfigError(
-            f"checkpoint {path} was made with the backend {past}, and the job would go on with {backend}, "
-            f"which computes other bits from other random numbers: give --backend {past} to go on. To begin "
-            f"with {backend}, give another --checkpoint folder; lockstep.load_checkpoint loads the weights "
-            "there"
+            f"checkpoint {path} was made with the backend {past}, and the job would resume with {backend}, "
+            f"which computes other bits from other random numbers: give --backend {past} to resume. To start "
+            f"over with {backend}, give another --checkpoint folder and load the weights with "
+            "lockstep.load_checkpoint"
         )
 
 
@@ -115,15 +115,15 @@ def refuse_unlike(path: Path, facts: Facts, own: Facts) -> None:
     how = " ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in known.items())
     by_hand = "run the script without `lockstep run`, with the same KERAS_BACKEND"
     raise ConfigError(
-        f"checkpoint {path} was made with {before}, and this job has {now}, on which the result depends: to "
-        f"go on, {f'use `lockstep run {how}`' if facts['threads'] else by_hand}; to begin anew, give "
+        f"checkpoint {path} was made with {before}, and this job has {now}, which affects the result: to "
+        f"resume, {f'use `lockstep run {how}`' if facts['threads'] else by_hand}; to start over, give "
         "lockstep.callbacks.Checkpoint another folder"
     )
 
 
 def _shown(name: str, value: Any) -> str:
     if name == "threads" and not value:
-        return "as many threads as the backend takes"
+        return "the backend's own number of threads"
     return (
         f"the backend {value}"
         if name == "backend"
@@ -138,8 +138,8 @@ def note_if_finished(folder: Path, step: int) -> str:
     if Store(folder).finished() != step:
         return ""
     return (
-        f"the job in {folder} is finished, after {count(step, 'step')}: none is trained again, and the rest "
-        "of the script runs. A script that asks for more steps goes on from there; to train anew, give "
+        f"the job in {folder} is finished after {count(step, 'step')}: it trains no step again and runs the "
+        "rest of the script. A script that trains more steps resumes from there; to start over, give "
         "another folder"
     )
 
@@ -160,8 +160,8 @@ def note_on_versions(path: Path, facts: Facts) -> str:
     if not before:
         return ""
     return (
-        f"checkpoint {path} was made with {' and '.join(before)}, and training goes on with "
-        f"{' and '.join(now)}: the bits may differ from those of an undisturbed run"
+        f"checkpoint {path} was made with {' and '.join(before)}, and training continues with "
+        f"{' and '.join(now)}: the bits may differ from those of an uninterrupted run"
     )
 
 

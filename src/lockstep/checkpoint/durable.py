@@ -74,7 +74,7 @@ def locked(path: Path) -> Iterator[None]:
     if descriptor is None:
         raise CheckpointError(
             f"another process has been writing checkpoints into {path.parent} for {_PATIENCE_SECONDS:.0f} s; "
-            "let it end, or give another folder"
+            "wait for it to end, or give another folder"
         )
     try:
         yield

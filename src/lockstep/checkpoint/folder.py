@@ -14,8 +14,8 @@ import xxhash
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from lockstep.checkpoint.dtypes import plain, storable
 from lockstep.checkpoint.durable import reason, sync, write_file
+from lockstep.checkpoint.values import plain, storable
 from lockstep.errors import CheckpointError
 from lockstep.system.files import read_regular
 
@@ -81,7 +81,7 @@ def check_names(arrays: Mapping[str, Array]) -> None:
     """
     for name, array in arrays.items():
         if name == "__metadata__" or not plain(name):
-            raise CheckpointError(f"a checkpoint cannot hold an array of the name {name!r}")
+            raise CheckpointError(f"a checkpoint cannot hold an array named {name!r}")
         if not storable(array.dtype):
             raise CheckpointError(f"a checkpoint cannot hold the array {name!r}: its dtype is {array.dtype}")
 
@@ -136,7 +136,9 @@ def load(path: Path) -> Contents:
     check_names(arrays)
     for name, array in arrays.items():
         if _facts(array) != outline.arrays[name]:
-            raise CheckpointError(f"{state} is damaged: the array {name!r} is not the one that was written")
+            raise CheckpointError(
+                f"{state} is damaged: the array {name!r} differs from the one that was written"
+            )
     return Contents(outline.step, outline.manifest, {name: arrays[name] for name in outline.arrays})
 
 
@@ -180,13 +182,13 @@ def sealed(text: bytes) -> bytes:
 def _unseal(data: bytes, file: Path) -> _Body:
     head, sealed, text = data.partition(_SEALED)
     if not sealed or head != _SEAL + xxhash.xxh3_128_hexdigest(text).encode():
-        raise CheckpointError(f"{file} is damaged: what it holds and its checksum differ")
+        raise CheckpointError(f"{file} is damaged: its content does not match its checksum")
     try:
         body: dict[str, Any] = json.loads(b"{" + text)
         if body.get("format") != _FORMAT:
             raise CheckpointError(
-                f"{file} has the format {body.get('format')!r:.80}, and this Lockstep reads {_FORMAT}; use "
-                "the one that wrote it"
+                f"{file} has the format {body.get('format')!r:.80}, but this Lockstep reads {_FORMAT}; use "
+                "the version that wrote it"
             )
         return msgspec.convert(body, _Body)
     except RecursionError:

@@ -1,11 +1,20 @@
 """When a checkpoint is due."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from lockstep.checkpoint.copies import Copies
-from lockstep.checkpoint.store import Contents, Store
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
 from lockstep.system.clock import Clock, SystemClock
@@ -139,7 +148,7 @@ class CheckpointScheduler:
         self.settle()
         if self._held is not None and self._asked != self._taken:
             self._writer.write(self._held)
-        if not self._wait_for_disk(_LAST_SECONDS, "the script has ended, and waits"):
+        if not self._wait_for_disk(_LAST_SECONDS, "the script has ended and waits"):
             self._failed(f"not written within {_LAST_SECONDS:.0f} s after the end of the script")
         elif self._taken is not None and self._taken in (self._safe, self._writer.written):
             try:
@@ -166,13 +175,13 @@ class CheckpointScheduler:
         if not self._writer.busy():
             return
         if not self._wait_for_disk(_PATIENCE_SECONDS, "training waits"):
-            note(f"no checkpoint of step {taken} is kept: the disk still writes the one before")
+            note(f"skipping the checkpoint of step {taken}: the previous one is still being written")
         before, self._waited = self._waited, self._waited + self._clock.now() - begun
         self._waits += 1
         if before < _TOLERATED_SECONDS <= self._waited:
             note(
                 f"the disk is slower than the steps: it writes a checkpoint in {self._writer.seconds:.2g} s, "
-                f"and training has waited {self._waited:.1f} s in all for {self._waits} of them; keep them "
+                f"and training has waited {self._waited:.1f} s in all for {self._waits} of them; save them "
                 "less often to train faster"
             )
 
@@ -183,7 +192,7 @@ class CheckpointScheduler:
             waited = self._clock.now() - begun
             if waited >= seconds:
                 return False
-            note(f"{who} for the disk, which writes a checkpoint: {waited:.0f} of {seconds:.0f} s")
+            note(f"{who} for the disk to write a checkpoint: {waited:.0f} of {seconds:.0f} s")
         return True
 
     def _due(self, taken: int) -> bool:
@@ -213,10 +222,84 @@ def open_scheduler(store: Store, every: Every, report: Callable[..., None]) -> C
     def removed(path: Path) -> None:
         report("checkpoint removed", path=str(path), reason="the disk is full")
         note(
-            f"the disk has no room for another checkpoint, so the oldest is removed: {path}; free space, or "
+            f"the disk has no space for another checkpoint; removing the oldest: {path}; free space, or "
             "keep fewer checkpoints"
         )
 
     return CheckpointScheduler(
         Writer(store, done, failed, removed), every, SystemClock(), store.finish, failed
     )
+
+
+def end_at_a_step(
+    scheduler: CheckpointScheduler, is_chief: Callable[[], bool], patience: float | None = None
+) -> None:
+    """Let SIGTERM end this process at the end of a step of training, after a checkpoint.
+
+    A process that is not the chief ends at once, and so do processes that this one forks. For the main
+    thread.
+
+    Args:
+        scheduler: is told that the process leaves.
+        is_chief: whether this process keeps checkpoints at the time.
+        patience: seconds in which a step has to end, or a second signal to come; then the process ends
+            without a checkpoint. None: whoever sends the signal sees to that.
+    """
+
+    def leave(number: int, frame: object) -> None:
+        again, scheduler.leaving = scheduler.leaving, True
+        if not is_chief() or (again and patience is not None):
+            sys.exit(128 + number)
+        if patience is not None:
+            timer = threading.Timer(patience, os.kill, (os.getpid(), number))
+            timer.daemon = True
+            timer.start()
+
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is leave:
+            with contextlib.suppress(ValueError):
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, leave)
+    os.register_at_fork(after_in_child=forget)
+
+
+Array = npt.NDArray[Any]
+
+
+class Copies:
+    """Copies contents to the same memory again and again."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, Array] = {}
+        self._thread: threading.Thread | None = None
+
+    def make_ready(self, contents: Contents) -> None:
+        """Take memory for contents like these, on a thread; once."""
+        if self._thread is None:
+            kinds = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
+            self._thread = threading.Thread(target=self._take, args=(kinds,), name="copies", daemon=True)
+            self._thread.start()
+
+    def of(self, contents: Contents) -> Contents:
+        """Return a copy of `contents`, in the place of the one that was returned before."""
+        ready = self._thread is None or not self._thread.is_alive()
+        memory = self._memory if ready else {}
+        copies = {name: _copied(array, memory.get(name)) for name, array in contents.arrays.items()}
+        if ready:
+            self._memory = copies
+        return replace(contents, arrays=copies)
+
+    def _take(self, kinds: Mapping[str, Any]) -> None:
+        for name, (shape, dtype) in kinds.items():
+            memory = np.empty(shape, dtype)
+            # Maps each page, and lets other threads run meanwhile.
+            memory.reshape(-1).view(np.uint8).fill(0)
+            self._memory[name] = memory
+
+
+def _copied(array: Array, memory: Array | None) -> Array:
+    if memory is None or memory.shape != array.shape or memory.dtype != array.dtype:
+        return np.array(array)
+    np.copyto(memory, array)
+    return memory

@@ -100,7 +100,7 @@ class Store:
                 self._prune(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"cannot write the checkpoint {path}: {reason(error)}; make room there, or give another "
+                f"cannot write the checkpoint {path}: {reason(error)}; free space there, or give another "
                 "folder"
             ) from None
         return path
@@ -143,7 +143,7 @@ class Store:
             try:
                 return path, load(path)
             except CheckpointError as error:
-                report(f"{error}; this checkpoint is passed over")
+                report(f"{error}; skipping this checkpoint")
         return None
 
     def entries(self) -> list[Entry]:
@@ -176,7 +176,7 @@ class Store:
                 temporary.rename(path)
                 sync(self._folder)
         except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {reason(error)}; make room there") from None
+            raise CheckpointError(f"cannot write {path}: {reason(error)}; free space there") from None
 
     def finished(self) -> int | None:
         """Return the step of the checkpoint with which the job has come to its end; None if it has not.

@@ -15,10 +15,10 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.dtypes import named, plain, storable
 from lockstep.errors import CheckpointError
 
 Array = npt.NDArray[Any]
@@ -73,7 +73,7 @@ class _Packer:
         make = self._MAKERS.get(kind)
         if make is None:
             raise TypeError(
-                f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be kept in a checkpoint"
+                f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be saved in a checkpoint"
             )
         return make(self, value, where)
 
@@ -100,7 +100,7 @@ class _Packer:
     def _dict(self, value: dict[Any, Any], where: str) -> Any:
         for key in value:
             if type(key) not in (str, int):
-                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be kept")
+                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be saved")
         if all(type(key) is str and plain(key) and not key.startswith("$") for key in value):
             return {key: self.pack(item, f"{where}/{key}") for key, item in value.items()}
         return {
@@ -126,7 +126,7 @@ class _Packer:
     @staticmethod
     def _check(dtype: "np.dtype[Any]", where: str) -> None:
         if not storable(dtype):
-            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be kept in a checkpoint")
+            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be saved in a checkpoint")
 
     _MAKERS: Mapping[type, Callable[["_Packer", Any, str], Any]] = {
         int: _int,
@@ -167,7 +167,7 @@ def _untag(tag: str, content: Any, arrays: Mapping[str, Array]) -> Any:
         return _LEAVES[tag](content)
     except (KeyError, TypeError, ValueError, OverflowError, binascii.Error):
         raise CheckpointError(
-            f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which nobody can read"
+            f"a checkpoint has {{{tag!r}: {content!r:.80}}}, which is not a known value"
         ) from None
 
 
@@ -187,3 +187,39 @@ _LEAVES: Mapping[str, Callable[[Any], Any]] = {
     "$str": lambda content: base64.b64decode(content, validate=True).decode("utf-8", "surrogatepass"),
     "$scalar": _scalar,
 }
+
+
+_NAMES = [
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+]
+_DTYPES = {name: np.dtype(name) for name in _NAMES} | {"bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def named(name: str) -> "np.dtype[Any] | None":
+    """Return the dtype of this name; None if a checkpoint cannot hold it."""
+    return _DTYPES.get(name)
+
+
+def storable(dtype: "np.dtype[Any]") -> bool:
+    """Tell whether a checkpoint can hold arrays of this dtype, which includes its order of bytes."""
+    return dtype == _DTYPES.get(dtype.name)
+
+
+def plain(text: str) -> bool:
+    """Tell whether JSON keeps `text`: lone surrogates that follow each other would become one character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

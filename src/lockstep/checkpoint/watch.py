@@ -65,14 +65,14 @@ class CheckpointWatch:
             return max(new)
         if self.is_over(look) and self.newest is None:
             raise PeerLostError(
-                f"the job that keeps checkpoints in {self.folder} has ended and left none that is whole, so "
-                "nothing was evaluated; let it keep them more often: "
+                f"the job that saves checkpoints in {self.folder} has ended without a complete one, so "
+                "nothing was evaluated; save them more often: "
                 "lockstep.callbacks.Checkpoint(folder, every=...)"
             )
         if not self._begun and look.now - self.since >= PATIENCE:
             raise PeerStuckError(
-                f"the evaluator has waited {PATIENCE:g} s for a job that keeps checkpoints in {self.folder}, "
-                "in vain; start the other tasks within that time, with the same folder"
+                f"the evaluator has waited {PATIENCE:g} s for a job that saves checkpoints in {self.folder} "
+                "and gives up; start the other tasks within that time, with the same folder"
             )
         return None
 
@@ -103,4 +103,4 @@ class CheckpointWatch:
             return f"the evaluator waits for {what} in {self.folder}"
         waited = look.now - self.since
         for_how_long = f", {waited:.0f} of {PATIENCE:g} s" if waited >= 1 else ""
-        return f"the evaluator waits for a job that keeps checkpoints in {self.folder}{for_how_long}"
+        return f"the evaluator waits for a job that saves checkpoints in {self.folder}{for_how_long}"

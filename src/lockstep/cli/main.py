@@ -60,24 +60,24 @@ def checkpoints(folder: Path) -> None:
     entries = store.entries()
     for entry in entries:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(entry.time))
-        click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {entry.fault or 'whole'}")
+        click.echo(f"{entry.path.name}  {when}  {entry.bytes / 1e6:10,.1f} MB  {entry.fault or 'complete'}")
     if not entries:
         click.echo(f"there is no checkpoint in {folder}")
     elif entries[-1].step == store.finished():
-        click.echo(f"the job is finished, after {count(entries[-1].step, 'step')}")
+        click.echo(f"the job is finished after {count(entries[-1].step, 'step')}")
     sys.exit(any(entry.fault for entry in entries))
 
 
 @cli.command("list")
 def list_jobs() -> None:
-    """List your jobs that run on this machine."""
+    """List your running jobs on this machine."""
     from lockstep.coordinator.admin_client import running_jobs, table
 
     running, silent = running_jobs()
     for line in table(running, time.time()) if running else ():
         click.echo(line)
     for name in silent:
-        note(f"{name} does not answer; it may be paused, or about to end")
+        note(f"{name} does not respond; it may be paused or about to end")
     if not running and not silent:
         click.echo("no job is running")
 
@@ -86,9 +86,9 @@ def list_jobs() -> None:
 @click.argument("job")
 @click.argument("workers", metavar="N", type=PARTS)
 def scale(job: str, workers: int) -> None:
-    """Let JOB go on with N workers, with the same result.
+    """Change the number of workers of JOB to N; the result stays the same.
 
-    JOB is a name that lockstep list shows, or the beginning of one.
+    JOB is a name shown by lockstep list, or the beginning of one.
     """
     from lockstep.coordinator.admin_client import accepted, send
     from lockstep.protocol.admin import ScaleRequest
@@ -96,52 +96,52 @@ def scale(job: str, workers: int) -> None:
     status = accepted(send(job, ScaleRequest(workers)))
     click.echo(
         f"{status.job}: workers now {len(status.workers)}, wanted {status.wanted}; "
-        "lockstep list shows how far it is"
+        "run lockstep list to see its progress"
     )
 
 
 @cli.command()
 @click.argument("job")
 def stop(job: str) -> None:
-    """End JOB as SIGTERM does: with --checkpoint it keeps a checkpoint first.
+    """Stop JOB as SIGTERM does: with --checkpoint it saves a checkpoint first.
 
-    JOB is a name that lockstep list shows, or the beginning of one.
+    JOB is a name shown by lockstep list, or the beginning of one.
     """
     from lockstep.coordinator.admin_client import accepted, send, wait_until_gone
     from lockstep.protocol.admin import StopRequest
 
     status = accepted(send(job, StopRequest()))
-    click.echo(f"{status.job} ends; this waits for it, and Ctrl-C only ends the waiting")
+    click.echo(f"stopping {status.job}; Ctrl-C stops only this wait")
     wait_until_gone(status.job)
     click.echo(f"{status.job} has ended")
 
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="Write the findings as JSON.")
-@click.option("--no-train", is_flag=True, help="Do not train for a second at the end.")
+@click.option("--no-train", is_flag=True, help="Skip the training test at the end.")
 @click.option(
     "--watch",
     type=click.FloatRange(min=0.1),
     metavar="SECONDS",
-    help="Show GPUs and cores only, again and again, until Ctrl-C.",
+    help="Show only GPUs and cores, every SECONDS, until Ctrl-C.",
 )
 @click.option(
     "--csv",
     "log",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
-    help="Add what the GPUs do to FILE, a line each; with --watch each time.",
+    help="Append the readings of each GPU to FILE, one line per GPU; with --watch, every SECONDS.",
 )
 def doctor(as_json: bool, no_train: bool, watch: float | None, log: Path | None) -> None:
-    """Find out whether this machine is fit for training, and what to do where it is not.
+    """Check whether this machine is ready for training, and suggest a fix for each problem.
 
-    It looks at versions, GPUs, backends, the machine and the environment, and trains for a second with two
-    workers. The exit status is 0 if all is well, 1 if jobs work, with warnings, and 2 if they will not.
+    It checks versions, GPUs, backends, the machine and the environment, and trains for a second with two
+    workers. The exit status is 0 if no check fails, 1 if jobs work with warnings, 2 if they do not.
     """
     from lockstep.doctor.command import check, follow
 
     if watch is None and log is None:
         sys.exit(check(as_json=as_json, train=not no_train))
     if as_json or no_train:
-        raise click.UsageError("--watch and --csv go without --json and --no-train")
+        raise click.UsageError("--watch and --csv cannot be combined with --json or --no-train")
     follow(watch, log)

@@ -87,20 +87,20 @@ class _Folder(click.Path):
     "--workers",
     type=PARTS,
     metavar="N",
-    help="Processes that compute. Never changes the result.  [default: one a visible GPU, else 2]",
+    help="Number of worker processes; does not affect the result.  [default: one per visible GPU, else 2]",
 )
 @click.option(
     "--replicas",
     type=PARTS,
     metavar="R",
-    help="Parts that every batch is split into: the result depends on it.  [default: N]",
+    help="Number of parts that each batch is split into; affects the result.  [default: N]",
 )
 @click.option(
     "--threads-per-worker",
     "threads",
     type=PARTS,
     metavar="T",
-    help="Threads that compute one replica: the result depends on it.  [default: usable cores // R, or 1]",
+    help="Threads per replica computation; affects the result.  [default: usable cores // R, or 1]",
 )
 @click.option(
     "--backend",
@@ -110,25 +110,25 @@ class _Folder(click.Path):
 @click.option(
     "--devices",
     metavar="LIST",
-    help="GPUs: a comma separates workers, + joins several of one worker, a single entry is for all.  "
-    "[default: one visible GPU a worker]",
+    help="GPUs: commas separate workers, + joins the GPUs of one worker, a single entry is for all.  "
+    "[default: one visible GPU per worker]",
 )
 @click.option(
     "--seed",
     type=_SEEDS,
-    help="Everything random follows from it.  [default: 0]",
+    help="Seed of all random numbers.  [default: 0]",
 )
 @click.option(
     "--run-dir",
     type=_Folder(path_type=Path),
-    help="The run's own folder.  [default: runs/<script>-<time>]",
+    help="Folder for logs and events of this run.  [default: runs/<script>-<time>]",
 )
 @click.option(
     "--tee",
     type=click.Choice(get_args(Tee)),
     default="chief",
     show_default=True,
-    help="Whose output the terminal shows; the logs have all of it.",
+    help="Workers whose output the terminal shows; the logs hold the output of all.",
 )
 @click.option(
     "--timeout",
@@ -136,7 +136,7 @@ class _Folder(click.Path):
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="A worker for which others wait longer is stuck, and ends the job.",
+    help="How long other workers wait for a worker before it is killed as stuck.",
 )
 @click.option(
     "--max-restarts",
@@ -144,7 +144,7 @@ class _Folder(click.Path):
     default=10,
     show_default=True,
     metavar="N",
-    help="How many lost workers are replaced; after that the others go on without.",
+    help="How many lost workers are replaced; after that, training continues with the remaining ones.",
 )
 @click.option(
     "--min-workers",
@@ -152,13 +152,13 @@ class _Folder(click.Path):
     default=1,
     show_default=True,
     metavar="N",
-    help="With fewer workers, training waits until others have joined.",
+    help="Below this number, training waits for workers to join.",
 )
 @click.option(
     "--checkpoint",
     type=_Folder(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="Keep checkpoints here, the last when SCRIPT ends; go on from the newest one that is there.",
+    help="Save checkpoints to DIR, the last one when SCRIPT ends; resume from the newest one in DIR.",
 )
 @click.option(
     "--checkpoint-every",
@@ -166,7 +166,7 @@ class _Folder(click.Path):
     metavar="N|TIME",
     default="10m",
     show_default=True,
-    help="So many steps of training (each is kept), or a time such as 30s, 10m or 1h.",
+    help="Checkpoint interval: a number of training steps, or a time such as 30s, 10m or 1h.",
 )
 @click.option(
     "--keep",
@@ -181,40 +181,40 @@ class _Folder(click.Path):
     metavar="TIME",
     default=f"{GRACE:g}s",
     show_default=True,
-    help="Time after SIGTERM for the step in flight and a last checkpoint, such as 30s or 2m.",
+    help="Time after SIGTERM to finish the current step and save a last checkpoint, such as 30s or 2m.",
 )
 @click.option(
     "--accept-changes",
     is_flag=True,
-    help="Resume even if the settings of model, optimizer, loss or callbacks differ from the checkpoint's.",
+    help="Resume even if settings of the model, optimizer, loss or callbacks differ from the checkpoint's.",
 )
 @click.option(
     "--tf-distribute",
     is_flag=True,
-    help="Strategies that SCRIPT finds under tf.distribute are Lockstep's, on every backend.",
+    help="Replace the strategies in tf.distribute with Lockstep's, on every backend.",
 )
 @click.option(
     "--no-adopt",
     is_flag=True,
-    help="A SCRIPT without a strategy trains by itself on every worker. By default each model that it "
-    "compiles is trained by all workers together.",
+    help="Let each worker run a SCRIPT without a strategy independently. By default, all workers together "
+    "train each model that it compiles.",
 )
-@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as for python -m.")
+@click.option("-m", "module", is_flag=True, help="SCRIPT is the name of a module, as with python -m.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_obj
 def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
-    """Run SCRIPT on several workers of this machine; ARGUMENTS are the script's own.
+    """Run SCRIPT on several workers on this machine; ARGUMENTS are passed to SCRIPT.
 
     \b
     lockstep run -n 2 train.py
     lockstep run -n 2 --replicas 8 train.py --epochs 3
     lockstep run -n 2 -m package.train --epochs 3
 
-    The exit status is 0 if every worker ended well, else that of the first that failed (128 + N for
+    The exit status is 0 if every worker succeeds, otherwise that of the first failure (128 + N for
     signal N), 130 after Ctrl-C, 143 after SIGTERM, 2 if nothing was started or the script's settings differ
     from its checkpoint's. With checkpoints, the chief first completes its step and writes a checkpoint after
-    SIGTERM, within --grace. Workers then have 3 seconds to end before they are killed. A second signal kills
+    SIGTERM, within --grace. Workers then have 3 seconds to exit before they are killed. A second signal kills
     them at once.
     """
     from lockstep.agent.command import fill_standard_descriptors, run_under_agent
@@ -238,7 +238,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             empty_folder(RunPaths(spec.run_dir).sources)
     note(spec.describe())
     for variable in switched_off() if spec.devices else ():
-        note(f"{variable} switches deterministic operations off: equal bits are no longer promised")
+        note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
     status = run_under_agent(lambda command: _run_job(spec, command), spec.grace)
     leave_folder(spec.run_dir)
     sys.exit(status)
@@ -395,13 +395,11 @@ def _run_job(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
             console=console,
             events=events,
             clock=clock,
-            state=State(
-                frozenset(range(spec.workers)),
+            state=State.of(
+                spec.view,
                 TimeLimits(timeout=spec.timeout, save=spec.grace),
-                view=spec.view,
+                JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
                 keeps=spec.checkpoints is not None,
-                size=JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
-                next_worker=spec.workers,
             ),
         )
         with contextlib.closing(agent):

@@ -11,14 +11,14 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import UnfitError
 
 _PATIENCE = 10.0
-"""Seconds after which a server is given up that does not let connect, or does not answer then."""
+"""Seconds to wait for a server to accept a connection and to answer."""
 
 
 class KubernetesExecutableLocation(Enum):
-    """Where this process runs, which decides how it finds the API server and who it is there.
+    """Where this process runs, which decides how it finds the API server and with which identity.
 
-    `WITHIN_CLUSTER`: in a pod, as the pod's service account. `OFF_CLUSTER`: elsewhere, as kubectl's
-    configuration says.
+    `WITHIN_CLUSTER`: in a pod, with the pod's service account. `OFF_CLUSTER`: elsewhere, with kubectl's
+    configuration.
     """
 
     WITHIN_CLUSTER = 0
@@ -26,10 +26,10 @@ class KubernetesExecutableLocation(Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks the API server for the pods with given labels, through the official client `kubernetes`.
+    """Asks the API server for the pods with given labels through the official client `kubernetes`.
 
-    Which of the tasks this process is, Kubernetes does not say: set `task_type` and `task_id`.
-    An address is that of the pod, not of the node it is on, since several pods may share one.
+    Kubernetes does not identify the task of this process: set `task_type` and `task_id`. An address is that
+    of the pod, not of its node, which several pods may share.
     """
 
     def __init__(
@@ -40,18 +40,18 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: Any = None,
         executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
     ) -> None:
-        """Keep what to ask for.
+        """Store what to request.
 
         Args:
             job_to_label_mapping: the label selectors of each job, such as `{"worker": ["job-name=a"]}`;
                 by default `{"worker": ["job-name=tensorflow"]}`.
             tf_server_port: the port of every task.
-            rpc_layer: the protocol before addresses; None for none.
-            override_client: a `kubernetes.client.CoreV1Api` to ask, configured by the caller.
-            executable_location: where this process runs; not looked at with `override_client`.
+            rpc_layer: the protocol prefix of addresses; None for none.
+            override_client: a `kubernetes.client.CoreV1Api` to use, configured by the caller.
+            executable_location: where this process runs; ignored with `override_client`.
 
         Raises:
-            ValueError: `executable_location` is no such place.
+            ValueError: `executable_location` is not a `KubernetesExecutableLocation`.
         """
         if not isinstance(executable_location, KubernetesExecutableLocation):
             raise ValueError(
@@ -64,11 +64,11 @@ class KubernetesClusterResolver(ClusterResolver):
         self._location = executable_location
 
     def cluster_spec(self) -> ClusterSpec:
-        """Ask for the pods and return their addresses: selector by selector, by name for each.
+        """Request the pods and return their addresses, sorted by name for each selector.
 
         Raises:
-            UnfitError: the client is not installed or not configured, the server does not answer within 10
-                seconds or refuses, a selector has no pods, or a pod is not running.
+            UnfitError: the client is not installed or not configured, the server refuses or does not answer
+                within 10 seconds, a selector has no pods, or a pod is not running.
         """
         with self._connected() as client:
             return ClusterSpec(
@@ -106,7 +106,7 @@ class KubernetesClusterResolver(ClusterResolver):
         pods = sorted(_pods(client, selector), key=lambda pod: str(pod.metadata.name))
         if not pods:
             raise UnfitError(
-                f"Kubernetes has no pods with the label {selector!r}, expected one a task: "
+                f"Kubernetes has no pods with the label {selector!r}, expected one per task: "
                 f"see `kubectl get pods --all-namespaces --selector {selector}`"
             )
         return [f"{_host(pod)}:{self._port}" for pod in pods]
@@ -132,7 +132,7 @@ def _pods(client: Any, selector: str) -> Any:
         ) from None
     except (HTTPError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UnfitError(
-            f"The API server of Kubernetes, {asked}, gave no answer of use within {_PATIENCE:g} s: {error}"
+            f"The API server of Kubernetes, {asked}, gave no usable answer within {_PATIENCE:g} s: {error}"
         ) from None
 
 
@@ -147,7 +147,7 @@ def _host(pod: Any) -> str:
     if pod.status.phase != "Running" or not pod.status.pod_ip:
         raise UnfitError(
             f"the pod {pod.metadata.name!r} is {pod.status.phase}, at {pod.status.pod_ip or 'no address'}, "
-            "expected it Running: try again when all pods of the job are"
+            "expected Running: try again when all pods of the job run"
         )
     address = str(pod.status.pod_ip)
     return f"[{address}]" if ":" in address else address

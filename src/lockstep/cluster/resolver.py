@@ -1,4 +1,4 @@
-"""What finds a cluster; one that is told, and one that joins what others find."""
+"""The interface of cluster resolvers, one with a fixed cluster, and one that joins others."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from lockstep.system.environment import visible_gpus
 
 
 class ClusterResolver(ABC):
-    """Finds the tasks of a cluster and says which one this process is, as `tf.distribute`'s resolvers do.
+    """Finds the tasks of a cluster and identifies the task of this process, as in `tf.distribute`.
 
-    A subclass gives `cluster_spec` and `master`; it may set `_task_type`, `_task_id` and `_rpc_layer`, or
-    have properties of its own.
+    A subclass implements `cluster_spec` and `master`; it may set `_task_type`, `_task_id` and `_rpc_layer` or
+    override the properties.
     """
 
     _task_type: str | None = None
@@ -21,13 +21,13 @@ class ClusterResolver(ABC):
 
     @abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """Return the cluster as it is at this moment."""
+        """Return the current cluster."""
 
     @abstractmethod
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of a task, with the protocol before it: "grpc://host:2222"; "" for none.
+        """Return the address of a task with its protocol, such as "grpc://host:2222"; "" for none.
 
         Args:
             task_type: the job of the task.
@@ -40,18 +40,18 @@ class ClusterResolver(ABC):
     ) -> Mapping[str, int]:
         """Return the number of GPUs that this process may use: `{"GPU": 2}`.
 
-        Nobody asks other hosts, so the arguments, which `tf.distribute` has, choose nothing.
+        Other hosts are not asked, so the arguments, which exist for `tf.distribute`, have no effect.
         """
         return {"GPU": len(visible_gpus())}
 
     @property
     def environment(self) -> str | None:
-        """What kind of place the cluster is in; "" is any."""
+        """The environment of the cluster; "" if unspecified."""
         return ""
 
     @property
     def task_type(self) -> str | None:
-        """The job of this process, such as "worker"; None if it is not known."""
+        """The job of this process, such as "worker"; None if unknown."""
         return self._task_type
 
     @task_type.setter
@@ -60,7 +60,7 @@ class ClusterResolver(ABC):
 
     @property
     def task_id(self) -> int | None:
-        """The index of this process in its job; None if it is not known."""
+        """The index of this process in its job; None if unknown."""
         return self._task_id
 
     @task_id.setter
@@ -69,7 +69,7 @@ class ClusterResolver(ABC):
 
     @property
     def rpc_layer(self) -> str | None:
-        """The protocol that `master` puts before an address; None for none."""
+        """The protocol prefix of addresses that `master` returns; None for none."""
         return self._rpc_layer
 
     @rpc_layer.setter
@@ -78,7 +78,7 @@ class ClusterResolver(ABC):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Gives back what it is told."""
+    """Returns the values that it was created with."""
 
     def __init__(
         self,
@@ -90,16 +90,16 @@ class SimpleClusterResolver(ClusterResolver):
         num_accelerators: Mapping[str, int] | None = None,
         rpc_layer: str | None = None,
     ) -> None:
-        """Keep all that a resolver answers.
+        """Store the values.
 
         Args:
-            cluster_spec: the cluster; TensorFlow's own `ClusterSpec` will do.
-            master: the address that `master` gives where no task is named.
+            cluster_spec: the cluster; TensorFlow's own `ClusterSpec` works too.
+            master: the address that `master` returns if no task is named.
             task_type: the job of this process.
             task_id: its index in the job.
-            environment: what kind of place the cluster is in.
+            environment: the environment of the cluster.
             num_accelerators: such as `{"GPU": 2}`; None for none.
-            rpc_layer: the protocol before addresses.
+            rpc_layer: the protocol prefix of addresses.
 
         Raises:
             TypeError: `cluster_spec` is not a `ClusterSpec`, or `master` not a `str`.
@@ -123,7 +123,7 @@ class SimpleClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of the task if one is named by both, else the master's.
+        """Return the address of the task if both arguments are given, otherwise the master's.
 
         Raises:
             ValueError: there is no such task.
@@ -136,17 +136,17 @@ class SimpleClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Return what the resolver was told, an empty dict if nothing; the arguments choose nothing."""
+        """Return the value given at creation, or an empty dict; the arguments have no effect."""
         return {} if self._num_accelerators is None else self._num_accelerators
 
     @property
     def environment(self) -> str | None:
-        """What the resolver was told."""
+        """The value given at creation."""
         return self._environment
 
 
 class UnionResolver(ClusterResolver):
-    """Joins the clusters of several resolvers; answers everything else as the first of them."""
+    """Joins the clusters of several resolvers; everything else comes from the first one."""
 
     def __init__(
         self,
@@ -155,20 +155,20 @@ class UnionResolver(ClusterResolver):
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:
-        """Keep the resolvers.
+        """Store the resolvers.
 
         Args:
-            resolvers: one at least.
-            rpc_layer: in place of the first resolver's.
-            task_type: in place of the first resolver's.
-            task_id: in place of the first resolver's.
+            resolvers: at least one.
+            rpc_layer: overrides that of the first resolver.
+            task_type: overrides that of the first resolver.
+            task_id: overrides that of the first resolver.
 
         Raises:
             ValueError: there is no resolver.
             TypeError: one of them is not a `ClusterResolver`.
         """
         if not resolvers:
-            raise ValueError("a union has no resolvers, expected one at least")
+            raise ValueError("a union has no resolvers, expected at least one")
         for resolver in resolvers:
             if not isinstance(resolver, ClusterResolver):
                 raise TypeError(f"a resolver of a union is {resolver!r}, expected a ClusterResolver")
@@ -180,11 +180,11 @@ class UnionResolver(ClusterResolver):
     def cluster_spec(self) -> ClusterSpec:
         """Return all tasks of all resolvers.
 
-        The addresses of a job that all resolvers list are put one after the other, in the order of the
-        resolvers. Where one of them leaves indices out, all tasks keep their indices.
+        The addresses of a job that several resolvers list are concatenated in the order of the resolvers. If
+        one of them omits indices, all tasks keep their indices.
 
         Raises:
-            KeyError: an index that a task keeps is another task's too.
+            KeyError: two tasks that keep their indices have the same one.
         """
         jobs: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
@@ -195,7 +195,7 @@ class UnionResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """Return the address of the task if one is named by both, else the first resolver's master.
+        """Return the address of the task if both arguments are given, otherwise the first resolver's master.
 
         Raises:
             ValueError: there is no such task.
@@ -208,17 +208,17 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Return what the first resolver returns."""
+        """Return the value of the first resolver."""
         return self._first.num_accelerators(task_type, task_id, config_proto)
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's."""
+        """The value of the first resolver."""
         return self._first.environment
 
     @property
     def task_type(self) -> str | None:
-        """What was given or set, else the first resolver's."""
+        """The value given or set, otherwise that of the first resolver."""
         return self._first.task_type if self._task_type is None else self._task_type
 
     @task_type.setter
@@ -227,7 +227,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """What was given or set, else the first resolver's."""
+        """The value given or set, otherwise that of the first resolver."""
         return self._first.task_id if self._task_id is None else self._task_id
 
     @task_id.setter
@@ -236,7 +236,7 @@ class UnionResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What was given or set, else the first resolver's."""
+        """The value given or set, otherwise that of the first resolver."""
         return self._first.rpc_layer if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter
@@ -249,7 +249,7 @@ class UnionResolver(ClusterResolver):
 
 
 def with_layer(address: str, rpc_layer: str | None) -> str:
-    """Return the address with the protocol before it, if there is one."""
+    """Return the address with its protocol prefix, if any."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
@@ -260,6 +260,6 @@ def _join(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict
     for part in parts:
         tasks = dict(enumerate(part)) if isinstance(part, list) else part
         if twice := sorted(joined.keys() & tasks.keys()):
-            raise KeyError(f"two resolvers have the tasks {twice} of job {job!r}, and one leaves indices out")
+            raise KeyError(f"two resolvers have the tasks {twice} of job {job!r}, and one omits indices")
         joined |= tasks
     return joined

@@ -1,9 +1,10 @@
 """The cluster of a Slurm job step."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice, product
 from typing import Any
 
-from lockstep.cluster.hosts import expand_counts, expand_hosts
 from lockstep.cluster.resolver import ClusterResolver, with_layer
 from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import ConfigError
@@ -15,10 +16,10 @@ Hosts = list[tuple[str, int]]
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """Reads what `srun` tells each of its tasks.
+    """Reads the variables that `srun` sets for each of its tasks.
 
-    The tasks of the cluster are Slurm's, in the order of `SLURM_PROCID`. Tasks on one host take one port
-    each, from `port_base` on, and one part each of the host's GPUs.
+    The tasks of the cluster are Slurm's, in the order of `SLURM_PROCID`. Each task of a host gets its own
+    port, starting at `port_base`, and its share of the host's GPUs.
     """
 
     def __init__(
@@ -34,19 +35,19 @@ class SlurmClusterResolver(ClusterResolver):
         """Read the environment.
 
         Args:
-            jobs: the number of tasks of each job; by their names' order they take Slurm's tasks. All of them
-                are workers by default.
+            jobs: the number of tasks of each job; in the order of their names they take Slurm's tasks. By
+                default, all tasks are workers.
             port_base: the port of the first task on a host.
-            gpus_per_node: number of GPUs of a host; by default those that CUDA shows on this one.
-            gpus_per_task: number of GPUs of a task; by default the host's are divided evenly.
-            tasks_per_node: number of tasks on every host, or on each by its name in Slurm's order; by default
-                what Slurm says.
-            auto_set_gpu: whether `cluster_spec` lets CUDA show this task its own GPUs only.
-            rpc_layer: the protocol before addresses; None for none.
+            gpus_per_node: number of GPUs per host; by default those that CUDA shows on this one.
+            gpus_per_task: number of GPUs per task; by default the host's GPUs are divided evenly.
+            tasks_per_node: number of tasks on every host, or on each host by its name in Slurm's order; by
+                default the number that Slurm sets.
+            auto_set_gpu: whether `cluster_spec` makes CUDA show this task only its own GPUs.
+            rpc_layer: the protocol prefix of addresses; None for none.
 
         Raises:
-            ConfigError: this is no task of a Slurm job step, Slurm's variables cannot be read, or the
-                tasks or GPUs that are asked for are not there, or its tasks are not numbered host by host.
+            ConfigError: this is not a task of a Slurm job step, Slurm's variables are invalid, the requested
+                tasks or GPUs do not exist, or the tasks are not numbered host by host.
         """
         rank = _number("PROCID")
         jobs = {"worker": _number("STEP_NUM_TASKS")} if jobs is None else jobs
@@ -108,7 +109,7 @@ def _hosts(tasks_per_node: int | Mapping[str, int] | None) -> Hosts:
     tasks = expand_counts(_variable("STEP_TASKS_PER_NODE"))
     if len(tasks) != len(names):
         raise ConfigError(
-            f"SLURM_STEP_NODELIST has {count(len(names), 'host')}, SLURM_STEP_TASKS_PER_NODE speaks of "
+            f"SLURM_STEP_NODELIST has {count(len(names), 'host')}, SLURM_STEP_TASKS_PER_NODE has "
             f"{len(tasks)}: start the script with `srun`, which sets both"
         )
     return list(zip(names, tasks, strict=True))
@@ -119,10 +120,10 @@ def _check_tasks(jobs: Mapping[str, int], hosts: Hosts, rank: int) -> None:
     if asked != given or given == 0:
         raise ConfigError(
             f"the jobs {dict(jobs)} have {count(asked, 'task')}, but Slurm started {given}: "
-            "let them add up to the --ntasks of `srun`"
+            "their sum must be the --ntasks of `srun`"
         )
     if rank >= given:
-        raise ConfigError(f"SLURM_PROCID is {rank}, but the {count(given, 'task')} count from 0")
+        raise ConfigError(f"SLURM_PROCID is {rank}, but the {count(given, 'task')} are numbered from 0")
 
 
 def _gpus(number: int | None) -> tuple[str, ...]:
@@ -169,7 +170,7 @@ def _variable(name: str) -> str:
     value = slurm_variable(name)
     if value is None:
         raise ConfigError(
-            f"SLURM_{name} is not set, so this is no task of a Slurm job step: start the script with `srun`"
+            f"SLURM_{name} is not set: this is not a task of a Slurm job step; start the script with `srun`"
         )
     return value
 
@@ -179,3 +180,75 @@ def _number(name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise ConfigError(f"SLURM_{name} is {text!r}, expected a whole number, 0 or more")
     return int(text)
+
+
+_MOST = 65536
+_NAME = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+")
+_PIECE = re.compile(r"\[([^\]]*)\]|([^\[]+)")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
+_COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Return the hosts of a list such as `node[01-03,7]`, in its order: node01, node02, node03, node7.
+
+    A range has as many digits at least as its first number. Where a name has several brackets, the last one
+    varies first.
+
+    Raises:
+        ConfigError: it is not a list of hosts, or one of more than 65,536.
+    """
+    names = _split(text)
+    hosts = list(islice((host for name in names for host in _expand(text, name)), _MOST + 1))
+    if len(hosts) > _MOST:
+        raise _wrong(text, f"has more than {_MOST} hosts")
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """Return the numbers of a list such as `2(x3),1`: 2, 2, 2, 1.
+
+    Raises:
+        ConfigError: it is not such a list, or one of more than 65,536 numbers.
+    """
+    found = [_COUNT.fullmatch(part) for part in text.split(",")]
+    runs = [(int(match[1]), int(match[2] or 1)) for match in found if match]
+    if len(runs) != len(found) or sum(times for _, times in runs) > _MOST:
+        raise ConfigError(f"Slurm's list of tasks is {text!r}, expected the tasks on each host: '2(x3),1'")
+    return [number for number, times in runs for _ in range(times)]
+
+
+def _split(text: str) -> list[str]:
+    names = _NAME.findall(text)
+    if not names or ",".join(names) != text:
+        raise _wrong(text, "is not a list of hosts")
+    return names
+
+
+def _expand(text: str, name: str) -> Iterator[str]:
+    pieces, count = [], 1
+    for match in _PIECE.finditer(name):
+        pieces.append(_numbers(text, match[1]) if match[2] is None else [match[2]])
+        count *= len(pieces[-1])
+        if count > _MOST:
+            raise _wrong(text, f"has more than {_MOST} hosts")
+    return map("".join, product(*pieces))
+
+
+def _numbers(text: str, ranges: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not match or first > last:
+            raise _wrong(text, f"has {part!r} in brackets")
+        if len(numbers) + last - first >= _MOST:
+            raise _wrong(text, f"has more than {_MOST} hosts")
+        numbers.extend(str(number).zfill(len(match[1])) for number in range(first, last + 1))
+    return numbers
+
+
+def _wrong(text: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"Slurm's list of hosts, {text[:120]!r}, {what}: expected such as 'node[01-03,7],gpu1'"
+    )

@@ -12,7 +12,7 @@ Tasks = Sequence[str] | Mapping[int, str] | Mapping[str, str]
 class ClusterSpec:
     """A set of tasks with their addresses, organized into jobs such as "worker" and "ps".
 
-    Has the methods of `tf.train.ClusterSpec`, except that it takes no `ClusterDef`. Names and addresses are
+    It has the methods of `tf.train.ClusterSpec` but does not accept a `ClusterDef`. Names and addresses are
     `str`.
     """
 
@@ -20,11 +20,11 @@ class ClusterSpec:
         """Copy the cluster.
 
         Args:
-            cluster: for each job, the addresses of its tasks in their order, or a mapping from the index
-                of a task to its address (indices may be left out); or a `ClusterSpec`, TensorFlow's too.
+            cluster: for each job, the addresses of its tasks in order, or a mapping from the index of a task
+                to its address (indices may be omitted); or a `ClusterSpec`, also TensorFlow's.
 
         Raises:
-            TypeError: it is nothing of that.
+            TypeError: it is none of these.
             ValueError: an index is not a whole number, 0 or more.
         """
         jobs = cluster.as_dict() if hasattr(cluster, "as_dict") else cluster
@@ -53,7 +53,7 @@ class ClusterSpec:
         return list(self._jobs)
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """Return for each job a list of addresses, or a dict by index where indices are left out.
+        """Return for each job a list of addresses, or a dict by index if indices are omitted.
 
         A job without tasks is an empty dict.
         """

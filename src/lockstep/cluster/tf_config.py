@@ -50,7 +50,7 @@ def parse(text: str) -> TaskConfig:
     _check_jobs(cluster)
     _check_addresses(cluster)
     if "task" not in fields:
-        raise _wrong(f"has no 'task', which says what this process is; it has {_names(fields)}")
+        raise _wrong(f"has no 'task', which identifies this process; it has {_names(fields)}")
     task_type, task_id = _task(cluster, fields["task"])
     return TaskConfig(
         cluster, task_type, task_id, _text_or_none(fields, "rpc_layer"), _text_or_none(fields, "environment")
@@ -121,7 +121,7 @@ def _check_jobs(cluster: ClusterSpec) -> None:
         if indices != list(range(len(indices))):
             raise _wrong(f"has the {job} tasks {indices} in 'cluster', expected all from 0 on")
         if job in ("chief", "evaluator") and len(indices) > 1:
-            raise _wrong(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected one at most")
+            raise _wrong(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected at most one")
 
 
 def _check_addresses(cluster: ClusterSpec) -> None:
@@ -133,7 +133,7 @@ def _check_addresses(cluster: ClusterSpec) -> None:
             if place in seen:
                 raise _wrong(
                     f"gives {cluster.task_address(job, index)!r} to {seen[place]} and to {task}, "
-                    "expected an address of its own for each task"
+                    "expected a different address for each task"
                 )
             seen[place] = task
 

@@ -10,11 +10,10 @@ from lockstep.system.environment import tf_config_now
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """Reads `TF_CONFIG` each time it is asked.
+    """Reads `TF_CONFIG` on each access.
 
-    Without a `TF_CONFIG`, or with one that says less, it knows less: what is not said is None, or a cluster
-    without jobs. `lockstep.cluster.tf_config.parse` is the strict reader.
-    Each method and property raises `ConfigError` where `TF_CONFIG` is not a JSON object.
+    Values that `TF_CONFIG` lacks are None, or a cluster without jobs. `lockstep.cluster.tf_config.parse` is
+    the strict reader. Each method and property raises `ConfigError` if `TF_CONFIG` is not a JSON object.
     """
 
     def __init__(
@@ -24,13 +23,13 @@ class TFConfigClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
         environment: str | None = None,
     ) -> None:
-        """Keep what is to be answered in place of what `TF_CONFIG` says.
+        """Store values that override those in `TF_CONFIG`.
 
         Args:
             task_type: the job of this process.
             task_id: its index in the job.
-            rpc_layer: the protocol before addresses.
-            environment: what kind of place the cluster is in; not read from `TF_CONFIG`.
+            rpc_layer: the protocol prefix of addresses.
+            environment: the environment of the cluster; not read from `TF_CONFIG`.
         """
         self._task_type = task_type
         self._task_id = task_id
@@ -50,7 +49,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> str:
         """Return the address of a task, by default of this process.
 
-        It is "" if the cluster has one task at most, and the "session_master" of `TF_CONFIG` if it has one.
+        It is "" if the cluster has at most one task, and the "session_master" of `TF_CONFIG` if there is one.
 
         Raises:
             ConfigError: neither the arguments nor `TF_CONFIG` name a task.
@@ -74,7 +73,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """What the resolver was told."""
+        """The value given at creation."""
         return self._environment
 
     @property

@@ -7,8 +7,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lockstep.collectives.arguments import check_length, common_layout, outgoing
-from lockstep.collectives.calls import CollectiveCall, compare, farewell
+from lockstep.collectives.calls import (
+    CollectiveCall,
+    check_length,
+    common_layout,
+    compare,
+    farewell,
+    outgoing,
+)
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum

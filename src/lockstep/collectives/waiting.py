@@ -36,7 +36,7 @@ class ObservedWait:
         waited, policy = self._clock.now() - self._start, self._policy
         if waited >= policy.timeout:
             raise PeerStuckError(
-                f"waited {waited:.1f} s for {name_workers(missing)} in {self._what()}. Look at what "
+                f"waited {waited:.1f} s for {name_workers(missing)} in {self._what()}. Check what "
                 f"{'it is' if len(missing) == 1 else 'they are'} doing (py-spy dump), or allow a longer wait"
             )
         if self._observe is not None and waited >= (self._reports + 1) * policy.report_every:

@@ -77,7 +77,7 @@ def send(job: str, order: Order, patience: float = 5.0) -> Reply:
         raise ConfigError(f"{name} has not answered in {patience:g} seconds; {_advice(name)}") from None
     except ValueError as error:
         raise ConfigError(
-            f"the answer of {name} is not understood ({error}); use the Lockstep that it was started with"
+            f"cannot read the answer of {name} ({error}); use the version of Lockstep that started it"
         ) from None
     if reply is None:
         raise ConfigError(f"{name} has just ended")
@@ -103,7 +103,7 @@ def wait_until_gone(name: str) -> None:
         keepers |= {keeper} - {_UNSEEN}
         if (now := time.monotonic()) - said >= _SAY_EVERY:
             said = now
-            how = f"; to kill all of it: kill -KILL {keeper}" if keeper else ""
+            how = f"; to kill the whole job: kill -KILL {keeper}" if keeper else ""
             note(f"{name} is still stopping after {now - begun:.0f} s{how}")
         time.sleep(_PAUSE)
 
@@ -142,15 +142,15 @@ def _find(job: str) -> str:
     if len(meant) == 1:
         return meant[0]
     if meant:
-        raise ConfigError(f"'{job}' can be {' or '.join(meant)}; give more of the name")
+        raise ConfigError(f"'{job}' is ambiguous: {' or '.join(meant)}; give more of the name")
     raise ConfigError(
-        f"there is no job '{job}'; " + (f"these run: {', '.join(names)}" if names else "no job is running")
+        f"there is no job '{job}'; " + (f"running jobs: {', '.join(names)}" if names else "no job is running")
     )
 
 
 def _advice(name: str) -> str:
     keeper = _keeper(name)
-    return "try again" + (f", or end all of it with kill -KILL {keeper}" if keeper else "")
+    return "try again" + (f", or kill the whole job with kill -KILL {keeper}" if keeper else "")
 
 
 def _ask(name: str, patience: float) -> Reply | None:

@@ -20,7 +20,7 @@ _MOST_NUMBER = 1000
 _BACKLOG = 128
 _ARRIVES = select.EPOLLIN | select.EPOLLET
 _KEPT_END = 20
-_OTHER_VERSION = "use the Lockstep that it was started with"
+_OTHER_VERSION = "use the version of Lockstep that started the job"
 _CREDENTIALS = struct.Struct("iII")
 
 
@@ -100,7 +100,7 @@ class AdminSocket:
                 arrivals.register(listener, _ARRIVES)
                 undo.pop_all()
         except OSError as error:
-            raise UnfitError(f"the job {wanted} gets no socket for orders: {error.strerror}") from None
+            raise UnfitError(f"cannot open the admin socket of job {wanted}: {error.strerror}") from None
         return cls(name, listener, arrivals, answer, trusts)
 
     def fileno(self) -> int:
@@ -158,12 +158,12 @@ class AdminSocket:
         try:
             order = decode_order(packet)
         except ValueError as error:
-            return encode(Refused(f"this is no order that the job knows ({error}); {_OTHER_VERSION}"))
+            return encode(Refused(f"unknown request ({error}); {_OTHER_VERSION}"))
         reply = self._answer(order)
         try:
             return encode(reply)
         except ValueError as error:
-            return encode(Refused(f"the answer cannot be sent: {error}"))
+            return encode(Refused(f"cannot send the answer: {error}"))
 
     def _drop(self, connection: socket.socket) -> None:
         self._silent.remove(connection)

@@ -61,8 +61,7 @@ from lockstep.protocol.worker import (
     WaitReport,
 )
 from lockstep.supervisor import events as job_events
-from lockstep.supervisor.decide import decide
-from lockstep.supervisor.elasticity import refusal
+from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
@@ -246,7 +245,7 @@ class Coordinator:
         try:
             self._admin = AdminSocket.open(self.paths.root.name, self._answer)
         except LockstepError as error:
-            self.console.say(f"this job hears no orders: {error}")
+            self.console.say(f"remote control is unavailable: {error}")
             return
         self._admin_descriptor = self._admin.fileno()
         self.loop.watch(self._admin_descriptor, self._admin.serve)
@@ -263,7 +262,7 @@ class Coordinator:
                 if reason := refusal(self.state, workers):
                     return Refused(reason)
                 self._decide(job_events.ScaleRequested(workers))
-            case StopRequest() if self.state.stage in (Stage.RUNNING, Stage.LOOKING):
+            case StopRequest() if self.state.active:
                 self._decide(job_events.StopRequested(signal.SIGTERM))
             case StopRequest() | StatusRequest():
                 # The same order once more must not cut short how the job ends.
@@ -281,7 +280,7 @@ class Coordinator:
             since=self._since,
             replicas=self.spec.replicas,
             workers=tuple(worker for worker in state.members if worker in state.present),
-            joining=tuple(joiner.worker for joiner in state.joiners),
+            joining=state.joiners,
             wanted=state.size.wanted,
             where=self._doing,
         )
@@ -321,10 +320,10 @@ class Coordinator:
                 self._ended = report
             case PeerGone() | Unreadable():
                 self._ended = HostEnded()
-                self._outcome = self._outcome or job_events.JobOutcome(1, "the agent of this host is gone")
+                self._outcome = self._outcome or job_events.JobOutcome(1, "the agent of this host has ended")
 
     def _take_failed_start(self, worker: int, joins: bool, why: str) -> None:
-        message = f"worker {worker} cannot be started: {why}"
+        message = f"cannot start worker {worker}: {why}"
         if joins:
             self.console.say(message)
             self._decide(job_events.WorkerExited(worker, 1))
@@ -342,7 +341,7 @@ class Coordinator:
         if self._progress is not None:
             self._progress.gone(worker)
         self.events.write("exited", worker=worker, status=status)
-        if exited.memory_kills and self.state.stage in (Stage.RUNNING, Stage.LOOKING):
+        if exited.memory_kills and self.state.active:
             self.events.write("no memory", worker=worker, kills=exited.memory_kills)
             self.console.say(
                 f"the kernel killed a process because memory ran out, probably worker {worker}: use fewer "
@@ -407,7 +406,7 @@ class Coordinator:
                 self._decide(job_events.CheckpointFailed(str(fields["reason"])))
             case "resumed" if worker == self.console.chief:
                 self._tally.before = int(fields["step"])
-                self.console.say(f"training goes on behind {fields.get('where')}")
+                self.console.say(f"training resumed after {fields.get('where')}")
 
     def _note_progress(self, worker: int, what: str) -> None:
         if self._progress is not None:
@@ -435,7 +434,7 @@ class Coordinator:
         if worker == self.console.chief and self.spec.backend in BACKEND_NAMES and backend in BACKEND_NAMES:
             own, chosen = BACKEND_NAMES[backend], BACKEND_NAMES[self.spec.backend]
             if own != chosen:
-                self.console.say(f"the script selects {own} itself, so it does not run on {chosen}")
+                self.console.say(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
 
     # The end.
 
@@ -452,13 +451,13 @@ class Coordinator:
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
             self.console.say(
-                f"the script {what}: each of the {self.spec.workers} workers ran all of it, alone"
+                f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own"
             )
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
             self.console.say(
                 f"the script distributed nothing: {lines}; train with model.fit, or "
-                "pass the computation of a replica to strategy.run"
+                "pass the replica's computation to strategy.run"
             )
         if self._ended.left:
             self.console.say(unkillable(self._ended.left))

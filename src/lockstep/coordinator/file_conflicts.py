@@ -38,7 +38,7 @@ class FileConflicts:
             return None
         self._told.add(path)
         if len(self._told) > _MOST_LINES:
-            return "there are more files that several workers write; they are not named"
+            return "several workers write more files; they are not listed"
         both = name_workers(tuple(sorted((min(others), worker))))
         return (
             f"{both} both write {self._shown(path)} ({line}); every worker runs the whole script: guard the "

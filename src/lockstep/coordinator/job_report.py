@@ -93,6 +93,6 @@ def explain(
 
 def _stack(evidence: WorkerEvidence) -> list[str]:
     if not evidence.stack:
-        return [f"  worker {evidence.worker} gave no stack"]
+        return [f"  worker {evidence.worker} sent no stack"]
     heading = f"  worker {evidence.worker} is here (most recent call first):"
     return [heading, *(f"    {frame}" for frame in evidence.stack)]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable
 
 from lockstep.system.prose import name_workers
 
-STARTING = "starting: importing what the script needs"
-RUNNING = "running the script, which has compiled no model yet"
+STARTING = "starting: importing the script's modules"
+RUNNING = "running the script, which has not compiled a model yet"
 PREPARING = "preparing the first distributed call"
 
 _QUIET = 5.0

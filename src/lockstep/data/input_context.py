@@ -1,15 +1,15 @@
-"""What a function that makes the input of one replica is told."""
+"""The argument of a function that creates the input of one replica."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class InputContext:
-    """Which pipeline of how many a function is to make, under the names that `tf.distribute` gave it.
+    """The pipeline that a function is to create, with the names of `tf.distribute`.
 
     Attributes:
-        num_input_pipelines: how many pipelines there are: one a replica.
-        input_pipeline_id: which of them this one is, from 0.
+        num_input_pipelines: the number of pipelines, one per replica.
+        input_pipeline_id: the index of this pipeline, from 0.
         num_replicas_in_sync: R, the number of replicas.
     """
 
@@ -18,7 +18,7 @@ class InputContext:
     num_replicas_in_sync: int = 1
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Return the examples of a replica in each global batch.
+        """Return the number of examples per replica in each global batch.
 
         Raises:
             ValueError: the batch cannot be divided evenly.

@@ -4,9 +4,10 @@ Every worker computes the same order from the same numbers, and a position in it
 without having drawn what came before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -49,3 +50,17 @@ class Order:
                 yield start + generator.permutation(stop - start)
             else:
                 yield slice(start, stop)
+
+
+def reader_of(array: Any) -> Callable[[Indices], Any]:
+    """Return what reads the rows of `array` at indices that it has; those of a slice may be a view."""
+    plain = type(array) is np.ndarray and array.flags.c_contiguous and array.flags.aligned
+    return partial(_taken, array) if plain else array.__getitem__
+
+
+def _taken(array: np.ndarray[Any, Any], indices: Indices) -> Any:
+    """Copy whole rows at once, which NumPy does not where it is given indices in brackets.
+
+    Of other memory than this `take` would copy all rows first.
+    """
+    return array[indices] if isinstance(indices, slice) else array.take(indices, 0, mode="clip")

@@ -82,7 +82,7 @@ def examine_tf_config(
                 _NAME,
                 str(error),
                 "correct it, or unset TF_CONFIG: lockstep run sets its own, but a script that is started by "
-                "hand ends where it makes a strategy",
+                "hand exits where it creates a strategy",
             )
         ]
     return judge(config, look(config, resolve, patience))
@@ -126,12 +126,12 @@ def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example
     own = f"{config.task_type} {config.task_id}"
     facts = {"task": own, "training": list(trainers), "environment": config.environment}
     if config.environment == RUN:
-        reason = "comes from inside a job of lockstep run: a script that is started by hand trains alone"
+        reason = "it was set in a job of lockstep run: a script that is started by hand trains alone"
         return _ROWS.warning(_NAME, reason, "unset TF_CONFIG", **facts)
     if config.task_type == "ps":
         reason = (
-            f"this process is {own}, for which there is nothing to do: a script that is started by hand ends "
-            "where it makes a strategy"
+            f"this process is {own}, which does nothing: a script that is started by hand exits "
+            "where it creates a strategy"
         )
         remedy = "give it a task of type chief or worker, or unset TF_CONFIG; lockstep run sets its own"
         return _ROWS.warning(_NAME, reason, remedy, **facts)
@@ -154,7 +154,7 @@ def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example
     return _ROWS.warning(
         _NAME,
         f"{reason}. All addresses are loopback, as in an example",
-        "unset TF_CONFIG if it is left over in this shell; else start the others too",
+        "unset TF_CONFIG if it is left over in this shell; otherwise start the other tasks too",
         **facts,
     )
 
@@ -164,14 +164,14 @@ def _of_place(place: Place, used: bool) -> Finding | None:
     refuse = "workers that are started by hand refuse to train"
     if place.fault:
         reason = f"{place.address}: {place.fault}"
-        remedy = "correct it in every TF_CONFIG, or give the host's number"
+        remedy = "correct it in every TF_CONFIG, or give the host's IP address"
     elif not place.here:
-        reason = f"{place.address} is no address of this machine"
-        refuse = "workers that are started by hand have to be on one machine, and refuse to train"
+        reason = f"{place.address} is not an address of this machine"
+        refuse = "workers that are started by hand must run on one machine and refuse to train otherwise"
         remedy = "give all tasks that train addresses of this machine, such as 127.0.0.1:20000"
     elif place.user:
         reason = f"{place.address} is in use by {place.user}"
-        remedy = "end that, or give another port to this task in every TF_CONFIG"
+        remedy = "stop it, or give this task another port in every TF_CONFIG"
         refuse = f"{place.task}, started by hand, refuses to train"
     else:
         return None
@@ -184,8 +184,8 @@ def _of_place(place: Place, used: bool) -> Finding | None:
 def _of_good_places(places: Sequence[Place]) -> Finding:
     name, facts = f"{_NAME}: addresses", {"numbers": {place.address: place.number for place in places}}
     if len(places) == 1:
-        return _ROWS.fine(name, f"{places[0].address} is this machine's, and its port free", **facts)
-    return _ROWS.fine(name, f"all {len(places)} are this machine's, and their ports free", **facts)
+        return _ROWS.fine(name, f"{places[0].address} belongs to this machine, and its port is free", **facts)
+    return _ROWS.fine(name, f"all {len(places)} belong to this machine, and their ports are free", **facts)
 
 
 def _resolved(hosts: Sequence[str], resolve: Resolve, patience: float) -> dict[str, tuple[str, str]]:
@@ -204,7 +204,7 @@ def _resolved(hosts: Sequence[str], resolve: Resolve, patience: float) -> dict[s
     # A name server that is gone is waited for much longer by the system.
     for _ in range(min(_MOST_THREADS, len(hosts))):
         threading.Thread(target=ask, daemon=True).start()
-    known = dict.fromkeys(hosts, ("", f"no answer in {patience:g} s as to where this host is"))
+    known = dict.fromkeys(hosts, ("", f"the host could not be resolved within {patience:g} s"))
     deadline = time.monotonic() + patience
     with contextlib.suppress(queue.Empty):
         for _ in hosts:
@@ -217,7 +217,7 @@ def _answer(host: str, resolve: Resolve) -> tuple[str, str]:
     try:
         return resolve(host), ""
     except (OSError, UnicodeError) as error:
-        return "", f"the host is not known here ({getattr(error, 'strerror', None) or error})"
+        return "", f"the host cannot be resolved ({getattr(error, 'strerror', None) or error})"
 
 
 def _look(task: str, address: str, number: str, why: str) -> Place:
@@ -261,8 +261,8 @@ def _user_of(number: str, port: int) -> str:
         if pid is not None:
             return _program(pid)
         if found:
-            return "a process of another user (which one, only root is told)"
-    return "another program, which cannot be seen from here"
+            return "a process of another user (only root can see which)"
+    return "another program that is not visible from here"
 
 
 def _program(pid: int) -> str:

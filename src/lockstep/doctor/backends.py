@@ -16,7 +16,7 @@ _SECTION = "backends"
 _COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.doctor.backend_probe"])
 SLOW_SECONDS = 14.0
 """A backend that needs more to be imported and to compute is slow."""
-_AGAIN = f"run it by hand to see all that it says: {_COMMAND} {{}}"
+_AGAIN = f"run it yourself to see its whole output: {_COMMAND} {{}}"
 
 
 @dataclass(frozen=True)
@@ -87,9 +87,9 @@ def _slow(backend: str, seconds: float) -> Finding:
         _SECTION,
         f"{backend} is slow",
         Rating.WARNING,
-        f"it took {seconds:.0f} s to be imported and to compute",
+        f"importing it and computing took {seconds:.0f} s",
         "the first import after an installation reads many files: try again; if it takes as long, the "
-        "disk or the cores are slow, and every job starts as slowly",
+        "disk or the cores are slow, and every job starts this slowly",
         {"seconds": seconds},
     )
 
@@ -118,8 +118,8 @@ def _trial(backend: str, tried: dict[str, Any], bad: Rating) -> Finding:
             _SECTION,
             name,
             Rating.WARNING,
-            "the same computation gave other bits the second time",
-            "look for variables that switch deterministic operations off",
+            "the same computation gave different bits the second time",
+            "look for environment variables that disable deterministic operations",
             tried,
         )
     return Finding(_SECTION, name, Rating.FINE, "the same bits twice", "", tried)
@@ -127,13 +127,13 @@ def _trial(backend: str, tried: dict[str, Any], bad: Rating) -> Finding:
 
 def _end(backend: str, answer: Answer, bad: Rating) -> Finding:
     if answer.built is None:
-        where = "when it was imported"
+        where = "during import"
     elif answer.devices is None:
-        where = "when it was asked for its devices"
+        where = "while listing its devices"
     elif len(answer.tried) < len(answer.devices):
-        where = f"when it computed on {answer.devices[len(answer.tried)]}"
+        where = f"while computing on {answer.devices[len(answer.tried)]}"
     else:
-        where = "at its end"
+        where = "at exit"
     remedy = _AGAIN.format(backend)
     if answer.ended.fault:
         remedy = "raise the limits of this shell (ulimit -a) on files, processes and memory"

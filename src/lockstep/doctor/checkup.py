@@ -29,7 +29,11 @@ PROBE_SECONDS = 60.0
 TRAINING_SECONDS = 60.0
 _GRACE = 1.0
 _UNTRAINED = Finding(
-    "training", "not tried", Rating.FINE, "what has failed above would fail again", "mend that first"
+    "training",
+    "not tested",
+    Rating.FINE,
+    "the failures above would make it fail",
+    "fix the failures above first",
 )
 
 
@@ -80,7 +84,7 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
             *examine_tf_config(around.environment.get("TF_CONFIG")),
         ]
         if probes:
-            around.say(f"asking {', '.join(probes)} to compute, which takes some seconds")
+            around.say(f"asking {', '.join(probes)} to compute; this takes a few seconds")
         gpus = len(shown(around.reading.gpus, listed).places)
         for backend, ended in _outcomes(probes, deadline, around.say).items():
             answer = backends.Answer.of(ended)
@@ -112,7 +116,7 @@ def _waiting(what: str, seconds: float, limit: float) -> str:
 
 
 def _train(backend: str, around: Surroundings) -> Finding:
-    around.say(f"training on {backend} with {training.WORKERS} workers, which takes some seconds")
+    around.say(f"training on {backend} with {training.WORKERS} workers; this takes a few seconds")
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
         program = _started(training.command(backend, Path(name)), around.environment, _GRACE)
         if isinstance(program, Ended):

@@ -44,7 +44,7 @@ def check(*, as_json: bool, train: bool) -> int:
     except Exception as error:
         # Python's own status for this is 1, which says that jobs work.
         traceback.print_exception(error)
-        raise InternalError(f"the examination itself has failed: {error}") from error
+        raise InternalError(f"the check itself failed: {error}") from error
     if as_json:
         _write(report.as_json(findings) + "\n")
     else:
@@ -64,7 +64,7 @@ def follow(seconds: float | None, log: Path | None) -> None:
     with reader(load()) as look:
         if seconds is not None:
             if sys.stdout is None and log is None:
-                raise UnfitError("stdout is closed, and no --csv given: nobody could see anything")
+                raise UnfitError("stdout is closed and --csv is not given, so there is no output")
             try:
                 with Path(os.devnull).open("w") as nowhere:
                     watch(seconds, log, look, sys.stdout or nowhere)
@@ -92,4 +92,4 @@ def _let_go(error: OSError) -> None:
     let_go_of_stdout()
     # Who reads no further, as head does, has what it wants.
     if not isinstance(error, BrokenPipeError):
-        raise UnfitError(f"the report cannot be written: {error.strerror}") from None
+        raise UnfitError(f"cannot write the report: {error.strerror}") from None

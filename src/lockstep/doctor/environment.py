@@ -5,12 +5,12 @@ import site
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 
-from lockstep.cluster.hosts import expand_counts, expand_hosts
+from lockstep.cluster.slurm import expand_counts, expand_hosts
 from lockstep.doctor.finding import Finding, Rating, Section
-from lockstep.doctor.shadows import hidden_modules
 from lockstep.errors import ConfigError
 from lockstep.launcher.backend import is_legacy
 from lockstep.system.environment import LEGACY_KERAS, legacy_keras, slurm_variable, switched_off, visible_gpus
@@ -22,22 +22,22 @@ _LISTED = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
 _MOST_SHOWN = 120
 
-_THREADS = "Lockstep sets its own for workers; a script that is started without it computes with this"
-_SHARED_GPU = "Lockstep sets its own where workers share a GPU; else this holds"
-_BITS = "workers have it too; with it results may have other bits than without"
+_THREADS = "Lockstep sets its own for workers; a script that runs without Lockstep uses this one"
+_SHARED_GPU = "Lockstep sets its own where workers share a GPU; otherwise this one applies"
+_BITS = "applies to workers too; it may change the bits of results"
 EFFECTS: Mapping[str, str] = {
-    "KERAS_BACKEND": "the backend of jobs, unless lockstep run --backend names another",
+    "KERAS_BACKEND": "the backend of jobs unless lockstep run --backend names another",
     "OMP_NUM_THREADS": _THREADS,
     "MKL_NUM_THREADS": _THREADS,
     "OPENBLAS_NUM_THREADS": _THREADS,
     "TF_NUM_INTRAOP_THREADS": _THREADS,
     "TF_NUM_INTEROP_THREADS": _THREADS,
     "NPROC": _THREADS,
-    "PYTHONHASHSEED": "Lockstep sets its own for workers, from the seed of the job",
-    "XLA_FLAGS": f"{_BITS}, and JAX ends with a flag that it does not know",
-    "JAX_ENABLE_X64": f"JAX keeps numbers of 64 bits where it is true; {_BITS}",
-    "TF_FORCE_GPU_ALLOW_GROWTH": f"whether TensorFlow takes memory of a GPU little by little. {_SHARED_GPU}",
-    "XLA_PYTHON_CLIENT_PREALLOCATE": f"whether JAX takes memory of a GPU at once. {_SHARED_GPU}",
+    "PYTHONHASHSEED": "Lockstep sets its own for workers, from the job's seed",
+    "XLA_FLAGS": f"{_BITS}, and JAX fails on a flag that it does not know",
+    "JAX_ENABLE_X64": f"if true, JAX keeps 64-bit numbers; {_BITS}",
+    "TF_FORCE_GPU_ALLOW_GROWTH": f"whether TensorFlow allocates GPU memory as needed. {_SHARED_GPU}",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": f"whether JAX allocates GPU memory at the start. {_SHARED_GPU}",
     "TF_DETERMINISTIC_OPS": "Lockstep keeps it for workers with a GPU",
     "CUBLAS_WORKSPACE_CONFIG": "Lockstep keeps it for workers with a GPU",
 }
@@ -91,7 +91,7 @@ def examine_environment(
     shell = Shell(environ, folder, _site_folders() if installed is None else installed, driver)
     findings = [finding for check in _CHECKS for finding in check(shell)]
     if not findings and "TF_CONFIG" not in environ:
-        return [_ROWS.fine("variables", "none is set that acts on a job")]
+        return [_ROWS.fine("variables", "no variable that affects a job is set")]
     return findings
 
 
@@ -129,12 +129,12 @@ def _visible_devices(shell: Shell) -> Iterator[Finding]:
     elif len(shown) < named:
         yield _ROWS.warning(
             _LISTED,
-            f"{shell.shown(_LISTED)!r} shows {count(len(shown), 'GPU')}, and hides what follows them",
-            f"let {_LISTED} name GPUs only",
+            f"{shell.shown(_LISTED)!r} shows {count(len(shown), 'GPU')}, and hides those after them",
+            f"let {_LISTED} name only GPUs",
             **facts,
         )
     else:
-        reason = f"names {count(len(shown), 'GPU')} ({plain(', '.join(shown))}), by default one a worker"
+        reason = f"names {count(len(shown), 'GPU')} ({plain(', '.join(shown))}), by default one per worker"
         yield _ROWS.fine(_LISTED, reason, **facts)
 
 
@@ -145,8 +145,8 @@ def _table(shell: Shell) -> Iterator[Finding]:
         if name in off:
             yield _ROWS.warning(
                 name,
-                f"{plain(value)!r} switches deterministic operations off: no equal bits are promised on GPUs",
-                f"unset {name}, or take that out of it: Lockstep itself sets what is needed",
+                f"{plain(value)!r} disables deterministic operations: equal bits on GPUs are not guaranteed",
+                f"unset {name}, or remove that part: Lockstep itself sets what is needed",
                 value=plain(value),
             )
         elif value.strip():
@@ -161,11 +161,11 @@ def _platforms(shell: Shell) -> Iterator[Finding]:
             continue
         value = shell.shown(name)
         if names[0] == _WITHOUT_GPU and gpus:
-            reason = f"{value}: JAX computes on the CPU, though {count(len(gpus), 'GPU')} can be seen"
+            reason = f"{value}: JAX computes on the CPU despite {count(len(gpus), 'visible GPU')}"
             yield _ROWS.warning(name, reason, f"unset {name} to use GPUs", value=value)
         elif set(names) <= _OF_GPUS and not gpus:
-            reason = f"{value}: JAX is to use nothing but GPUs, and fails, since none can be seen"
-            yield _ROWS.warning(name, reason, f"unset {name}, or let GPUs be seen", value=value)
+            reason = f"{value}: JAX uses only GPUs and fails because none is visible"
+            yield _ROWS.warning(name, reason, f"unset {name}, or make GPUs visible", value=value)
         else:
             yield _ROWS.fine(name, f"{value}: where JAX computes, in workers too", value=value)
 
@@ -175,13 +175,13 @@ def _fractions(shell: Shell) -> Iterator[Finding]:
     for name in given:
         value = shell.shown(name)
         if len(given) > 1:
-            reason = f"{value}: JAX refuses to use a GPU where both names of this variable are set"
+            reason = f"{value}: JAX refuses to use a GPU if both names of this variable are set"
             yield _ROWS.warning(name, reason, f"unset {_FRACTIONS[1]}, the old name", value=value)
         elif not _is_number(shell.environ[name]):
-            reason = f"{value!r} is no number: JAX fails on a GPU"
-            yield _ROWS.warning(name, reason, f"unset {name}, or give a part such as 0.5", value=value)
+            reason = f"{value!r} is not a number: JAX fails on a GPU"
+            yield _ROWS.warning(name, reason, f"unset {name}, or give a fraction such as 0.5", value=value)
         else:
-            reason = f"{value}: the part of a GPU's memory that JAX may take, in workers too"
+            reason = f"{value}: the fraction of GPU memory that JAX may use, in workers too"
             yield _ROWS.fine(name, reason, value=value)
 
 
@@ -205,23 +205,24 @@ def _python_path(shell: Shell) -> Iterator[Finding]:
     for folder, modules in hiding.items():
         yield _ROWS.warning(
             "PYTHONPATH",
-            f"{plain(str(folder))} has {_modules(modules)}, which programs import in the place of what is "
+            f"{plain(str(folder))} has {_modules(modules)}, which programs import instead of what is "
             "installed",
-            "take this folder out of PYTHONPATH, or rename what is there",
+            "remove this folder from PYTHONPATH, or rename what it has",
             modules=list(modules),
             **facts,
         )
     if not hiding:
-        absent = f"; {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not there" if missing else ""
-        yield _ROWS.fine("PYTHONPATH", f"workers look there before what is installed{absent}", **facts)
+        absent = (
+            f"; {', '.join(missing)} {'does' if len(missing) == 1 else 'do'} not exist" if missing else ""
+        )
+        yield _ROWS.fine("PYTHONPATH", f"workers search it before the installed packages{absent}", **facts)
 
 
 def _current_folder(shell: Shell) -> Iterator[Finding]:
     if modules := hidden_modules(shell.folder, shell.installed):
         yield _ROWS.warning(
             "current folder",
-            f"it has {_modules(modules)}, which a script in this folder imports in the place of what is "
-            "installed",
+            f"it has {_modules(modules)}, which a script in this folder imports instead of what is installed",
             "rename it",
             modules=list(modules),
         )
@@ -232,7 +233,9 @@ def _preload(shell: Shell) -> Iterator[Finding]:
     missing = [each for each in libraries if "/" in each and "$" not in each and not _exists(Path(each))]
     facts = {"libraries": libraries, "missing": missing}
     if missing:
-        reason = f"{plain(', '.join(missing))} is not there: the loader says so whenever a process starts"
+        reason = (
+            f"{plain(', '.join(missing))} does not exist: the loader reports it whenever a process starts"
+        )
         yield _ROWS.warning("LD_PRELOAD", reason, "unset LD_PRELOAD, or correct it", **facts)
     elif libraries:
         yield _ROWS.fine("LD_PRELOAD", f"{plain(', '.join(libraries))}: loaded into every worker", **facts)
@@ -243,14 +246,14 @@ def _proxies(shell: Shell) -> Iterator[Finding]:
     if not names:
         return
     shown = ", ".join(f"{name}={plain(without_secrets(shell.environ[name]))}" for name in names)
-    reason = f"{shown}: Lockstep's workers connect through none; downloads, gRPC and Kubernetes's client may"
+    reason = f"{shown}: Lockstep's workers use no proxy; downloads, gRPC and the Kubernetes client may"
     out = leaves_out(shell.environ.get("no_proxy") or shell.environ.get("NO_PROXY", ""))
     if not out:
         yield _ROWS.fine("proxies", reason, set=names, left_out=out)
         return
     yield _ROWS.warning(
         "proxies",
-        f"{reason}. no_proxy leaves out {' and '.join(out)}: a script asks the proxy for what is served on "
+        f"{reason}. no_proxy leaves out {' and '.join(out)}: a script asks the proxy even for servers on "
         "this machine",
         f"export no_proxy={','.join(out)}${{no_proxy:+,$no_proxy}}",
         set=names,
@@ -263,9 +266,9 @@ def _own_variables(shell: Shell) -> Iterator[Finding]:
     if names:
         yield _ROWS.warning(
             "LOCKSTEP_*",
-            f"{plain(', '.join(names))}: only workers are told these, and forget them at their start; "
+            f"{plain(', '.join(names))}: these are for workers only, which remove them at their start; "
             "lockstep run removes them",
-            "unset them: they are left over, or meant for another program",
+            "unset them: they are left over or meant for another program",
             names=names,
         )
 
@@ -276,8 +279,8 @@ def _slurm(shell: Shell) -> Iterator[Finding]:
     told = {name: slurm_variable(name, shell.environ) for name in _STEP}
     missing = [f"SLURM_{name}" for name, value in told.items() if value is None]
     if missing:
-        reason = f"no task of a job step: SlurmClusterResolver misses {', '.join(missing)}, which srun sets"
-        yield _ROWS.fine("SLURM_*", f"{reason}; lockstep run needs none of it", missing=missing)
+        reason = f"not a task of a job step: SlurmClusterResolver needs {', '.join(missing)}, which srun sets"
+        yield _ROWS.fine("SLURM_*", f"{reason}; lockstep run does not need it", missing=missing)
         return
     rank, number, hosts, tasks = (value or "" for value in told.values())
     try:
@@ -289,8 +292,8 @@ def _slurm(shell: Shell) -> Iterator[Finding]:
         )
         return
     reason = (
-        f"to SlurmClusterResolver this is worker {rank} of {number} on {count(len(found), 'host')}; lockstep "
-        "run does not look at them, and begins a job of its own in each task that runs it"
+        f"SlurmClusterResolver takes this for worker {rank} of {number} on {count(len(found), 'host')}; "
+        "lockstep run ignores them and starts a job of its own in each task that runs it"
     )
     yield _ROWS.fine("SLURM_*", reason, rank=int(rank), tasks=int(number), hosts=len(found))
 
@@ -356,3 +359,41 @@ def _is_number(text: str) -> bool:
 
 def _modules(names: Sequence[str]) -> str:
     return f"{'a module' if len(names) == 1 else 'modules'} {' and '.join(names)}"
+
+
+NAMES = ("keras", "jax", "tensorflow", "torch", "numpy")
+_METADATA = (".dist-info", ".egg-info")
+
+
+def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
+    """Return which of `NAMES` a program finds in a folder that comes before those of installed packages.
+
+    A folder where packages are installed hides nothing unless the same is installed elsewhere.
+
+    Args:
+        folder: to look in.
+        installed: where packages are installed.
+    """
+    try:
+        folder = folder.resolve()
+        if any(folder == each.resolve() for each in installed):
+            return ()
+    except OSError:
+        # The current folder may be gone.
+        return ()
+    found = [name for name in NAMES if _finds(name, folder)]
+    return tuple(
+        name
+        for name in found
+        if not _is_installed(name, folder) or any(_finds(name, each) for each in installed)
+    )
+
+
+def _finds(name: str, folder: Path) -> bool:
+    spec = PathFinder.find_spec(name, [str(folder)])
+    # A folder without __init__.py has no origin; it hides nothing.
+    return spec is not None and spec.origin is not None
+
+
+def _is_installed(name: str, folder: Path) -> bool:
+    return any(entry.name.endswith(_METADATA) for entry in folder.glob(f"{name}[-_]*"))

@@ -170,7 +170,7 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
         built += f" and cuDNN {_show_cudnn(cudnn)}"
     driver = reading.driver
     if driver is None or not usable:
-        rating, said, remedy = Rating.FINE, "and there is no GPU that it could use", ""
+        rating, said, remedy = Rating.FINE, "and there is no GPU for it to use", ""
     elif cuda:
         rating, said, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
     else:
@@ -207,7 +207,7 @@ def describe(gpu: Gpu) -> str:
     if gpu.fault:
         return ": ".join(filter(None, (title(gpu), gpu.fault)))
     told = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
-    return ", ".join([gpu.name or "a kind that it does not tell", *told])
+    return ", ".join([gpu.name or "an unknown model", *told])
 
 
 def title(gpu: Gpu) -> str:
@@ -232,7 +232,9 @@ def _judge_list(listed: str, indices: Sequence[int], problem: str, counted: int,
         remedy = f"name numbers from 0 to {counted - 1}, or UUIDs as nvidia-smi -L shows them, each once"
         return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
     if guessed:
-        reason = f"{listed!r} may mean others than below: where kinds differ, CUDA counts the fastest first"
+        reason = (
+            f"{listed!r} may name other GPUs than below: where models differ, CUDA counts the fastest first"
+        )
         remedy = f"set CUDA_DEVICE_ORDER={_ORDER}, or name UUIDs"
         return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
     reason = f"{listed!r} shows {names}" + ("" if indices else f": {_ON_CPU}")
@@ -266,29 +268,33 @@ def _problems(gpu: Gpu) -> list[tuple[str, str]]:
     """Return what is not as it should be, and what to do about it."""
     found: list[tuple[str, str]] = []
     if gpu.instances == ():
-        switch = f"make some with nvidia-smi mig, or switch MIG off: sudo nvidia-smi -i {gpu.index} -mig 0"
-        found.append(("it is divided by MIG, but has no instance, so CUDA cannot use it", switch))
+        switch = (
+            f"create instances with nvidia-smi mig, or disable MIG: sudo nvidia-smi -i {gpu.index} -mig 0"
+        )
+        found.append(("MIG is enabled but no instance exists, so CUDA cannot use it", switch))
     now, limit = gpu.temperature, gpu.slowdown
     if gpu.hot or (now is not None and limit is not None and now >= limit):
-        since = "" if limit is None else f" (from {limit} C on)"
-        found.append((f"it is so hot that it slows down{since}", "look after its fans and the air around it"))
+        since = "" if limit is None else f" (from {limit} C)"
+        found.append((f"it is throttled because it is hot{since}", "check its fans and its air flow"))
     if gpu.repair_failed:
-        found.append(("a defective part of its memory could not be replaced", "have the GPU exchanged"))
+        found.append(("a defective part of its memory could not be replaced", "replace the GPU"))
     if gpu.repair_pending:
         reset = f"when nothing uses it, sudo nvidia-smi --gpu-reset -i {gpu.index}, or reboot"
-        found.append(("a defective part of its memory waits to be replaced", reset))
+        found.append(("a defective part of its memory is pending replacement", reset))
     if gpu.memory is not None and gpu.memory.free < _LITTLE * gpu.memory.total:
         found.append(_used_up(gpu.processes or (), gpu.memory))
     return found
 
 
 def _used_up(processes: Sequence[Process], memory: GpuMemory) -> tuple[str, str]:
-    reason = f"only {memory.free / _GIB:.1f} GiB of its memory are free"
+    reason = f"only {memory.free / _GIB:.1f} GiB of its memory is free"
     if processes:
-        reason += f": {' and '.join(map(_show_process, processes))} have it"
-        end = f"end them if they are not needed: kill {' '.join(str(process.pid) for process in processes)}"
+        reason += (
+            f": {' and '.join(map(_show_process, processes))} {'uses' if len(processes) == 1 else 'use'} it"
+        )
+        end = f"stop what is not needed: kill {' '.join(str(process.pid) for process in processes)}"
     else:
-        end = "end what uses it, which may be another user's, or in another container"
+        end = "stop the processes that use it; they may belong to another user or run in another container"
     return reason, f"{end}; or name other GPUs in {_LISTED}"
 
 
@@ -308,7 +314,7 @@ def _compare(
         return Rating.WARNING, f"which has no code for {names}", remedy
     if driver.cuda is not None and wanted > driver.cuda:
         known = f"but the driver knows it up to {_dotted(driver.cuda)}"
-        return Rating.FINE, f"{known}: all works except code that the driver would have to make (PTX)", ""
+        return Rating.FINE, f"{known}: all works except code that the driver must compile (PTX)", ""
     return Rating.FINE, "which the driver supports", ""
 
 

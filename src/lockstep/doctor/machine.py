@@ -72,14 +72,14 @@ def judge_system(system: System) -> Finding:
             "system",
             f"workers exchange data on Linux only, on {' and '.join(_PROCESSORS)}; this is {system.name} on "
             f"{system.processor}",
-            "use a machine, a virtual machine or a container of that kind",
+            "use such a machine, virtual machine or container",
             **facts,
         )
     if system.unwatched:
         return _ROWS.failure(
             "system",
             f"workers cannot be watched: pidfd_open says {system.unwatched!r} (kernel {system.kernel})",
-            "use Linux 5.3 or newer; a sandbox has to allow pidfd_open",
+            "use Linux 5.3 or newer; a sandbox must allow pidfd_open",
             **facts,
         )
     return _ROWS.fine("system", f"Linux {system.kernel} on {system.processor}", **facts)
@@ -97,8 +97,8 @@ def _cores(cores: Cores) -> Finding:
     if counted < 2:
         return _ROWS.warning(
             "cores",
-            f"{shown}: all workers share one, so two are no faster than one",
-            "let this process use more (taskset, docker run --cpuset-cpus and --cpus, srun --cpus-per-task)",
+            f"{shown}: all workers share one core, so two are no faster than one",
+            "use more cores (taskset, docker run --cpuset-cpus and --cpus, srun --cpus-per-task)",
             **facts,
         )
     return _ROWS.fine("cores", shown, **facts)
@@ -109,13 +109,13 @@ def _memory(memory: HostMemory) -> Finding:
     limited = memory.room is not None and memory.room < memory.available
     where = "left under the cgroup's limit" if limited else "available"
     shown = f"{_size(memory.usable)} of {_size(memory.total)} {where}"
-    remedy = "end other programs, or raise the memory limit of the container"
+    remedy = "stop other programs, or raise the memory limit of the container"
     if memory.usable < _LEAST_MEMORY:
         return _ROWS.failure("memory", f"{shown}: too little for a worker and its backend", remedy, **facts)
     if memory.usable < _ENOUGH_MEMORY:
         return _ROWS.warning(
             "memory",
-            f"{shown}: each worker has the model, its optimizer and the backend for itself",
+            f"{shown}: each worker has its own copy of the model, its optimizer and the backend",
             f"use few workers; {remedy}",
             **facts,
         )
@@ -127,14 +127,14 @@ def _shared_memory(shared: Shared) -> Finding:
     if shared.fault:
         return _ROWS.failure(
             "shared memory",
-            f"workers cannot exchange gradients: {_size(shared.probed)} of it cannot be had: {shared.fault}",
-            "raise the limits on the size of files (ulimit -f) and processes (ulimit -v); a sandbox has to "
+            f"workers cannot exchange gradients: allocating {_size(shared.probed)} fails: {shared.fault}",
+            "raise the limits on the size of files (ulimit -f) and processes (ulimit -v); a sandbox must "
             "allow memfd_create",
             **facts,
         )
     return _ROWS.fine(
         "shared memory",
-        f"{_size(shared.probed)} could be taken; what workers exchange counts as memory of theirs",
+        f"{_size(shared.probed)} could be allocated; exchanged data counts as memory of the workers",
         **facts,
     )
 
@@ -142,7 +142,7 @@ def _shared_memory(shared: Shared) -> Finding:
 def _files_in_memory(shared: Shared) -> Finding:
     facts = {"free": shared.files, "fault": shared.files_fault}
     remedy = (
-        "docker run --shm-size=2g; in Kubernetes mount an emptyDir with medium: Memory there; or "
+        "docker run --shm-size=2g; in Kubernetes, mount an emptyDir with medium: Memory there; or "
         "use DataLoader(num_workers=0)"
     )
     if shared.files_fault:
@@ -156,24 +156,24 @@ def _files_in_memory(shared: Shared) -> Finding:
     if shared.files is not None and shared.files < _ENOUGH_IN_SHM:
         return _ROWS.warning(
             "/dev/shm",
-            f"{_size(shared.files)} are left: Lockstep needs nothing there, but the workers of PyTorch's "
-            "DataLoader share tensors there, and end with a bus error where it is full",
+            f"{_size(shared.files)} are free: Lockstep needs nothing there, but the workers of PyTorch's "
+            "DataLoader share tensors there and fail with a bus error when it is full",
             remedy,
             **facts,
         )
-    shown = "no limit" if shared.files is None else f"{_size(shared.files)} are left"
+    shown = "no limit" if shared.files is None else f"{_size(shared.files)} are free"
     return _ROWS.fine("/dev/shm", shown, **facts)
 
 
 def _open_files(limits: UserLimits) -> Finding:
     facts = {"soft": limits.files, "hard": limits.most_files}
     if limits.files is None or limits.files >= _ENOUGH_FILES:
-        shown = "no limit" if limits.files is None else f"{limits.files:,} a process"
+        shown = "no limit" if limits.files is None else f"{limits.files:,} per process"
         return _ROWS.fine("open files", shown, **facts)
     raised = limits.most_files is None or limits.most_files >= _ENOUGH_FILES
     return _ROWS.warning(
         "open files",
-        f"{limits.files:,} a process: many workers, or an input of many files, need more",
+        f"{limits.files:,} per process: many workers, or an input of many files, need more",
         f"ulimit -n {min(limits.most_files or _MANY_FILES, _MANY_FILES)}"
         if raised
         else "raise the hard limit (limits.conf, LimitNOFILE= of systemd, the container's --ulimit nofile=)",
@@ -186,14 +186,14 @@ def _threads(limits: UserLimits) -> Finding:
     left = [each for each in (limits.user_left, limits.group_left) if each is not None]
     if not left:
         return _ROWS.fine("processes and threads", "no limit", **facts)
-    shown = f"{min(left):,} more may be started"
+    shown = f"{min(left):,} more may start"
     if min(left) >= _ENOUGH_THREADS:
         return _ROWS.fine("processes and threads", shown, **facts)
     by_user = limits.user_left == min(left)
     return _ROWS.warning(
         "processes and threads",
-        f"{shown}: each worker takes some dozens",
-        "raise the limit of this user (ulimit -u, limits.conf), or end other programs of this user"
+        f"{shown}: each worker needs several dozen",
+        "raise the limit of this user (ulimit -u, limits.conf), or stop other programs of this user"
         if by_user
         else "raise the limit of the cgroup (the container's --pids-limit, TasksMax= of systemd)",
         **facts,
@@ -206,17 +206,17 @@ def _disk(disk: Disk) -> Finding:
     if disk.fault:
         return _ROWS.failure(
             "disk",
-            f"nothing can be written to {where}, where a run keeps its logs: {disk.fault}",
-            "start jobs in a folder of yours, or give lockstep run --run-dir",
+            f"cannot write to {where}, where a run keeps its logs: {disk.fault}",
+            "start jobs in a folder that you own, or give lockstep run --run-dir",
             **facts,
         )
     if disk.free is None:
-        return _ROWS.fine("disk", f"{where} can be written to", **facts)
+        return _ROWS.fine("disk", f"{where} is writable", **facts)
     if disk.free < _ENOUGH_DISK:
         return _ROWS.warning(
             "disk",
             f"{_size(disk.free)} are free in {where}, where a run keeps its logs",
-            "make room, or give lockstep run --run-dir; checkpoints go where --checkpoint says",
+            "free space, or give lockstep run --run-dir; checkpoints go to --checkpoint",
             **facts,
         )
     return _ROWS.fine("disk", f"{_size(disk.free)} are free in {where}", **facts)
@@ -224,19 +224,19 @@ def _disk(disk: Disk) -> Finding:
 
 def _monotonic_clock(clocks: Clocks) -> Finding:
     facts = {"source": clocks.source, "seconds_a_reading": clocks.cost, "seconds_back": clocks.back}
-    shown = f"{clocks.source or 'of an unknown source'}, {clocks.cost * 1e9:,.0f} ns a reading"
+    shown = f"{clocks.source or 'of an unknown source'}, {clocks.cost * 1e9:,.0f} ns per reading"
     if clocks.back > _TOO_FAR_BACK:
         return _ROWS.warning(
             "monotonic clock",
-            f"{shown}: it went back by {clocks.back:.3g} s; all waiting is counted with it",
-            "let the kernel take another clock source (its log says which it distrusts)",
+            f"{shown}: it went back by {clocks.back:.3g} s; all timeouts depend on it",
+            "let the kernel use another clock source (its log names those that it distrusts)",
             **facts,
         )
     if clocks.source and clocks.source not in _FAST_CLOCKS:
         return _ROWS.warning(
             "monotonic clock",
-            f"{shown}: each has to ask the kernel, and workers read it again and again while they wait",
-            f"let the kernel take {_FAST_CLOCKS[0]} or the hypervisor's clock, unless its log says that "
+            f"{shown}: each is a system call, and workers read the clock continuously while they wait",
+            f"let the kernel use {_FAST_CLOCKS[0]} or the hypervisor's clock, unless its log says that "
             "it is unstable",
             **facts,
         )
@@ -248,7 +248,7 @@ def _wall_clock(clocks: Clocks) -> Finding:
     if clocks.wall < clocks.installed - _TOLERANCE:
         return _ROWS.warning(
             "wall clock",
-            f"it says {_date(clocks.wall)}, but files installed here are of {_date(clocks.installed)}: names "
+            f"it says {_date(clocks.wall)}, but installed files date from {_date(clocks.installed)}: names "
             "of runs and times in logs will be wrong, and downloads may be refused",
             "set the clock (timedatectl set-ntp true)",
             **facts,

@@ -30,7 +30,7 @@ _REFUSALS = {
     ),
     "NVMLError_LibRmVersionMismatch": (
         "the driver that is loaded has another version than its library: it was updated since it was loaded",
-        "reboot; for a container, start it anew",
+        "reboot; restart a container",
     ),
     "NVMLError_NoPermission": (
         "this user may not use NVIDIA's driver",
@@ -64,7 +64,7 @@ def read(library: Any | None, pci: Path = PCI) -> GpuReading:
     devices = _devices(pci)
     if library is None:
         install = "pip install nvidia-ml-py"
-        why = "nvidia-ml-py, through which the driver is asked, is not installed"
+        why = "nvidia-ml-py, which reads the driver's data, is not installed"
         if devices:
             return _nothing(devices, why, install)
         return GpuReading(None, (), f"{_NONE}, and {why}: {install}")
@@ -128,7 +128,7 @@ class _Questions:
 
 def _without_driver(error: Exception, devices: tuple[str, ...]) -> GpuReading:
     kind = type(error).__name__
-    other = (f"NVIDIA's driver does not answer: {error}", "see what nvidia-smi says")
+    other = (f"NVIDIA's driver does not respond: {error}", "check the output of nvidia-smi")
     why, remedy = _REFUSALS.get(kind, other)
     if devices or kind not in _WITHOUT_DEVICE:
         return _nothing(devices, why, remedy)
@@ -150,7 +150,7 @@ def _with_driver(library: Any, devices: tuple[str, ...]) -> GpuReading:
     gpus = tuple(_gpu(library, index) for index in range(questions.ask("nvmlDeviceGetCount") or 0))
     if devices and not gpus:
         remedy = "the kernel's log says why: sudo dmesg | grep -i nvrm"
-        return _nothing(devices, "the driver does not take it", remedy, driver)
+        return _nothing(devices, "the driver does not support it", remedy, driver)
     return GpuReading(driver, gpus)
 
 
@@ -160,7 +160,7 @@ def _gpu(library: Any, index: int) -> Gpu:
     except library.NVMLError as error:
         if type(error).__name__ == "NVMLError_NoPermission":
             return Gpu(index, fault="this process may not use it", denied=True)
-        return Gpu(index, fault=_LOST.get(type(error).__name__, f"it does not answer: {error}"))
+        return Gpu(index, fault=_LOST.get(type(error).__name__, f"it does not respond: {error}"))
     questions = _Questions(library)
     ask, text = questions.ask, questions.text
     bus, rates = ask("nvmlDeviceGetPciInfo", handle), ask("nvmlDeviceGetUtilizationRates", handle)

@@ -51,10 +51,10 @@ class Ended:
         if self.fault:
             return f"could not be started: {self.fault}"
         if self.status is None:
-            return f"had not ended after {self.seconds:.0f} s"
-        how = f"ended with status {self.status}"
+            return f"was still running after {self.seconds:.0f} s"
+        how = f"exited with status {self.status}"
         if self.status < 0:
-            how = f"was ended by {signal_name(-self.status)}"
+            how = f"was killed by {signal_name(-self.status)}"
         line = self._last_line()
         return f"{how}: {line}" if line else how
 

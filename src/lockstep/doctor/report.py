@@ -18,7 +18,7 @@ _MARKS = {
     Rating.FAILURE: ("FAIL", "bold red"),
 }
 _SUMMARY = {
-    Rating.FINE: "this machine is fit",
+    Rating.FINE: "this machine is ready",
     Rating.WARNING: "jobs work here",
     Rating.FAILURE: "jobs will not work here",
 }

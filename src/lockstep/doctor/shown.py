@@ -58,7 +58,7 @@ def shown(gpus: Sequence[Named], listed: str | None) -> Shown:
             break
         identity, place = meant
         if identity in found:
-            return Shown((), f"{name!r} is there twice, which CUDA takes for an error", by_number)
+            return Shown((), f"{name!r} is listed twice, which CUDA treats as an error", by_number)
         found[identity] = place
     return Shown(tuple(found.values()), problem, by_number)
 

@@ -32,7 +32,7 @@ def judge(backend: str, ended: Ended, folder: Path) -> Finding:
             name,
             Rating.FAILURE,
             f"the training {ended.how()}",
-            "the rows above may say why; else train the same by hand: "
+            "the rows above may say why; otherwise run the same training yourself: "
             f"lockstep run -n {WORKERS} --backend {backend} -m lockstep.doctor.trial_program result.json",
             {"status": ended.status},
         )

@@ -137,7 +137,7 @@ def _of_lockstep(packages: Packages) -> Finding:
             "versions",
             "Lockstep",
             Rating.WARNING,
-            "is imported, but not installed: what it needs is not known",
+            "it is imported but not installed, so its requirements are unknown",
             "pip install keras-lockstep, or pip install --editable in its folder",
         )
     return _ROWS.fine("Lockstep", version, version=version)
@@ -201,12 +201,12 @@ def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[
 
 def _of_requirements(unmet: list[str]) -> Finding:
     if not unmet:
-        return _ROWS.fine("requirements", "all packages find what they ask for")
+        return _ROWS.fine("requirements", "all packages find their requirements")
     return Finding(
         "versions",
         "requirements",
         Rating.WARNING,
         "; ".join(unmet),
-        "pip check lists them; install versions that fit, in a fresh environment if need be",
+        "pip check lists them; install compatible versions, in a new environment if necessary",
         {"unmet": unmet},
     )

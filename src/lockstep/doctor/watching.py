@@ -260,4 +260,4 @@ def _csv(*rows: tuple[str | int, ...]) -> bytes:
 
 
 def _give_up(complaint: str) -> NoReturn:
-    raise UnfitError(f"{complaint}. Make room there, or name another file")
+    raise UnfitError(f"{complaint}. Free space there, or name another file")

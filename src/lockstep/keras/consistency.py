@@ -45,7 +45,7 @@ _OPTUNA = (
     "optuna.create_study(sampler=optuna.samplers.TPESampler(seed=0))"
 )
 _ORDER = (
-    "the workers have drawn different random numbers, and the order of the examples follows from them: give "
+    "the workers have drawn different random numbers, and the order of the examples depends on them: give "
     "code that runs on some workers only a generator of its own, as in numpy.random.default_rng(0)"
 )
 _ADVICE = {"data": _DATA, "order": _ORDER, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}

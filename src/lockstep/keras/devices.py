@@ -20,9 +20,9 @@ def on_device(name: str) -> AbstractContextManager[Any]:
             made = keras.ops.zeros(())
     except Exception as error:
         # Each backend has exceptions of its own for this.
-        raise ConfigError(f"{name!r} is no device that Keras can use here: {error}") from None
+        raise ConfigError(f"{name!r} is not a device that Keras can use here: {error}") from None
     # TensorFlow takes another device without a word where there is none of the name.
     if keras.backend.backend() == "tensorflow" and not made.device.lower().endswith(short):
-        raise ConfigError(f"{name!r} is no device that Keras can use here: TensorFlow takes {made.device}")
+        raise ConfigError(f"{name!r} is not a device that Keras can use here: TensorFlow uses {made.device}")
     device: AbstractContextManager[Any] = keras.device(short)
     return device

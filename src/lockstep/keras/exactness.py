@@ -68,7 +68,7 @@ def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
     try:
         whole, first, second = _in_parts(rows(), lambda x, y: _compiled_loss(model, x, y))
     except Exception:  # A step of the program's own may give losses what it likes.
-        return [f"{name} (perhaps: it could not be tried)" for name in names]
+        return [f"{name} (possibly: it could not be tested)" for name in names]
     return [] if _near(whole, (first + second) / 2) or _near(whole, first + second) else names
 
 
@@ -81,7 +81,7 @@ def _sums_of_layers(model: Any, rows: Callable[[], Any]) -> list[str]:
     try:
         whole, first, second = _in_parts(rows(), lambda x, _: _added_losses(model, x))
     except Exception:
-        return [f"{name} (perhaps: it could not be tried)" for name in names]
+        return [f"{name} (possibly: it could not be tested)" for name in names]
     return [] if _near(whole, (first + second) / 2) else names
 
 

@@ -23,7 +23,8 @@ from lockstep.keras.backends.contract import Backend, Kind, Partial, Total
 from lockstep.keras.backends.steps import misfits_explained
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
-from lockstep.keras.state.snapshots import Snapshots, Superseded
+from lockstep.keras.state.resumable_calls import Superseded
+from lockstep.keras.state.snapshots import Snapshots
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
@@ -109,7 +110,7 @@ class ReplicaStep:
         """
         _, state = self._step(state, batch)
         self._backend.settle()
-        if self._snapshots.join():
+        if self._snapshots.resumable.join():
             # The step has taken the memory of the variables' values.
             with self._program.published(state):
                 raise Superseded

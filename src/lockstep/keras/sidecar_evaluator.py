@@ -8,12 +8,12 @@ from typing import Any
 
 import keras
 
-from lockstep.checkpoint.presence import is_training, last_sign
+from lockstep.checkpoint.folder_lock import is_training, last_sign
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.checkpoint.watch import CheckpointWatch, Look
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.keras.input.inputs import split_validation
-from lockstep.keras.state.checkpoint_callback import apart
+from lockstep.keras.state.checkpoint_callback import asked_in, take_out
 from lockstep.keras.state.loading import give
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
@@ -23,18 +23,18 @@ _PAUSE = 0.5
 
 
 class SidecarEvaluator:
-    """Evaluates the checkpoints of a training as they appear: `tf.keras.utils.SidecarEvaluator` for them.
+    """Evaluates the checkpoints of a job as they appear, like `tf.keras.utils.SidecarEvaluator`.
 
     Args:
-        model: is compiled, and the same as in the script that trains.
-        data: as `validation_data` of `fit`: a dataset, or (x, y) or (x, y, sample_weight). It is read anew
+        model: a compiled model, equal to the one in the training script.
+        data: as `validation_data` of `fit`: a dataset, or (x, y) or (x, y, sample_weight). It is read again
             for each checkpoint.
         checkpoint_dir: the folder of the checkpoints, of `lockstep.callbacks.Checkpoint` or
             `lockstep run --checkpoint`.
         steps: batches to evaluate; None for all.
-        max_evaluations: how many checkpoints to evaluate; None for all that come before training has ended.
-        callbacks: are told of each evaluation what `evaluate` tells callbacks.
-        batch_size: of arrays; None for Keras's.
+        max_evaluations: how many checkpoints to evaluate; None to evaluate until training ends.
+        callbacks: called in each evaluation as `evaluate` calls them.
+        batch_size: of arrays; None for Keras's default.
     """
 
     def __init__(
@@ -59,24 +59,24 @@ class SidecarEvaluator:
     def start(self) -> Any:
         """Evaluate until training has ended and its newest checkpoint is evaluated; return a `History`.
 
-        If a newer checkpoint is there when one has been evaluated, those between are passed over. The model
-        keeps the state of the last one. Training has ended when no process of the job lives that keeps
-        checkpoints there. A job that has begun or kept one since this process began counts even if it was
-        over before anybody looked; for another one this waits.
+        After each evaluation, it takes the newest checkpoint and skips those in between. The model keeps the
+        state of the last one. Training has ended when no process that saves checkpoints there is left. A job
+        that started or saved a checkpoint after this process started counts even if it has ended already;
+        otherwise this waits for a job.
 
         Returns:
-            In `epoch` the steps of the checkpoints, and in `history` the figures of each: `val_loss` and so
+            The steps of the checkpoints in `epoch` and the metrics of each in `history`: `val_loss` and so
             on. Each is also printed.
 
         Raises:
             CheckpointError: a checkpoint is not one of this model.
-            ConfigError: this process keeps checkpoints itself, and `max_evaluations` is None.
-            PeerLostError: training has ended, and has left no whole checkpoint.
-            PeerStuckError: for 600 s there was no job, and no new checkpoint.
+            ConfigError: this process saves checkpoints itself, and `max_evaluations` is None.
+            PeerLostError: training ended without a complete checkpoint.
+            PeerStuckError: for 600 s there was no job and no new checkpoint.
         """
-        if self.max_evaluations is None and job.current().scheduler is not None:
+        if self.max_evaluations is None and job.current().checkpoints.scheduler is not None:
             raise ConfigError(
-                "this process keeps checkpoints itself, so its training does not end before it: give "
+                "this process saves the checkpoints itself, so it would wait for its own training: give "
                 "lockstep.SidecarEvaluator max_evaluations, or start it in a process of its own"
             )
         clock = SystemClock()
@@ -108,11 +108,11 @@ class Evaluating:
         Raises:
             ConfigError: no checkpoints are kept, or there is nothing to evaluate them on.
         """
-        asked, callbacks = apart(given["callbacks"])
+        asked = asked_in(given["callbacks"])
         folder = self._folder if asked is None else Path(asked.folder).absolute()
         if folder is None:
             raise ConfigError(
-                "this process is the evaluator of TF_CONFIG, and fit keeps no checkpoints that it could "
+                "this process is the evaluator of TF_CONFIG, but fit saves no checkpoints for it to "
                 "evaluate: give fit callbacks=[lockstep.callbacks.Checkpoint(folder)], in all tasks"
             )
         # What comes after a call that has watched the folder to the end of the training finds it ended.
@@ -122,7 +122,7 @@ class Evaluating:
             _validation(given),
             folder,
             steps=given["validation_steps"],
-            callbacks=callbacks,
+            callbacks=take_out(asked, given["callbacks"]),
             batch_size=given["validation_batch_size"] or given["batch_size"],
         )
         history = follow(evaluator, since, SystemClock(), time.sleep)
@@ -171,7 +171,7 @@ def _read(path: Path, watch: CheckpointWatch, step: int) -> Contents | None:
         return load(path)
     except CheckpointError as error:
         if watch.could_not_read(step) and path.exists():
-            _say(f"{error}; this checkpoint is passed over")
+            _say(f"{error}; skipping this checkpoint")
         return None
 
 
@@ -208,7 +208,7 @@ def _validation(given: dict[str, Any]) -> Any:
     if given["validation_split"]:
         return split_validation(given["x"], given["y"], given["sample_weight"], given["validation_split"])[1]
     raise ConfigError(
-        "this process is the evaluator of TF_CONFIG, and fit is not told what to evaluate on: give fit "
+        "this process is the evaluator of TF_CONFIG, but fit has no data to evaluate on: give fit "
         "validation_data, in all tasks"
     )
 

@@ -57,8 +57,8 @@ class Watched:
             return {}, state
         if call.steps > call.skipped:
             raise CheckpointError(
-                f"the checkpoint is of step {call.skipped} of {call.name}, at which a model with "
+                f"the checkpoint is of step {call.skipped} of {call.name}, where a model with "
                 f"steps_per_execution={self._model.steps_per_execution} does not stop: compile it with "
-                "the steps_per_execution that it had, or begin in another folder"
+                "the steps_per_execution that it had, or start over in another folder"
             )
         return self._snapshots.restore(self._model, self._held, state)

@@ -85,11 +85,11 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
             "precedence: omit --backend, or remove the line from the script"
         )
     said = (
-        (wishes.asked, f"--backend {wishes.asked}", "--backend says so"),
+        (wishes.asked, f"--backend {wishes.asked}", "--backend selects it"),
         (wishes.script if wishes.overrides else None, *_of_script(wishes.script)),
-        (wishes.variable, f"KERAS_BACKEND={wishes.variable}", "KERAS_BACKEND says so"),
+        (wishes.variable, f"KERAS_BACKEND={wishes.variable}", "KERAS_BACKEND selects it"),
         (wishes.script, *_of_script(wishes.script)),
-        (wishes.checkpoint, f"checkpoint of {wishes.checkpoint}", "the checkpoint was made on it"),
+        (wishes.checkpoint, f"checkpoint of {wishes.checkpoint}", "the checkpoint uses it"),
     )
     for wanted, source, reason in said:
         if wanted:
@@ -99,9 +99,9 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
         and wishes.configured != _WRITTEN_BY_KERAS
         and installed(wishes.configured)
     ):
-        return Choice(wishes.configured, "keras.json says so")
+        return Choice(wishes.configured, "keras.json selects it")
     if wishes.tf_distribute:
-        return Choice("tensorflow", "--tf-distribute asks for it")
+        return Choice("tensorflow", "--tf-distribute requires it")
     for name in filter(installed, _BY_DEFAULT):
         return Choice(name, "it is the first installed of TensorFlow, JAX and PyTorch")
     raise ConfigError(
@@ -118,7 +118,7 @@ def require_tensorflow(installed: Callable[[str], bool], python: str) -> None:
     if not installed("tensorflow"):
         raise UnfitError(
             f"--tf-distribute: TensorFlow is not installed for {python}; install it there, or write "
-            "lockstep.MultiWorkerMirroredStrategy in the place of tf.distribute's, and go without the option"
+            "lockstep.MultiWorkerMirroredStrategy instead of tf.distribute's, and omit the option"
         )
 
 

@@ -20,8 +20,8 @@ def parse_devices(text: str) -> tuple[tuple[str, ...], ...]:
     for name in (name for entry in entries for name in entry):
         if not _NAME.fullmatch(name):
             raise ConfigError(
-                f"--devices {text}: {name!r} is not a GPU; write numbers or UUIDs such as 0,1 (a worker "
-                "each) or 0+1,2+3 (two GPUs each)"
+                f"--devices {text}: {name!r} is not a GPU; give numbers or UUIDs such as 0,1 (one "
+                "per worker) or 0+1,2+3 (two per worker)"
             )
     for entry in entries:
         if len(set(entry)) < len(entry):
@@ -37,7 +37,7 @@ def assign(entries: tuple[tuple[str, ...], ...], workers: int) -> tuple[Devices,
     """
     if len(entries) not in (1, workers):
         raise ConfigError(
-            f"--devices has {len(entries)} entries for {workers} workers: give one entry a worker, or a "
+            f"--devices has {len(entries)} entries for {workers} workers: give one entry per worker, or a "
             "single one for all"
         )
     mine = entries * workers if len(entries) == 1 else entries

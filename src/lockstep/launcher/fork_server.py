@@ -122,12 +122,12 @@ class ForkServer:
         if not select.select([self._connection], [], [], _PATIENCE)[0]:
             self._process.kill()
             raise OSError(
-                f"the parent of workers (process {self._process.pid}) has not forked in {_PATIENCE:g} s"
+                f"the fork server (process {self._process.pid}) has not forked within {_PATIENCE:g} s"
             )
         answer = self._hear()
         if answer.isdigit():
             return int(answer)
-        raise OSError(answer.decode() or f"the parent of workers (process {self._process.pid}) has ended")
+        raise OSError(answer.decode() or f"the fork server (process {self._process.pid}) has ended")
 
     def close(self) -> None:
         """End it."""

@@ -139,7 +139,7 @@ def _fork_orphan(connection: socket.socket) -> int:
         status = os.waitpid(middle, 0)[1]
         pid = os.read(told, 32)
         if status or not pid:
-            raise OSError(status, "no process could be forked")
+            raise OSError(status, "cannot fork a process")
         connection.send(pid)
         return int(pid)
     finally:

@@ -3,6 +3,7 @@
 import ast
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,8 @@ _OF_BACKEND = {
 }
 _DECIDING = {"os": ("putenv", "unsetenv", "environb"), "sys": ("path", "modules", "meta_path", "path_hooks")}
 """What can make an import give something else, in the modules that have it."""
+_SEEDS = "set_random_seed"
+"""The function of Keras that seeds TensorFlow too, and imports it for that where it is installed."""
 _CHANGES = ("clear", "pop", "popitem", "setdefault", "update")
 _MOST_FILES = 100
 
@@ -74,6 +77,8 @@ def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> 
     trains = "keras" in imports or ("lockstep" in imports and any(name in imports for name in _BACKENDS))
     if backend is not None and trains:
         imports += ["keras", backend, *_OF_KERAS, *_OF_BACKEND.get(backend, ())]
+        if found.seeds and find_spec("tensorflow") is not None:
+            imports.append("tensorflow")
     return ImportScan(tuple(dict.fromkeys(imports)), str(folder), found.settings)
 
 
@@ -97,6 +102,7 @@ class _Found:
         self.frameworks: dict[str, None] = {}
         self.settings: dict[str, str] = {}
         self.decides = False
+        self.seeds = False
         self._folder = folder
         self._environment = environment
         self._files: set[Path] = set()
@@ -110,6 +116,7 @@ class _Found:
 
     def _look(self, tree: ast.AST, beside: Path) -> None:
         self.decides = self.decides or any(map(_decides, ast.walk(tree)))
+        self.seeds = self.seeds or any(map(_seeds, ast.walk(tree)))
         for node in _at_once(tree):
             for name, relative in _imported(node):
                 if name in FRAMEWORKS and not relative:
@@ -190,4 +197,14 @@ def _decides(node: ast.AST) -> bool:
             return name in _DECIDING.get(module, ())
         case ast.ImportFrom(module=str(module), names=names):
             return any(alias.name in ("environ", *_DECIDING.get(module, ())) for alias in names)
+    return False
+
+
+def _seeds(node: ast.AST) -> bool:
+    """Tell whether a part of the source names Keras's function that seeds everything."""
+    match node:
+        case ast.Attribute(attr=name):
+            return name == _SEEDS
+        case ast.ImportFrom(names=names):
+            return any(alias.name == _SEEDS for alias in names)
     return False

@@ -45,7 +45,7 @@ class Handle(Protocol):
     channel: AgentChannel
 
     def poll(self) -> int | None:
-        """Return the exit status (negative for a signal, or `UNKNOWN_STATUS`), None while the worker runs."""
+        """Return the exit status, negative for a signal, or `UNKNOWN_STATUS`; None while the worker runs."""
 
     def send_signal(self, number: int) -> None:
         """Send a signal to its main process; nothing happens if that has ended."""
@@ -144,7 +144,7 @@ class LocalLauncher:
             ready = self._parent.ready
             self.close()
             if not ready and self._plan.scan == NOTHING:
-                raise OSError("the process that workers are forked from does not come to life")
+                raise OSError("the fork server failed to start")
             if not ready:
                 self._plan = self._plan.without_imports()
         if self._parent is None:

@@ -19,9 +19,9 @@ from lockstep.worker import job
 
 _NAME = re.compile(r"/?(?:device:)?(CPU|GPU):(\d+)", re.ASCII | re.IGNORECASE)
 _USE_LAUNCH = (
-    "MirroredStrategy trains on several devices by starting the script again, once a device, and this "
-    "process has no script that could be started again; in a notebook or an interactive session give "
-    "lockstep.launch a function that makes the strategy and trains"
+    "MirroredStrategy trains on several devices by starting the script once per device, and this "
+    "process has no script to start; in a notebook or an interactive session, pass "
+    "lockstep.launch a function that creates the strategy and trains"
 )
 
 
@@ -64,7 +64,7 @@ def restart_once_a_device(devices: Sequence[str] | None) -> None:
         raise ConfigError(_USE_LAUNCH)
     arguments = ("run", *restart.options, *own.command)
     note(
-        f"MirroredStrategy on {restart.what}: the script starts again, once a device, as by "
+        f"MirroredStrategy on {restart.what}: starting the script once per device, as by "
         f"lockstep {shlex.join(arguments)}"
     )
     if restart.hides_gpus:
@@ -105,10 +105,12 @@ def _parse(devices: Sequence[str], gpus: Sequence[str]) -> tuple[str, list[int]]
     found = [_parse_one(where, name) for name in devices]
     for at, name in enumerate(devices):
         if found[at] in found[:at]:
-            raise ConfigError(f"{where}: {name} is there twice; one worker computes on each device")
+            raise ConfigError(f"{where}: {name} is listed twice; one worker computes on each device")
     kinds = {kind for kind, _ in found}
     if len(kinds) > 1:
-        raise ConfigError(f"{where} has both CPUs and GPUs, which do not give the same bits; name one kind")
+        raise ConfigError(
+            f"{where} has both CPUs and GPUs, whose results differ in their bits; name only one kind"
+        )
     kind = kinds.pop()
     for name, (_, number) in zip(devices, found, strict=True):
         if kind == "GPU" and number >= len(gpus):
@@ -134,5 +136,5 @@ def _note_on_rule(devices: Sequence[str] | None, mine: job.Job) -> None:
     if devices is not None and len(devices) != replicas and mine.is_chief:
         note(
             f"MirroredStrategy names {count(len(devices), 'device')}, but this job has "
-            f"{count(replicas, 'replica')}: in a worker its command decides, by --workers and --devices"
+            f"{count(replicas, 'replica')}: in a worker, --workers and --devices decide"
         )

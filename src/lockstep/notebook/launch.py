@@ -41,40 +41,39 @@ def launch(
 ) -> Result:
     """Run `function(*args, **kwargs)` on several workers of this machine, and return the chief's result.
 
-    It is to a function what `lockstep run` is to a script, with the same bits: every worker is a fresh
-    process and runs all of the function, which makes its strategy, its model and its data itself. What the
-    chief prints appears here while it trains; Ctrl-C, or interrupting the cell, ends the job.
+    `launch` runs a function as `lockstep run` runs a script, with the same bits: every worker is a new
+    process that runs the whole function, which creates its own strategy, model and data. The output of the
+    chief appears here while it trains; Ctrl-C, or interrupting the cell, ends the job.
 
-    The function, its arguments and its result are pickled, with cloudpickle (`keras-lockstep[notebook]`),
-    and only handed to processes that this one starts. Results and arguments can be numbers, texts, arrays,
-    lists and dicts, such as `model.fit(...).history` or `model.get_weights()`; not what belongs to a process,
-    such as a strategy, a `tf.data.Dataset` or an open file. A Keras model travels as Keras itself pickles it,
-    which is slow: better bring its weights back, or save it. One that is an argument has to be compiled again
-    in the strategy's scope.
+    The function, its arguments and its result are pickled with cloudpickle (`keras-lockstep[notebook]`) and
+    passed only to processes that this one starts. Arguments and results can be numbers, strings, arrays,
+    lists and dicts, such as `model.fit(...).history` or `model.get_weights()`, but not objects that belong to
+    one process, such as a strategy, a `tf.data.Dataset` or an open file. Keras pickles its own models, which
+    is slow: return the weights or save the model instead. Compile a model that is an argument again in the
+    strategy's scope.
 
     Args:
-        function: defined anywhere, a cell of a notebook included.
+        function: defined anywhere, including in a notebook cell.
         args: its arguments.
-        kwargs: its arguments by name.
-        workers: processes that compute; never changes the result.
-        replicas: parts that every batch is split into; as many as workers by default.
+        kwargs: its keyword arguments.
+        workers: number of worker processes; does not affect the result.
+        replicas: number of parts that each batch is split into; by default the number of workers.
         backend: sets `KERAS_BACKEND` for the workers.
-        seed: everything random follows from it; 0 by default.
-        timeout: seconds; a worker for which others wait for longer is stuck. 600 by default.
-        run_dir: the run's own folder; `runs/<function>-<time>` by default.
-        checkpoint: a folder; checkpoints are kept there, and training goes on from the newest.
-        accept_changes: resume even if the settings of model, optimizer, loss or callbacks differ from its.
+        seed: of all random numbers; 0 by default.
+        timeout: seconds that other workers wait for a worker before it is killed as stuck; 600 by default.
+        run_dir: folder for the logs and events of the run; `runs/<function>-<time>` by default.
+        checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
+        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ from those
+            of the checkpoint.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
         InputError: what the function needs cannot be pickled; the message names it.
         UnfitError: cloudpickle is not installed.
-        JobError: the function raised on a worker, or the job was ended otherwise.
+        JobError: the function raised on a worker, or the job ended for another reason.
     """
     if job.is_worker():
-        raise ConfigError(
-            "lockstep.launch starts workers, and this is one: it can only be called outside of jobs"
-        )
+        raise ConfigError("lockstep.launch cannot be called in a worker: it starts a job of its own")
     numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
     given = _options(numbers | {"backend": backend, "checkpoint": checkpoint}, accept_changes)
     _refuse_null_characters(*given, f"--run-dir={run_dir}")
@@ -192,11 +191,9 @@ class _History:
         events = self._read()
         end = next((event for event in reversed(events) if event["event"] == "finished"), None)
         if end is None:
-            return JobError(f"the job's command ended with status {status}; what it said is shown above")
+            return JobError(f"the job's command exited with status {status}; see its output above")
         if end["status"] == 0:
-            return JobError(
-                f"the function returned on no worker: it left by sys.exit; the logs are in {folder}"
-            )
+            return JobError(f"no worker returned a result: the function called sys.exit; logs in {folder}")
         worker = end["workers"][0] if end["workers"] else None
         where = f"log: {RunPaths(folder).log(worker)}" if worker is not None else f"logs in {folder}"
         tracebacks = [

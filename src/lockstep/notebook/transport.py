@@ -3,22 +3,23 @@
 The only place that pickles: for processes that this one, or its parent, has started.
 """
 
+import dis
 import fcntl
+import inspect
 import linecache
 import mmap
 import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from lockstep.errors import InputError, UnfitError
-from lockstep.notebook.pickling import name_culprit, plain, used_by_class_bodies
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _HEADER = struct.Struct("<QQB")
@@ -55,7 +56,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     except _PICKLING_FAILS as error:
         os.close(descriptor)
         culprit = name_culprit(function, args, kwargs, partial(_why_not, cloudpickle))
-        raise InputError(f"lockstep.launch cannot take this to its workers: {culprit or error}") from error
+        raise InputError(f"lockstep.launch cannot send this to its workers: {culprit or error}") from error
     except BaseException:
         os.close(descriptor)
         raise
@@ -71,8 +72,8 @@ def unpack(descriptor: int) -> Callable[[], Any]:
             function, args, kwargs, variables = pickle.load(memory)
         except (ImportError, AttributeError) as error:
             error.add_note(
-                "lockstep: the function comes from, or needs, a module that its caller had and this worker "
-                "does not find; write the function where it is launched, or where it can be imported"
+                "lockstep: the function needs a module that its caller has and this worker does not find; "
+                "define the function in the calling program or in a module that workers can import"
             )
             raise
     for name, value in variables.items():
@@ -115,8 +116,8 @@ class ResultBox:
                 _cloudpickle().dump(result, file)
             except _PICKLING_FAILS as error:
                 raise InputError(
-                    f"the function returned {type(result).__name__}, which cannot be brought to the caller "
-                    f"of lockstep.launch ({error}); return arrays, numbers, texts, or lists and dicts of them"
+                    f"the function returned {type(result).__name__}, which cannot be sent back "
+                    f"({error}); return arrays, numbers, strings, or lists and dicts of them"
                 ) from None
             length = file.tell() - start
             file.flush()
@@ -145,7 +146,7 @@ def _cloudpickle() -> ModuleType:
         import cloudpickle
     except ImportError:
         raise UnfitError(
-            "lockstep.launch takes functions to its workers with cloudpickle, which is not installed: "
+            "lockstep.launch sends functions to its workers with cloudpickle, which is not installed: "
             "pip install 'keras-lockstep[notebook]'"
         ) from None
     module: ModuleType = cloudpickle
@@ -159,3 +160,82 @@ def _why_not(cloudpickle: ModuleType, value: Any) -> str:
     except _PICKLING_FAILS as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+Why = Callable[[Any], str]
+"""Says why a value cannot be pickled; empty if it can."""
+
+
+def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], why: Why) -> str:
+    """Say what of a function or its arguments cannot be pickled, and why; empty if nothing is found."""
+    given = [(f"args[{at}]", value) for at, value in enumerate(args)]
+    given += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
+    for name, value in given:
+        if reason := why(value):
+            return f"{name}, of type {type(value).__name__} ({reason}); pass what it is made from"
+    if not why(function):
+        return ""
+    name = getattr(plain(function), "__name__", type(function).__name__)
+    path, value = _follow(plain(function), why, [])
+    if not path:
+        return f"{name} ({why(function)})"
+    what = f"{' -> '.join(path)}, which {name} uses, of type {type(value).__name__}"
+    return f"{what} ({why(value)}); create it there"
+
+
+def used_by_class_bodies(function: Any) -> dict[str, Any]:
+    """Return the globals that the bodies of classes use which a function of a notebook or script defines.
+
+    cloudpickle takes the globals along that functions use, and overlooks these.
+    """
+    found: dict[str, Any] = {}
+    for each in _reached(plain(function), []):
+        names = _loaded(each.__code__, "LOAD_NAME")
+        found |= {name: each.__globals__[name] for name in names if name in each.__globals__}
+    return {name: value for name, value in found.items() if not name.startswith("__")}
+
+
+def plain(function: Any) -> Any:
+    """Return what is below a bound method or a `functools.partial`."""
+    return getattr(function, "__func__", getattr(function, "func", function))
+
+
+def _reached(thing: Any, seen: list[Any]) -> Iterator[FunctionType]:
+    """Yield the functions of `__main__` that a function or class can call."""
+    if getattr(thing, "__module__", None) != "__main__" or any(thing is other for other in seen):
+        return
+    seen.append(thing)
+    if isinstance(thing, FunctionType):
+        yield thing
+    for _, value in _used(thing):
+        yield from _reached(value, seen)
+
+
+def _follow(thing: Any, why: Why, seen: list[Any]) -> tuple[list[str], Any]:
+    """Return the names that lead to the innermost thing that cannot be pickled, and that thing."""
+    seen.append(thing)
+    for name, value in _used(thing):
+        if not any(value is other for other in seen) and why(value):
+            deeper, last = _follow(plain(value), why, seen)
+            return [name, *deeper], last
+    return [], thing
+
+
+def _used(thing: Any) -> Iterator[tuple[str, Any]]:
+    """Yield names and values that a function uses, or that a class of `__main__` consists of."""
+    if isinstance(thing, type) and thing.__module__ == "__main__":
+        yield from vars(thing).items()
+    if not isinstance(thing, FunctionType):
+        return
+    yield from inspect.getclosurevars(thing).nonlocals.items()
+    for name in sorted(_loaded(thing.__code__, "LOAD_GLOBAL", "LOAD_NAME")):
+        if name in thing.__globals__:
+            yield name, thing.__globals__[name]
+    for value in (*(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()):
+        yield "a default", value
+
+
+def _loaded(code: CodeType, *operations: str) -> set[str]:
+    inner = [_loaded(constant, *operations) for constant in code.co_consts if isinstance(constant, CodeType)]
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in operations}
+    return own.union(*inner)

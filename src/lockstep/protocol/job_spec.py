@@ -111,5 +111,5 @@ class JobSpec:
         if self.replicas > 1:
             parts.append(f"the same bits with any 1 to {self.replicas} workers")
         if self.checkpoints is not None and self.checkpoints.resume is not None:
-            parts.append(f"goes on from {self.checkpoints.resume}")
+            parts.append(f"resuming from {self.checkpoints.resume}")
         return "; ".join(parts)

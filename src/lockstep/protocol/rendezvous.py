@@ -158,18 +158,16 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
     """
     name, version = other.task.name, first.version
     if other.version != version:
-        return (
-            f"{name} runs Lockstep {other.version}, but the job Lockstep {version}; use one version for all"
-        )
+        return f"{name} runs Lockstep {other.version}, but the job uses {version}; use one version for all"
     if mine := _difference(first, other):
         return (
-            f"{name} and {first.task.name} are given different clusters: {mine}. Give all of them the same "
+            f"{name} and {first.task.name} have different clusters: {mine}. Give all tasks the same "
             "'cluster' in TF_CONFIG"
         )
     if pid is not None:
         return (
-            f"{name} ({other.task.address}) is there already: process {pid}. Each process needs its own task "
-            "in TF_CONFIG: give this one another 'index', or end that process first"
+            f"{name} ({other.task.address}) already runs: process {pid}. Each process needs its own task "
+            "in TF_CONFIG: give this one another 'index', or stop that process first"
         )
     if other.backend != first.backend:
         return (

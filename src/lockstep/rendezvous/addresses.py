@@ -35,7 +35,7 @@ def resolve(address: str, task: str) -> str:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise UnfitError(f"{task}'s address {address} cannot be used: {error.strerror}") from None
             raise ConfigError(
-                f"{task}'s address {address} is not one of this host: workers that are started by hand all "
+                f"{task}'s address {address} is not one of this host: workers that are started by hand must "
                 "run on one host. Give all of them addresses of this host, such as 127.0.0.1:20000"
             ) from None
     return place
@@ -56,7 +56,7 @@ def check_free(place: str, task: str) -> None:
             # Nothing of ours will listen there: only what shows that the address is another program's counts.
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
-                    f"{task}'s address {place} is in use by {_user_of(port)}: end that, or give another port "
+                    f"{task}'s address {place} is in use by {_user_of(port)}: stop it, or give another port "
                     "to this task in every TF_CONFIG"
                 ) from None
 
@@ -80,7 +80,7 @@ def claim(places: Sequence[str]) -> "list[socket.socket] | str":
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     return place
-                raise UnfitError(f"the job gets no socket: {error.strerror}") from None
+                raise UnfitError(f"the job cannot open a socket: {error.strerror}") from None
             listeners.append(listener)
         for listener in listeners:
             listener.listen(_BACKLOG)
@@ -122,8 +122,8 @@ def holder(place: str) -> str:
 
 def _squatted(place: str, user: int | None, pid: int | None) -> ConfigError:
     return ConfigError(
-        f"{describe(user, pid)} has taken the name that stands for {place} on this host, so the tasks "
-        "cannot connect; set other ports in TF_CONFIG, the same for all tasks, or end that process"
+        f"{describe(user, pid)} holds the name that stands for {place} on this host, so the tasks "
+        "cannot connect; set other ports in TF_CONFIG, the same for all tasks, or stop that process"
     )
 
 
@@ -150,8 +150,8 @@ def _number(host: str, address: str, task: str) -> str:
     asking.join(_PATIENCE)
     if not found:
         raise ConfigError(
-            f"the host {host!r} of {task}'s address {address} is not known here ({why[0]}); correct it in "
-            "TF_CONFIG, or give its number"
+            f"the host {host!r} of {task}'s address {address} cannot be resolved ({why[0]}); correct it in "
+            "TF_CONFIG, or give its IP address"
         )
     return found[0]
 

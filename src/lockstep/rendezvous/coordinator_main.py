@@ -61,8 +61,8 @@ def main(arguments: Sequence[str]) -> None:
     except LockstepError as error:
         server.turn_away(str(error))
     except Exception as error:
-        terminals.say(f"the coordinator has failed: {''.join(traceback.format_exception(error))}")
-        server.turn_away(f"the coordinator has failed: {error!r}")
+        terminals.say(f"the coordinator failed: {''.join(traceback.format_exception(error))}")
+        server.turn_away(f"the coordinator failed: {error!r}")
     finally:
         server.close()
 
@@ -90,7 +90,6 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
         person.send(Stop(number))
 
     signal.signal(signal.SIGTERM, pass_on)
-    workers = frozenset(range(spec.workers))
     to_agent, to_coordinator = LocalChannel.pair()
     with EventLog.open(paths.events, clock, terminals.say) as events, EventLoop() as loop:
         agent = Agent(
@@ -114,20 +113,14 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
             console=terminals,
             events=events,
             clock=clock,
-            state=State(
-                workers,
-                TimeLimits(timeout=spec.timeout),
-                view=spec.view,
-                size=JobSize(spec.workers, by_hand=True),
-                next_worker=spec.workers,
-            ),
+            state=State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
         )
         with contextlib.closing(agent):
             coordinator.run()
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:
-        server.turn_away("the job could not begin, for the reason above")
+        server.turn_away("the job could not start for the reason above")
 
 
 def _spec(server: RendezvousServer) -> JobSpec:

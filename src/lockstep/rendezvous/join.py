@@ -66,8 +66,8 @@ def take_part() -> None:
         if text not in (tf_config_given(), *_followed) and job.is_chief():
             _followed.add(text)
             note(
-                "the TF_CONFIG that this script has set is ignored; workers and replicas are those "
-                "of the job, which runs already"
+                "ignoring the TF_CONFIG that this script sets: the job is already running and keeps its "
+                "workers and replicas"
             )
         return
     if text is not None and text not in _followed:
@@ -76,8 +76,8 @@ def take_part() -> None:
             _follow(config, text)
         elif _has_others(config):
             raise ConfigError(
-                "TF_CONFIG was set after the first strategy had been made, so this process is a job of one "
-                "worker already; set TF_CONFIG before a strategy is made"
+                "TF_CONFIG was set after the first strategy was created, so this process is a job of one "
+                "worker; set TF_CONFIG before creating a strategy"
             )
     _followed.add(text)
 
@@ -91,10 +91,10 @@ def _follow(config: TaskConfig, text: str) -> None:
         # A worker of `lockstep run` has started this process for something else.
         return
     if config.task_type == "ps":
-        note("a parameter server has nothing to do here: the workers hold all of the state")
+        note("a parameter server has nothing to do: the workers hold the whole state")
         sys.exit(0)
     if config.task_type not in TRAINING:
-        job.current().task = config.task_type
+        job.current().take_task(config.task_type)
     elif _has_others(config):
         _become_worker(config, text)
 
@@ -113,8 +113,8 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     arrival = Arrival(tasks, slot, __version__, choice.backend, usable_cores(), visible_gpus(), target)
     _check_size(arrival)
     admitted, connection = _meet(arrival)
-    why = "the job goes on" if admitted.joins else "all are there"
-    note(f"{why}; {tasks[slot].name} begins its script again, as worker {admitted.worker}, {choice}")
+    why = "the job is running" if admitted.joins else "all workers are connected"
+    note(f"{why}; {tasks[slot].name} restarts the script as worker {admitted.worker}, {choice}")
     worker = WorkerConfig(
         worker=admitted.worker,
         workers=admitted.replicas,
@@ -169,9 +169,7 @@ def _meet(arrival: Arrival) -> tuple[Admitted, int]:
         if admitted := waiting.answer(connection):
             return admitted, connection.detach()
         connection.close()
-    raise UnfitError(
-        f"{name} has seen {_MOST_COORDINATORS} coordinators of the job come and go; start all its tasks again"
-    )
+    raise UnfitError(f"{name} has lost {_MOST_COORDINATORS} coordinators of the job; restart all its tasks")
 
 
 def _terminal() -> tuple[int, ...]:
@@ -187,8 +185,8 @@ def _program() -> Invocation:
     program = own()
     if program is None:
         raise ConfigError(
-            "TF_CONFIG makes this process one of several workers, which begin their script again when all "
-            "are there, and it has no script: it is interactive, a notebook, `python -c`, or was forked by "
+            "TF_CONFIG makes this process one of several workers, which restart their script when all "
+            "are connected, but it has no script: it is interactive, a notebook, `python -c`, or forked by "
             "another process. Put the program into a file, use `lockstep run`, or call lockstep.launch"
         )
     Script.parse(program.command).check()
@@ -223,8 +221,8 @@ def _connect(arrival: Arrival) -> socket.socket:
         # Somebody is about to listen, or about to end.
         time.sleep(_PAUSE)
     raise UnfitError(
-        f"{holder(str(claimed))} has what stands for {claimed}, and has accepted no connection for "
-        f"{_PATIENCE:g} s; end it, or give other ports in TF_CONFIG"
+        f"{holder(str(claimed))} holds {claimed} but has accepted no connection for "
+        f"{_PATIENCE:g} s; stop it, or give other ports in TF_CONFIG"
     )
 
 
@@ -252,4 +250,4 @@ def _start_coordinator(arrival: Arrival, listeners: list[socket.socket]) -> None
         for listener in listeners:
             listener.close()
     if started.returncode:
-        raise UnfitError(f"the coordinator of the job ended with status {started.returncode}")
+        raise UnfitError(f"the coordinator of the job exited with status {started.returncode}")

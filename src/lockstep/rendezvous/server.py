@@ -103,7 +103,7 @@ class RendezvousServer:
 
         def wait() -> None:
             for process in self.waiting.values():
-                process.tell(KeepWaiting(f"{job} to let it in"))
+                process.tell(KeepWaiting(f"{job} to admit it"))
 
         def arrive() -> None:
             wait()
@@ -122,7 +122,7 @@ class RendezvousServer:
             OSError: nobody waits.
         """
         if not self.waiting:
-            raise OSError("nobody has started a process for it")
+            raise OSError("no process has been started for it")
         slot = min(self.waiting)
         process = self.waiting.pop(slot)
         self._forget(process.handle.control.fileno())
@@ -199,7 +199,7 @@ class RendezvousServer:
             arrival = decode_arrival(packet)
         except ValueError as error:
             reason = (
-                f"the job does not understand this process ({error}); use one version of Lockstep for all"
+                f"the job cannot read this process's message ({error}); use one version of Lockstep for all"
             )
         else:
             reason = refusal(self.first, arrival, self._pid_at(arrival.slot))

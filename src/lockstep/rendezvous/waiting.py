@@ -45,7 +45,7 @@ class WaitNotices:
         waited = now - self._since
         if waited >= _LONGEST:
             raise PeerStuckError(
-                f"{self._name} has waited {_LONGEST:g} s for {self._what}, in vain; start all tasks of "
+                f"{self._name} has waited {_LONGEST:g} s for {self._what} and gives up; start all tasks of "
                 "TF_CONFIG within that time"
             )
         if now < self._due:
@@ -105,7 +105,7 @@ class RendezvousWait:
         except ValueError as error:
             raise ConfigError(
                 f"{self._name} cannot read the answer of process {pid}, which holds the names of the job's "
-                f"tasks ({error}); use the same version of Lockstep for all tasks, or end that process"
+                f"tasks ({error}); use the same version of Lockstep for all tasks, or stop that process"
             ) from None
 
     def _say(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a program is: in the scope of which strategy, and in the function of which replica."""
+"""The strategy in whose scope a program runs, and the replica whose function runs."""
 
 from typing import Any, NoReturn
 
@@ -10,7 +10,7 @@ from lockstep.strategy.strategy import Strategy, entered
 
 
 class ReplicaContext:
-    """One replica's side of a function that `strategy.run` was given."""
+    """The replica's view of a function that `strategy.run` executes."""
 
     def __init__(self, strategy: Strategy, replica: Replica) -> None:
         self._strategy = strategy
@@ -28,14 +28,14 @@ class ReplicaContext:
 
     @property
     def replica_id_in_sync_group(self) -> Any:
-        """The replica's id, from 0: a number, or a scalar tensor in a graph of TensorFlow."""
+        """The replica's id, from 0: a number, or a scalar tensor in a TensorFlow graph."""
         return self._replica.number
 
     def all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of `value`.
 
-        All replicas make the same calls in the same order. What stands before such a call is computed again
-        after it, apart from what nothing needs any more.
+        All replicas must make the same calls in the same order. The code before such a call may be computed
+        again after it.
         """
         return self._replica.merges.all_reduce(ReduceOp.of(reduce_op), value)
 
@@ -51,31 +51,31 @@ class ReplicaContext:
         """
         name = getattr(merge_fn, "__name__", "a function")
         raise ModelError(
-            f"merge_call({name}) is not supported: replicas have no function in which one acts for all; "
+            f"merge_call({name}) is not supported: no function runs once for all replicas; "
             "within strategy.run use all_reduce or all_gather of the replica's context, or call the function "
-            "after strategy.run, with what that has returned"
+            "after strategy.run, with its result"
         )
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy whose scope or run the program is in; one of a single replica outside of all."""
+    """Return the strategy whose scope or `run` is active; outside of all, one with a single replica."""
     return entered() or default_strategy()
 
 
 def has_strategy() -> bool:
-    """Whether the program is in the scope or the run of a strategy."""
+    """Whether the scope or `run` of a strategy is active."""
     return entered() is not None
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the program is in the scope of a strategy, and not in a replica's function."""
+    """Whether the scope of a strategy is active and no replica's function runs."""
     return has_strategy() and current() is None
 
 
 def get_replica_context() -> ReplicaContext | None:
     """Return the context of the replica whose function runs; None in a strategy's scope outside of `run`.
 
-    Outside of all strategies it is that of the only replica.
+    Outside of all strategies, it is the context of the only replica.
     """
     replica = current()
     if replica is None:

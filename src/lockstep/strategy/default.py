@@ -13,31 +13,31 @@ from lockstep.worker import job
 
 
 class DefaultStrategy(Strategy):
-    """What a program is in that has made no strategy: everything is as without one."""
+    """The strategy of a program that has created none: it changes nothing."""
 
     def __init__(self) -> None:
         self._job = job.alone()
         self._runs = SingleRuns()
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
-        """Yield the numbers of the steps: nobody joins, and nothing is kept."""
+        """Yield the step numbers; no worker joins and nothing is saved."""
         yield from range(count)
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Do nothing but be found by `get_strategy`."""
+        """Only make `get_strategy` return this strategy."""
         with self._entered():
             yield self
 
 
 @cache
 def default_strategy() -> DefaultStrategy:
-    """Return the only one."""
+    """Return the one instance."""
     return DefaultStrategy()
 
 
 class OneDeviceStrategy(Strategy):
-    """Trains on one device of a process by itself.
+    """Trains on one device in a single process.
 
     Args:
         device: a name such as "GPU:0", "/gpu:1" or "CPU:0".
@@ -52,12 +52,12 @@ class OneDeviceStrategy(Strategy):
         if self.num_replicas_in_sync > 1:
             raise ConfigError(
                 f"OneDeviceStrategy trains one replica, but this job has {self.num_replicas_in_sync}, and "
-                "each would train a model of its own; use MirroredStrategy, or start the script with "
+                "each would train its own model; use MirroredStrategy, or start the script with "
                 "`lockstep run -n 1 --replicas 1`"
             )
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Models are made, and compiled models trained, on the device."""
+        """Create models, and train compiled models, on the device."""
         with super().scope(), on_device(self._device):
             yield self

@@ -1,4 +1,4 @@
-"""The strategy of `tf.distribute.experimental`, which takes its arguments in another way."""
+"""The strategy of `tf.distribute.experimental`, which has a different signature."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from lockstep.strategy.options import CommunicationImplementation, Communication
 
 
 class MultiWorkerMirroredStrategy(mirrored.MultiWorkerMirroredStrategy):
-    """`lockstep.MultiWorkerMirroredStrategy`, told what moves the bytes by `communication`."""
+    """`lockstep.MultiWorkerMirroredStrategy` with the argument `communication`."""
 
     def __init__(
         self,

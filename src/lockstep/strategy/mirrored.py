@@ -1,4 +1,4 @@
-"""Strategies that keep equal copies of a model, under the names that `tf.distribute` gave them."""
+"""Strategies that keep equal copies of a model, named as in `tf.distribute`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,16 +16,16 @@ from lockstep.system.notes import note
 class MultiWorkerMirroredStrategy(Strategy):
     """Trains every model that is compiled in its scope on all replicas of the job, in lockstep.
 
-    Under `lockstep run` the job is the command's. In a script that was started by hand `TF_CONFIG` says which
-    workers it has: see `lockstep.rendezvous.join`; without, it has one worker and one replica.
+    Under `lockstep run`, the command defines the job. In a script that is started by hand, `TF_CONFIG` lists
+    its workers; without it, the job has one worker and one replica.
 
     Args:
-        cluster_resolver: answers as `cluster_resolver` of this strategy; never decides who takes part.
-        communication_options: how workers exchange data; never changes the result.
+        cluster_resolver: returned by the property of this name; does not select the workers.
+        communication_options: how workers exchange data; does not affect the result.
 
     Raises:
-        ConfigError: `TF_CONFIG` is wrong, or came too late; or the tasks of several processes do not fit.
-        PeerStuckError: others that `TF_CONFIG` names have not come in time.
+        ConfigError: `TF_CONFIG` is wrong, was set too late, or contradicts that of another task.
+        PeerStuckError: tasks in `TF_CONFIG` did not connect in time.
         BackendError: Keras runs on a backend that is not supported.
     """
 
@@ -45,10 +45,10 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
-        """Models compiled within the block are trained by the job.
+        """Let the job train the models that are compiled within the block.
 
         Raises:
-            ConfigError: `TF_CONFIG` was set after the strategy had been made.
+            ConfigError: `TF_CONFIG` was set after the strategy was created.
         """
         join.take_part()
         with super().scope():
@@ -56,22 +56,22 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """Says which tasks there are, and which one this process is."""
+        """The resolver of the cluster's tasks and of this process's task."""
         return self._resolver
 
 
 class MirroredStrategy(Strategy):
     """Trains every model that is compiled in its scope on several devices of this machine.
 
-    In a plain `python train.py` the script is started again, once a device, by `lockstep run`; in a job its
-    workers are those of the command.
+    In a plain `python train.py`, `lockstep run` restarts the script once per device; in a job, the command
+    defines the workers.
 
     Args:
         devices: names such as "GPU:0" or "CPU:1"; None for all visible GPUs.
-        cross_device_ops: taken as `tf.distribute` takes it, and ignored: sums go along one fixed tree.
+        cross_device_ops: accepted for compatibility with `tf.distribute` and ignored; sums use a fixed tree.
 
     Raises:
-        ConfigError: the devices cannot be meant, or there is no script to start again.
+        ConfigError: the devices are invalid, or there is no script to restart.
         BackendError: Keras runs on a backend that is not supported.
     """
 
@@ -81,10 +81,7 @@ class MirroredStrategy(Strategy):
 
 
 def _note_on(options: Any) -> None:
-    """Say it where what was asked to move the bytes is not what moves them."""
+    """Print a note if the requested communication implementation is not in use."""
     asked = getattr(options, "implementation", CommunicationImplementation.AUTO)
     if getattr(asked, "value", asked) == "NCCL":
-        note(
-            "NCCL moves bytes between GPUs only, and is not used yet: shared memory moves them, "
-            "with the same result"
-        )
+        note("NCCL is not used yet: workers exchange data through shared memory, with the same result")

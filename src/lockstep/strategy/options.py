@@ -1,4 +1,4 @@
-"""What strategies are told, under the names that `tf.distribute` gave it."""
+"""Options of strategies, named as in `tf.distribute`."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -8,17 +8,17 @@ from lockstep.keras.replica_run.replica import Op
 
 
 class ReduceOp(Enum):
-    """How the values of replicas become one."""
+    """How the values of replicas are combined."""
 
     SUM = "SUM"
     MEAN = "MEAN"
 
     @classmethod
     def of(cls, given: object) -> Op:
-        """Return what `given` means: a member, TensorFlow's own, or a name in any case.
+        """Return the operation for a member, TensorFlow's equivalent, or a name in any case.
 
         Raises:
-            InputError: it is none.
+            InputError: `given` is none of these.
         """
         name = str(getattr(given, "value", given)).upper()
         if name not in cls.__members__:
@@ -27,7 +27,7 @@ class ReduceOp(Enum):
 
 
 class CommunicationImplementation(Enum):
-    """What moves the bytes between workers; never changes the result."""
+    """How bytes move between workers; does not affect the result."""
 
     AUTO = "AUTO"
     RING = "RING"
@@ -40,8 +40,8 @@ class CommunicationOptions:
 
     Attributes:
         bytes_per_pack: accepted and ignored: shared memory needs no packs.
-        timeout_seconds: after which a worker that others wait for is stuck; None for that of the job.
-        implementation: what moves the bytes.
+        timeout_seconds: that others wait for a worker before it counts as stuck; None for the job's timeout.
+        implementation: how bytes move.
     """
 
     bytes_per_pack: int = 0

@@ -22,7 +22,7 @@ _entered = _Entered()
 
 
 class Strategy:
-    """Trains models, and runs functions, on all replicas of a job in lockstep.
+    """Trains models and runs functions on all replicas of a job in lockstep.
 
     Batch sizes are global: each step's batch is split over the replicas.
     """
@@ -35,12 +35,12 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """R, the number of replicas; fixed for the life of the job."""
+        """R, the number of replicas; fixed for the job."""
         return self._job.view.replicas
 
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
-        """Models compiled within the block are trained by the job."""
+        """Let the job train the models that are compiled within the block."""
         self._loops.depth += 1
         try:
             with self._entered():
@@ -55,22 +55,21 @@ class Strategy:
         kwargs: Mapping[str, Any] | None = None,
         options: Any = None,
     ) -> Any:
-        """Let each replica compute `fn`, and return its result with a `PerReplica` for each leaf.
+        """Run `fn` on each replica and return its result with a `PerReplica` for each leaf.
 
-        Within `fn`, an optimizer's `apply_gradients` adds the gradients up over the replicas and updates
-        once, metrics count the examples of all replicas, floating-point state of layers becomes the mean of
-        what the replicas' would be, and `get_replica_context()` gives what replicas do together. With one
-        replica this calls `fn`. On TensorFlow `fn` is traced, as under `tf.function`, unless functions run
-        eagerly.
+        Within `fn`, an optimizer's `apply_gradients` sums the gradients over the replicas and updates once,
+        metrics count the examples of all replicas, floating-point state of layers is averaged over the
+        replicas, and `get_replica_context()` provides all-reduce and all-gather. With one replica, this calls
+        `fn`. TensorFlow traces `fn`, as `tf.function` does, unless functions run eagerly.
 
         Args:
-            fn: what a replica computes.
-            args: its arguments. A replica is given its own value of each `PerReplica` in them.
-            kwargs: likewise.
-            options: taken as `tf.distribute` takes it, and ignored.
+            fn: the function of a replica.
+            args: its arguments. Each replica gets its own value of each `PerReplica` in them.
+            kwargs: its keyword arguments, likewise.
+            options: accepted for compatibility with `tf.distribute` and ignored.
 
         Raises:
-            ModelError: what `fn` changes cannot be combined over replicas.
+            ModelError: the changes that `fn` makes cannot be combined over replicas.
             PeerLostError: a worker was lost, and Lockstep does not drive the loop.
         """
         _refuse_within_replica("run")
@@ -79,38 +78,38 @@ class Strategy:
             return self._runs.run(fn, args, kwargs or {})
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
-        """Yield the numbers of `count` steps of a loop that workers may join and leave, as in `fit`.
+        """Yield the numbers of `count` steps of a loop that workers can join and leave, as in `fit`.
 
             for step in strategy.steps(1000, state={"model": model, "optimizer": optimizer, "data": batches}):
                 loss = train_step(next(batches))
 
-        The state goes to workers that join, and into checkpoints. So a worker that is lost is replaced, and a
-        program that is run again goes on at its step; both take one step more first, whose results are
-        overwritten. Whatever the loop changes must be in the state, or follow from it.
+        Joining workers and checkpoints receive the state. So a lost worker is replaced, and a restarted
+        program resumes at its step; both first take one extra step whose results are overwritten. Everything
+        that the loop changes must be in the state or follow from it.
 
         Args:
             count: of steps.
             state: Keras models, layers, optimizers, metrics and variables, TensorFlow's variables, iterators
                 of distributed datasets, NumPy arrays, and dicts and lists of plain values, by name.
-            checkpoint: a `lockstep.callbacks.Checkpoint`, to keep checkpoints without `--checkpoint`.
+            checkpoint: a `lockstep.callbacks.Checkpoint`, to save checkpoints without `--checkpoint`.
 
         Raises:
-            InputError: a part of the state cannot be given to others.
-            CheckpointError: the state that was kept is of other parts.
+            InputError: a part of the state cannot be transferred.
+            CheckpointError: the saved state has different parts.
         """
         self._job.distributes()
         return self._loops.driving.steps(count, state, checkpoint)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
-        """Return the sum or the mean over all replicas of each leaf of what `run` has returned.
+        """Return the sum or the mean over all replicas of each leaf of a result of `run`.
 
         Args:
-            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, TensorFlow's own too, or their names.
+            reduce_op: `ReduceOp.SUM` or `ReduceOp.MEAN`, TensorFlow's equivalents, or their names.
             value: a nest of `PerReplica`.
-            axis: over which each replica's value is reduced too; a mean then counts values, not replicas.
+            axis: to reduce in each replica's value as well; a mean then counts values, not replicas.
 
         Raises:
-            ModelError: this is called within a function that `run` was given.
+            ModelError: the caller is a function that `run` executes.
         """
         _refuse_within_replica("reduce")
         return self._runs.reduce(ReduceOp.of(reduce_op), value, axis)
@@ -119,13 +118,13 @@ class Strategy:
         """Return the values of all replicas of each leaf, joined along `axis` in the replicas' order.
 
         Raises:
-            ModelError: this is called within a function that `run` was given.
+            ModelError: the caller is a function that `run` executes.
         """
         _refuse_within_replica("gather")
         return self._runs.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Return what the replicas of this worker have, one value a replica."""
+        """Return the values of this worker's replicas, one per replica."""
         return self._runs.local_results(value)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
@@ -137,13 +136,13 @@ class Strategy:
         return distribute(self._job, self._runs, dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
-        """Give each replica a dataset of its own: `dataset_fn(context)`, of an `InputContext`.
+        """Give each replica its own dataset, `dataset_fn(context)`, where `context` is an `InputContext`.
 
-        There is one pipeline a replica; the worker that computes the replica reads it. What is random in
-        them follows from seeds, and begins alike in all of them: so they may shuffle before they shard.
+        There is one pipeline per replica; the worker that computes the replica reads it. Random operations in
+        the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
         """
         self._job.distributes()
-        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.seed_here())
+        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.next_seed())
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
@@ -166,8 +165,8 @@ class Strategy:
 def _refuse_within_replica(name: str) -> None:
     if current() is not None:
         raise ModelError(
-            f"strategy.{name} is called within a function that strategy.run was given; what replicas do "
-            "together there is all_reduce and all_gather of get_replica_context()"
+            f"strategy.{name} is called in a function that strategy.run runs; replicas "
+            "communicate there with all_reduce and all_gather of get_replica_context()"
         )
 
 

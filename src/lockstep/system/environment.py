@@ -368,7 +368,7 @@ def device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -
 def _parse(environ: Mapping[str, str], name: str, convert: Callable[[str], Value]) -> Value:
     name = _PREFIX + name
     if name not in environ:
-        raise ConfigError(f"{name} is not set: a worker is started by `lockstep run`, not by hand")
+        raise ConfigError(f"{name} is not set: workers are started by `lockstep run`, not by hand")
     try:
         return convert(environ[name])
     except ValueError as error:

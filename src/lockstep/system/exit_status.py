@@ -3,7 +3,7 @@
 import signal
 
 UNKNOWN_STATUS = -(2**16)
-"""The exit status of a process that has ended nobody knows how: it has told nothing, as after a signal."""
+"""The exit status of a process whose exit status is unknown; like a signal, it carries no report."""
 
 
 def shell_status(status: int) -> int:
@@ -16,14 +16,14 @@ def shell_status(status: int) -> int:
 def describe_exit(status: int) -> str:
     """Say how a process ended; `status` is negative for a signal."""
     if status == UNKNOWN_STATUS:
-        return "has ended"
-    return f"was ended by {signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        return "ended (exit status unknown)"
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def whose_lines(workers: int, replicas: int) -> str:
     """Say who computes a script's own lines, outside of all that is distributed."""
     if workers > 1:
-        return f"each of the {workers} workers runs the whole script alone"
+        return f"each of the {workers} workers runs the whole script on its own"
     return f"the {replicas} replicas have nothing to compute"
 
 
@@ -37,4 +37,4 @@ def signal_name(number: int) -> str:
 
 def unkillable(left: tuple[int, ...]) -> str:
     """Say which processes SIGKILL did not end."""
-    return f"processes that cannot be killed are left: {', '.join(map(str, left))}"
+    return f"these processes could not be killed: {', '.join(map(str, left))}"

@@ -128,7 +128,7 @@ class AppendFile:
 
     def _lose(self, error: OSError) -> None:
         self._lost = True
-        self._complain(f"cannot write {self.path}: {error.strerror}; what follows in it is lost")
+        self._complain(f"cannot write {self.path}: {error.strerror}; further output to it is lost")
 
     def close(self) -> None:
         """Close the file."""

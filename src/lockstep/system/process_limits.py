@@ -38,7 +38,7 @@ def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None
     if left is not None and left < needed:
         raise UnfitError(
             f"the limit on this user's processes and threads leaves {left}, and {count(workers, 'worker')} "
-            f"need {needed}: raise it with ulimit -u, end other programs, or use a smaller -n"
+            f"need {needed}: raise it with ulimit -u, stop other programs, or use a smaller -n"
         )
 
 

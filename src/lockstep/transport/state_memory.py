@@ -14,8 +14,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.checkpoint.dtypes import named
 from lockstep.checkpoint.folder import Contents, check_names
+from lockstep.checkpoint.values import named
 from lockstep.errors import CheckpointError
 from lockstep.protocol.channel import Attachment
 from lockstep.system.memory import available_memory
@@ -68,7 +68,7 @@ class MemoryTransport:
                 arrays[name] = array = _mapped(memory, start, named(kind), shape)
                 start += array.nbytes
         except (OSError, ValueError, OverflowError, RecursionError, struct.error) as error:
-            raise CheckpointError(f"cannot read the state that another worker gave: {error}") from None
+            raise CheckpointError(f"cannot read the state from another worker: {error}") from None
         return Contents(header.step, header.manifest, arrays)
 
     def forget(self) -> None:

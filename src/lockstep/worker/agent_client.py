@@ -95,7 +95,7 @@ class AgentClient:
             return None
         message = self._channel.receive()
         if isinstance(message, PeerGone):
-            return JobOver("the agent is gone")
+            return JobOver("the agent has ended")
         if isinstance(message, Unreadable):
-            raise InternalError(f"a message of the agent cannot be read: {message.error}")
+            raise InternalError(f"cannot read a message from the agent: {message.error}")
         return message

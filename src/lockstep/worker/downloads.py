@@ -19,6 +19,7 @@ from lockstep.system.files import open_regular
 from lockstep.system.locks import wait_for_lock
 from lockstep.system.paths import RunPaths
 from lockstep.worker.import_hooks import when_imported
+from lockstep.worker.patching import PATCHES
 
 _MODULE = "keras.src.utils.file_utils"
 _FIRST_SAID = 5.0
@@ -148,8 +149,8 @@ class Turns:
             else:
                 if descriptor is None:
                     raise PeerStuckError(
-                        f"{self._holder(file)} has not downloaded {name} within {self._patience:g} s; look "
-                        "whether its network and disk answer, or download the file before the job"
+                        f"{self._holder(file)} has not downloaded {name} within {self._patience:g} s; check "
+                        "whether its network and disk respond, or download the file before the job"
                     )
                 return file, descriptor
         raise refused or OSError("there is no folder for locks")
@@ -187,8 +188,11 @@ class Turns:
 
 
 def _serve_in(file_utils: ModuleType) -> None:
-    get_file, urlretrieve = file_utils.get_file, file_utils.urlretrieve
+    PATCHES.replace(__name__, file_utils, "get_file", _in_turn)
+    PATCHES.replace(__name__, file_utils, "urlretrieve", _whole)
 
+
+def _in_turn(get_file: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(get_file)
     def get_in_turn(fname: Any = None, origin: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not _taking_part or not isinstance(origin, str):
@@ -197,6 +201,10 @@ def _serve_in(file_utils: ModuleType) -> None:
         name = str(fname or Path(urllib.parse.urlsplit(origin).path).name)
         return _taking_part[0].take(origin, name, purpose, lambda: get_file(fname, origin, *args, **kwargs))
 
+    return get_in_turn
+
+
+def _whole(urlretrieve: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(urlretrieve)
     def retrieve_whole(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Give the file its name when all of it is there: a process that is killed leaves no half of it."""
@@ -212,7 +220,7 @@ def _serve_in(file_utils: ModuleType) -> None:
             beside.unlink(missing_ok=True)
         return filename, headers
 
-    vars(file_utils).update(get_file=get_in_turn, urlretrieve=retrieve_whole)
+    return retrieve_whole
 
 
 def _digest(text: str) -> str:

@@ -25,10 +25,7 @@ from lockstep.worker.script import summarize_own
 _REPORT_EVERY = 0.5
 """Seconds between two reports of a wait to the agent."""
 
-_ADVICE = (
-    "a worker that joins passes over calls that have finished: give each call an input of its own, the same "
-    "in every process"
-)
+_ADVICE = "a worker that joins skips finished calls: give each call its own input, equal in every process"
 
 
 def wait_policy(timeout: float) -> WaitPolicy:
@@ -87,7 +84,7 @@ class AgentMembership:
         patience = self._policy.timeout
         answer = self._client.next_view(patience)
         if answer is None:
-            raise PeerLostError(f"{lost}; the agent has not said in {patience:.0f} s what follows")
+            raise PeerLostError(f"{lost}; the agent has not announced the next view within {patience:.0f} s")
         return self._place(answer)
 
     def leave(self, differs: DisagreementError) -> NoReturn:
@@ -123,7 +120,7 @@ class AgentMembership:
         if isinstance(message, Position):
             return self._states.fetch(message.state)
         self._place(message)
-        raise InternalError("the agent lets a worker in that has not asked for it")
+        raise InternalError("the agent admitted a worker that had not asked to join")
 
     def join(self) -> tuple[Contents, Place]:
         """Wait until this worker is let in: at the end of a step, however long it takes.
@@ -136,7 +133,7 @@ class AgentMembership:
         message = self._receive()
         place = self._place(message)
         if not isinstance(message, NewView) or message.state is None:
-            raise InternalError("the agent lets a worker in without the state")
+            raise InternalError("the agent admitted a worker without the state")
         return self._states.fetch(message.state), place
 
     def _receive(self) -> AgentMessage:
@@ -173,7 +170,7 @@ class AgentMembership:
 
 
 def _unexpected(message: AgentMessage) -> InternalError:
-    return InternalError(f"the agent says {type(message).__name__} to a worker that waits for a view")
+    return InternalError(f"the agent sent a {type(message).__name__} to a worker that waits for a view")
 
 
 def _end(status: int, text: str = "") -> NoReturn:

@@ -59,7 +59,7 @@ def keep_sources(folder: Path, changed: Changed) -> None:
     def stats(self: SourceFileLoader, path: str) -> object:
         if is_own(path):
             # What Python has compiled before, and keeps beside the file, may be of another text.
-            raise OSError(f"{path}: the text that the job has kept counts")
+            raise OSError(f"{path}: the version that the job saved takes precedence")
         return path_stats(self, path)
 
     SourceFileLoader.get_data = read_kept  # type: ignore[method-assign, assignment]
@@ -131,7 +131,7 @@ class KeptSources:
             text = self._keep(file, file.read_bytes())
         own = _read[str(file)] = _hash(text)
         if file_hash(file) != own:
-            self._changed(path, "has changed; this worker runs the version that the job first read")
+            self._changed(path, "has changed; this worker uses the version that the job read first")
         return text
 
     def _place(self, file: Path) -> Path:

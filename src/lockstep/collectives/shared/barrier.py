@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from lockstep.collectives.calls import CollectiveCall, compare, farewell
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.shared import futex
-from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment
-from lockstep.collectives.shared.slots import decode, encode
+from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment, decode, encode
 from lockstep.collectives.waiting import ObservedWait
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
 from lockstep.system.clock import Clock

@@ -5,8 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lockstep.collectives.arguments import check_length, common_layout, outgoing
-from lockstep.collectives.calls import CollectiveCall
+from lockstep.collectives.calls import CollectiveCall, check_length, common_layout, outgoing
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout
 from lockstep.collectives.plan import ReducePlan

@@ -23,8 +23,9 @@ import time
 from collections.abc import Iterator
 from typing import Self
 
+from lockstep.collectives.calls import CollectiveCall
 from lockstep.collectives.shared import futex
-from lockstep.collectives.shared.allocation import allocate
+from lockstep.collectives.shared.pool import allocate
 from lockstep.errors import InternalError
 from lockstep.system.memory import available_memory
 
@@ -90,7 +91,7 @@ class ControlSegment:
         header = os.pread(fd, _MAGIC.size, 0) if size >= _PAGE else b""
         name, version, members = _MAGIC.unpack(header) if header else (b"", 0, 0)
         if name != _NAME or version != _VERSION or size < control_size(members):
-            raise InternalError(f"descriptor {fd} is no control segment of version {_VERSION}")
+            raise InternalError(f"descriptor {fd} is not an control segment of version {_VERSION}")
         os.set_inheritable(fd, False)
         return cls(fd, members, mmap.mmap(fd, control_size(members)))
 
@@ -191,3 +192,27 @@ def _alone(fd: int) -> Iterator[None]:
         yield
     finally:
         fcntl.lockf(fd, fcntl.LOCK_UN)
+
+
+_CALL = struct.Struct("<16sB64si16sH")
+_LENGTH = struct.Struct("<Q")
+WHAT_LIMIT = 512
+"""Bytes of UTF-8 that a call's name has in a slot; the rest is cut off."""
+_WHAT = _LENGTH.size + _CALL.size
+assert _WHAT + WHAT_LIMIT <= SLOT
+
+
+def encode(call: CollectiveCall, length: int) -> bytes:
+    """Return a slot that says that a member makes `call` with a blob of `length` bytes."""
+    what = call.what.encode("utf-8", "replace")[:WHAT_LIMIT]
+    fields = (call.kind.encode(), len(call.check), call.check, call.root, call.layout, len(what))
+    return _LENGTH.pack(length) + _CALL.pack(*fields) + what
+
+
+def decode(slot: bytes) -> tuple[CollectiveCall, int]:
+    """Return the call and the length of the blob from a slot (and what follows it)."""
+    (length,) = _LENGTH.unpack_from(slot)
+    kind, checked, check, root, layout, named = _CALL.unpack_from(slot, _LENGTH.size)
+    what = slot[_WHAT : _WHAT + named].decode("utf-8", "ignore")
+    call = CollectiveCall(kind.rstrip(b"\0").decode(), what, check[:checked], root, layout)
+    return call, length

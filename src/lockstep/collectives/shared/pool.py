@@ -8,7 +8,6 @@ import mmap
 import os
 from typing import Self
 
-from lockstep.collectives.shared.allocation import allocate
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.memory import Available, available_memory
 
@@ -43,7 +42,7 @@ class SharedPool:
         except OSError:
             sealed = 0
         if not sealed:
-            raise InternalError(f"descriptor {fd} is no pool of memory")
+            raise InternalError(f"descriptor {fd} is not a memory pool")
         os.set_inheritable(fd, False)
         return cls(fd, available)
 
@@ -74,7 +73,7 @@ class SharedPool:
             return mmap.mmap(self.fd, size, flags=flags) if size else mmap.mmap(-1, 1)
         except OSError as error:
             raise SharedMemoryError(
-                f"cannot map {size} bytes of shared memory: {error}; look at the limit on the size of "
+                f"cannot map {size} bytes of shared memory: {error}; check the limit on the size of "
                 "a process (ulimit -v)"
             ) from error
 
@@ -83,3 +82,24 @@ class SharedPool:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def allocate(fd: int, start: int, size: int, available: Available) -> None:
+    """Take memory for `size` bytes of a memfd from `start` on.
+
+    Raises:
+        SharedMemoryError: it cannot be had.
+    """
+    room = available()
+    try:
+        if size > room:
+            raise MemoryError("not enough memory")
+        # Without this, pages are taken when they are first written to, and where there are none left
+        # the process is killed.
+        os.posix_fallocate(fd, start, size)
+    except (OSError, MemoryError) as error:
+        raise SharedMemoryError(
+            f"the exchange between workers needs {size} bytes more of shared memory ({room} bytes are "
+            f"available): {error}. Use fewer workers on this host, a smaller model, or raise the "
+            "memory limit of the container or the file size limit (ulimit -f)"
+        ) from error

@@ -60,8 +60,8 @@ class UpdateOperations:
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
             raise ModelError(
                 "the step applies its optimizer, or calls all_reduce or all_gather, within a condition, a "
-                "loop or a function of TensorFlow's; its replicas cannot meet there: do it in the step "
-                "itself, and call what is a tf.function as a plain one"
+                "loop or a function of TensorFlow's; replicas cannot synchronize there: do it in the step "
+                "itself, and call a tf.function as a plain function"
             )
 
 
@@ -127,7 +127,7 @@ def assigned(graph: Any) -> list[tf.Variable]:
             continue
         handle = captured[id(inside)]
         if id(handle) not in known:
-            raise ModelError(f"the step changes {handle}, which is no variable: that cannot be combined")
+            raise ModelError(f"the step changes {handle}, which is not a variable and cannot be combined")
         found.append(known[id(handle)])
     return found
 

@@ -245,7 +245,7 @@ class JaxProgram(JaxState):
             if all(new is expected for new, expected in zip(returned, record.updated, strict=True)):
                 return record.gradients or [], (logs, (rest, metrics))
             if record.gradients is None:
-                raise ModelError(f"train_step returns other weights than its optimizer updated; {_SHAPE}")
+                raise ModelError(f"train_step returns weights that its optimizer did not update; {_SHAPE}")
         if not self._rounds.leaves(number):
             self._rounds.leave(number)
             return self._train(state, data, earlier)

@@ -151,7 +151,7 @@ class Recording:
             yield
         if not self._applications and model.trainable_variables:
             raise ModelError(
-                "train_step applies no optimizer that the model knows: use self.optimizer, or keep the "
+                "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
             )
 
@@ -160,9 +160,9 @@ def refuse_own_update(name: str) -> NoReturn:
     """Raise ModelError: a step changes a trainable variable by itself."""
     raise ModelError(
         f"the step assigns the variable {name!r} itself; weights and the variables of optimizers change "
-        "through self.optimizer.apply, or that of another optimizer which the model keeps as an attribute; "
+        "through self.optimizer.apply, or that of another optimizer that is an attribute of the model; "
         "limits on weights are constraints of their layers; assign a learning rate outside of the step, and "
-        "make a variable that is no weight with trainable=False"
+        "create a variable that is not a weight with trainable=False"
     )
 
 
@@ -170,7 +170,7 @@ def _refuse_another(update: Update, known: Update) -> None:
     ids, known_ids = ([id(variable) for variable in one.variables] for one in (update, known))
     if update.optimizer is not known.optimizer or ids != known_ids:
         raise ModelError(
-            "train_step applies its optimizer to other variables than at its first step; compile the "
+            "train_step applies its optimizer to different variables than in its first step; compile the "
             "model again after changing which of its layers are trainable"
         )
 

@@ -1,6 +1,6 @@
 """What the adapters of all backends need to know of a step: replaced methods, sums and limits."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from lockstep.errors import LockstepError, ModelError
 
 
 @contextmanager
-def replaced(owner: Any, method: str, replacement: Callable[..., Any]) -> Iterator[None]:
+def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
     """Within the block `owner.method` is `replacement`."""
     # Past the owner's __setattr__, which tracks what it is given.
     attributes = vars(owner)

@@ -92,13 +92,13 @@ class TorchBackend:
         if self._prepared:
             if not torch.are_deterministic_algorithms_enabled():
                 warnings.warn(
-                    "the script has switched off torch.use_deterministic_algorithms: equal bits are no "
-                    "longer promised",
+                    "the script has disabled torch.use_deterministic_algorithms: equal bits are no "
+                    "longer guaranteed",
                     stacklevel=3,
                 )
             return
         self._prepared = True
-        promise_equal_bits(job.current().threads)
+        promise_equal_bits(job.current().context.threads)
 
 
 @dataclass(frozen=True)
@@ -321,8 +321,8 @@ class TorchProgram(TorchState):
             self._changing = sorted(changed)
         for i in changed - set(self._changing):
             raise ModelError(
-                f"the step changes {self._state[i].path!r}, which its first step left alone; every step of "
-                "every replica has to change the same variables"
+                f"the step changes {self._state[i].path!r}, but its first step did not; every step of "
+                "every replica must change the same variables"
             )
         return {f"state/{i}": self._change(i, before.kept[i], share) for i in self._changing}
 
@@ -356,7 +356,7 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
     """Raise ModelError for what this backend cannot do, or not over replicas."""
     if model.steps_per_execution > 1:
         raise ModelError(
-            f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend Keras takes one "
+            f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend, Keras runs one "
             "step at a time; compile the model with steps_per_execution=1"
         )
     if kind == "train":

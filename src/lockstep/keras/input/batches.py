@@ -132,8 +132,8 @@ class JointPass:
                 next(self.reader)
             except StopIteration:
                 raise DataError(
-                    f"{elements} elements were to be passed over, but the dataset has ended after {skipped}: "
-                    "it gives fewer than it gave before"
+                    f"{elements} elements were to be skipped, but the dataset ended after {skipped}: "
+                    "it gives fewer than before"
                 ) from None
             self._taken += 1
 
@@ -215,7 +215,7 @@ def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str) -> int:
     """
     if not leaves or not all(leaf.ndim for leaf in leaves):
         raise DataError(
-            f"{what} has a value without an axis of examples, so there is nothing to split over the "
+            f"{what} has a value without an axis of examples, so it cannot be split over the "
             "replicas; batch the dataset before it is distributed"
         )
     counts = {len(leaf) for leaf in leaves}

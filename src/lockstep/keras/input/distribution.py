@@ -26,7 +26,7 @@ class ElementPosition(NamedTuple):
 
 
 class DistributedIterator:
-    """One pass over a `DistributedDataset`: gives, a step, a nest with a `PerReplica` for each leaf."""
+    """One pass over a `DistributedDataset`: each step yields a nest with a `PerReplica` for each leaf."""
 
     def __init__(self, dataset: "DistributedDataset", current: Pass, number: int) -> None:
         self._dataset = dataset
@@ -41,11 +41,11 @@ class DistributedIterator:
         return self._dataset.distributed(*self._take())
 
     def get_next(self) -> Any:
-        """Return the next element; at the end, raise what `next` raises."""
+        """Return the next element; at the end, raise the error of `next`."""
         return next(self)
 
     def get_next_as_optional(self) -> "Optional":
-        """Return the next element, or that there is none."""
+        """Return the next element, or an empty optional at the end."""
         try:
             return Optional([next(self)])
         except StopIteration:
@@ -53,7 +53,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements' leaves: a nest of (dtype, shape) like them."""
+        """What is known of the elements' leaves: a nest of (dtype, shape)."""
         return _described(self._current.form())
 
     @property
@@ -62,10 +62,10 @@ class DistributedIterator:
         return ElementPosition(self._number, self._taken)
 
     def skip(self, elements: int) -> None:
-        """Pass over elements: what is read of them is given to nobody, and no worker waits for another.
+        """Skip elements without distributing them; no worker waits for another.
 
         Raises:
-            DataError: there are not so many left.
+            DataError: fewer elements remain.
         """
         self._current.skip(elements)
         self._taken += elements
@@ -78,7 +78,7 @@ class DistributedIterator:
 
 @dataclass(frozen=True)
 class Optional:
-    """An element, or none."""
+    """An element or none."""
 
     _elements: list[Any]
 
@@ -123,7 +123,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements' leaves: a nest of (dtype, shape) like them."""
+        """What is known of the elements' leaves: a nest of (dtype, shape)."""
         return _described(self.source.form())
 
     def distributed(self, nest: Any, values: Values) -> Any:
@@ -149,7 +149,7 @@ def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
     if job.view.replicas == 1:
         return dataset
     if isinstance(dataset, DistributedDataset):
-        raise DataError("the dataset is distributed already")
+        raise DataError("the dataset is already distributed")
     explain_sharding(job, dataset)
     return _dataset(runs, Joint(dataset, job.view.replicas))
 
@@ -220,7 +220,7 @@ def values_from_function(job: Job, runs: Runs, value_fn: Callable[[ValueContext]
         if specs != described[0]:
             raise DataError(
                 f"the value function gave {described[0]} for replica 0 and {specs} for replica {replica}; "
-                "all replicas' values must be alike"
+                "the values of all replicas must have the same structure"
             )
     columns = tuple(dict(enumerate(column)) for column in zip(*rows, strict=True))
     leaves = runs.per_replica(Known(tuple(described[0]), columns), _given)

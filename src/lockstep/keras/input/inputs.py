@@ -28,8 +28,7 @@ from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchData
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays, sample_rows
-from lockstep.data.order import Indices, Shuffle
-from lockstep.data.rows import reader_of
+from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.nests import on_host, parts_of
 from lockstep.keras.input.reordered import Reordered

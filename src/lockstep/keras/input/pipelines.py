@@ -191,7 +191,7 @@ class Cursor:
             DataError: it has gone by.
         """
         if place + 1 < self._read:
-            raise DataError(f"element {place + 1} of {self._what} has gone by, and was not kept")
+            raise DataError(f"element {place + 1} of {self._what} has passed and was not kept")
         self.go_to(place + 1)
         return None if self._ended else self._element
 
@@ -323,7 +323,7 @@ class PipelineParts:
         """
         if replica not in self._ready:
             raise DataError(
-                f"the examples of replica {replica} are on another worker: let strategy.gather bring them"
+                f"the examples of replica {replica} are on another worker: get them with strategy.gather"
             )
         leaves = self._ready[replica]
         return self._stand_in[position][:0] if leaves is None else leaves[position]

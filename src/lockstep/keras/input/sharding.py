@@ -10,9 +10,9 @@ _INSTEAD = (
     "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"
 )
 _EXPLANATIONS = {
-    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so there may be fewer files than workers, of any sizes",
+    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so the number and sizes of files do not matter",
     "OFF": (
-        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker other examples belongs in "
+        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker different examples belongs in "
         "strategy.distribute_datasets_from_function"
     ),
 }

@@ -1,4 +1,4 @@
-"""Which replica reads which examples in `fit`, shown before it is called."""
+"""A table of which replica reads which examples in `fit`, without calling `fit`."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -32,25 +32,25 @@ def show_input(
     call: int = 1,
     new: bool = True,
 ) -> InputTable:
-    """Return which replica reads which examples in `fit`, as a table to print or to go through.
+    """Return which replica reads which examples in `fit`, as a table to print or iterate over.
 
     Args:
-        x: what `fit` will be given: arrays, or a dataset that can be read more than once.
-        y: likewise; its rows go with those of `x`.
+        x: the `x` of `fit`: arrays, or a dataset that can be read more than once.
+        y: the `y` of `fit`; its rows match those of `x`.
         batch_size: the global batch size, for arrays.
-        shuffle: as `fit` will be given it.
-        steps: how many steps of the epoch are shown.
+        shuffle: the `shuffle` of `fit`.
+        steps: the number of steps of the epoch to show.
         replicas: R; by default that of this process's job.
-        workers: how many workers compute them; by default as many as the job has.
+        workers: the number of workers that compute them; by default that of the job.
         epoch: of the call, from 1.
-        call: which of the script's calls of `fit`, `evaluate`, `predict` or for single batches it is, from 1.
-            Does not count after `keras.utils.set_random_seed`, where the order follows from the random
-            states: what is shown is a `fit` that is called next, while nothing else is drawn.
-        new: whether the model has been compiled since its last `fit` or `evaluate`: Keras then looks at a
-            batch first, which on JAX and PyTorch takes numbers from the random states.
+        call: the number of the call among the script's calls of `fit`, `evaluate`, `predict` and of
+            single-batch methods, from 1. It has no effect after `keras.utils.set_random_seed`, where the
+            order follows from the random states: the table then shows a `fit` that is called next.
+        new: whether the model has been compiled since its last `fit` or `evaluate`: Keras then first reads a
+            batch, which on JAX and PyTorch draws from the random states.
 
     Raises:
-        DataError: a dataset has a pipeline for each replica: then each reads its own.
+        DataError: a dataset has a pipeline for each replica, so each replica reads its own.
         ConfigError: there are more workers than replicas.
     """
     own = job.current().view
@@ -62,7 +62,7 @@ def show_input(
         if not isinstance(x.source, Joint):
             raise DataError("each replica reads all of the dataset that the function makes for it")
         x = x.source.stream.dataset
-    seed = order_seed(job.current().seed, call)
+    seed = order_seed(job.current().context.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
         return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view)

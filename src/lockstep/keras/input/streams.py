@@ -83,7 +83,7 @@ class Stream:
             DataError: none has been.
         """
         if self._form is None:
-            raise DataError("the dataset is empty, so nobody knows what its elements look like")
+            raise DataError("the dataset is empty, so the structure of its elements is unknown")
         return self._form
 
     def note(self, element: Nest) -> None:
@@ -208,7 +208,7 @@ def array_of(leaf: Any) -> npt.NDArray[Any]:
         and not all(isinstance(item, str | bytes) for item in array.flat)
     ):
         raise DataError(
-            f"an element of type {type(leaf).__name__} is no array: give numbers, strings or nests of arrays"
+            f"an element has type {type(leaf).__name__}: give numbers, strings, arrays or nests of them"
         )
     return array
 
@@ -230,12 +230,12 @@ def _share_of(spec: Any) -> Spec:
     _refuse_rows_of_their_own(spec)
     if spec.shape.rank == 0:
         raise DataError(
-            "the dataset has elements without an axis of examples, so there is nothing to split over the "
+            "the dataset has elements without an axis of examples, so it cannot be split over the "
             "replicas; batch it (`dataset.batch(global_batch_size)`) before it is distributed"
         )
     if spec.shape.rank is None:
         raise DataError(
-            "the dataset does not say how many axes its elements have; say it with `tf.ensure_shape`, or in "
+            "the dataset does not declare the rank of its elements; declare it with `tf.ensure_shape`, or in "
             "its output_signature"
         )
     return Spec(spec.dtype.name, (None, *spec.shape.as_list()[1:]))

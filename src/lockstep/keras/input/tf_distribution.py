@@ -21,7 +21,7 @@ from lockstep.keras.replica_run.contract import Runs
 from lockstep.keras.replica_run.graph import on_host
 from lockstep.keras.replica_run.tf_values import symbolic
 from lockstep.keras.replica_run.values import Shelf, Spec
-from lockstep.worker.job import current
+from lockstep.worker.script import keep_original
 
 _END = -1
 """In the place of a ticket: the pass has ended."""
@@ -50,7 +50,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         """
         dataset = cls._datasets.get(number)
         if dataset is None:
-            raise DataError("the dataset that a graph takes elements from is gone: keep it")
+            raise DataError("the dataset that a graph reads no longer exists: keep a reference to it")
         return dataset
 
     def __iter__(self) -> Any:
@@ -98,7 +98,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
             tickets = dataset_of_tickets(lambda: self.begin(self.source.begin()).tickets(form.specs))
             self._in_graphs.append(tickets)
             return GraphIterator(tf.zeros((), tf.int64), iter(tickets), self.shelf.number, True)
-        number = on_host(current(), self._begin_on_host, [], tf.int64)
+        number = on_host(self._begin_on_host, [], tf.int64)
         number.set_shape(())
         return GraphIterator(number, iter(self.in_tensors), self.shelf.number, False)
 
@@ -135,7 +135,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         """
         iterator = cls._iterators.get(number)
         if iterator is None:
-            raise DataError("the iterator that a graph takes elements from is gone: keep it")
+            raise DataError("the iterator that a graph reads no longer exists: keep a reference to it")
         return iterator
 
     def __next__(self) -> Any:
@@ -206,12 +206,12 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
                 if values.specs != specs:
                     raise DataError(
                         f"an element of the dataset has leaves like {values.specs} where the first had "
-                        f"{specs}; a graph is made for elements that are alike: read them outside of it, or "
+                        f"{specs}; a graph needs elements of one structure: read them outside of it, or "
                         "from a tf.data.Dataset that declares them"
                     )
                 yield self._dataset.shelf.put(values)
         except LockstepError as error:
-            current().failure = error
+            keep_original(error)
             raise
 
 
@@ -271,7 +271,7 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
         def publish(number: Any, *leaves: Any) -> int:
             return TensorFlowIterator.numbered(int(number)).publish(leaves)
 
-        ticket = on_host(current(), publish, [self.number, *leaves_of(element)], tf.int64)
+        ticket = on_host(publish, [self.number, *leaves_of(element)], tf.int64)
         ticket.set_shape(())
         return ticket
 

@@ -197,8 +197,8 @@ def mixed(seed: Array, replica: int) -> Array:
 def refuse_weight(variable: Any) -> NoReturn:
     """Raise ModelError: a function changes a weight by itself."""
     raise ModelError(
-        f"the function that strategy.run was given assigns the weight {variable.path!r} itself, and replicas "
-        "may not agree about its value; weights change through an optimizer's apply. Keep what follows them "
-        "in a variable with trainable=False, of whose changes the mean is taken, or assign it after "
+        f"the function passed to strategy.run assigns the weight {variable.path!r} itself, and replicas "
+        "may not agree about its value; weights change through an optimizer's apply. Keep derived values "
+        "in a variable with trainable=False, whose changes are averaged, or assign it after "
         "strategy.run"
     )

@@ -75,7 +75,7 @@ class ReplicaExecution:
             try:
                 keras.tree.assert_same_structure(self.nest, nest)
             except (TypeError, ValueError) as error:
-                raise ModelError(f"replicas return nests of different kinds: {error}") from error
+                raise ModelError(f"replicas return nests of different structures: {error}") from error
         self.nest = nest
         self.outputs[number] = outputs
 
@@ -85,7 +85,7 @@ class ReplicaExecution:
             if self.changed.setdefault(name, variable) is not variable:
                 raise ModelError(
                     f"replicas assign different variables of the same name, {variable.path!r}: the function "
-                    "that strategy.run is given must take the same path on all replicas"
+                    "passed to strategy.run must take the same path on all replicas"
                 )
 
 

@@ -70,8 +70,8 @@ class EagerJax:
 def _refuse_tracing() -> NoReturn:
     """Raise ModelError: a value that replicas are to share has none yet."""
     raise ModelError(
-        "replicas cannot meet within a function that JAX traces (jax.jit, jax.vmap, jax.checkpoint): let the "
+        "replicas cannot synchronize in a function that JAX traces (jit, vmap, checkpoint): let the "
         "compiled function return gradients or values, and call optimizer.apply, all_reduce or all_gather "
-        "with them in the function that strategy.run is given, or strategy.reduce after it; jax.grad and "
+        "with them in the function passed to strategy.run, or strategy.reduce after it; jax.grad and "
         "jax.value_and_grad go through all_reduce and all_gather where they are not compiled"
     )

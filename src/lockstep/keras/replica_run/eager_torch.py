@@ -16,6 +16,7 @@ from lockstep.keras.backends.tensors import borrowed, copied, on_host, promise_e
 from lockstep.keras.backends.torch import only_reads_gradients, random_numbers
 from lockstep.keras.replica_run.eager import Tensors
 from lockstep.worker import job
+from lockstep.worker.patching import PATCHES
 
 
 class EagerTorch:
@@ -23,7 +24,7 @@ class EagerTorch:
 
     def __init__(self) -> None:
         _install()
-        promise_equal_bits(job.current().threads)
+        promise_equal_bits(job.current().context.threads)
 
     @contextmanager
     def apart(self, seed: int) -> Iterator[None]:
@@ -105,7 +106,7 @@ class _Computation:
         for name, buffer, kept in self._buffers.values():
             if not torch.equal(buffer, kept):
                 raise ModelError(
-                    f"the function that strategy.run was given changes {name}, the state of a module of "
+                    f"the function passed to strategy.run changes {name}, the state of a module of "
                     "PyTorch's own, which replicas share only in model.fit; use a layer of Keras instead "
                     "(keras.layers.BatchNormalization), or put the module into evaluation mode"
                 )
@@ -126,18 +127,26 @@ class _ReplicaThread(threading.local):
 _running = _ReplicaThread()
 
 
-@functools.cache
 def _install() -> None:
-    """Learn of passes of PyTorch while a replica computes; once a process."""
-    original = torch.autograd.backward
+    """Learn of passes of PyTorch while a replica computes."""
+    if not PATCHES.has(__name__):
+        PATCHES.replace(__name__, torch.autograd, "backward", _noticed)
+    _listen()
 
+
+def _noticed(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         if _running.computation is not None:
             _running.computation.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         original(tensors, *args, **kwargs)
 
-    torch.autograd.backward = backward
+    return backward
+
+
+@functools.cache
+def _listen() -> None:
+    """Learn of forward passes: PyTorch has a hook for them."""
 
     def forward(module: torch.nn.Module, inputs: Any) -> None:
         if _running.computation is not None:

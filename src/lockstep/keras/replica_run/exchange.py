@@ -85,8 +85,8 @@ class RunExchange:
         """Raise DisagreementError in a worker that is to join: it cannot know how far the others are."""
         if self._job.joins and not self._job.driven:
             raise DisagreementError(
-                f"this worker, which is to join, comes to strategy.run of {name} in a loop of the program's "
-                "own, and cannot know how far the others have come in it: let strategy.steps drive the loop, "
+                f"this worker, which is joining, reaches strategy.run of {name} in a loop of the program's "
+                "own and cannot know the others' position in it: let strategy.steps drive the loop, "
                 "or run the job with --max-restarts 0"
             )
 
@@ -175,8 +175,8 @@ class RunExchange:
             if computed.keys() != this.like.keys():
                 changed = ", ".join(sorted(computed.keys() ^ this.like.keys()))
                 raise ModelError(
-                    f"{this.what}: replicas do not compute the same things ({changed}): the function that "
-                    "strategy.run is given must take the same path on all replicas"
+                    f"{this.what}: replicas compute different things ({changed}): the function "
+                    "passed to strategy.run must take the same path on all replicas"
                 )
 
     def _sum(self, this: RunRound, compute: Compute, view: View, communicator: Communicator) -> Total:

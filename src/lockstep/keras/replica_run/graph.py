@@ -35,21 +35,22 @@ from lockstep.keras.replica_run.replica import Replica, entered
 from lockstep.keras.replica_run.tf_values import SymbolicPerReplica, spec_of, symbolic
 from lockstep.keras.replica_run.values import Shelf, Spec
 from lockstep.worker.job import Job
+from lockstep.worker.script import keep_original
 
 Partial = dict[str, Any]
 
 
-def on_host(job: Job, act: Callable[..., Any], given: Sequence[Any], types: Any) -> Any:
+def on_host(act: Callable[..., Any], given: Sequence[Any], types: Any) -> Any:
     """Add an operation to the graph that calls `act` on the host, whenever it is executed.
 
-    TensorFlow hands on what an error says, but not the error; so the job remembers it.
+    TensorFlow passes on the text of an error, but not the error itself, which is therefore kept.
     """
 
     def guarded(*tensors: Any) -> Any:
         try:
             return act(*tensors)
         except LockstepError as error:
-            job.failure = error
+            keep_original(error)
             # TensorFlow writes all of the traceback into what it says, several times.
             raise error.with_traceback(None) from None
 
@@ -99,7 +100,7 @@ class GraphRun:
             order, total = self._round(order, seed, totals)
             totals.append(total)
         with tf.control_dependencies(self._applied(totals)):
-            ticket = on_host(self._job, self._finish, [], tf.int64)
+            ticket = on_host(self._finish, [], tf.int64)
         ticket.set_shape(())
         return packed(self._result, symbolic(ticket, self._host.shelf, self._outputs))
 
@@ -130,7 +131,7 @@ class GraphRun:
             )
             return seed
 
-        seed = on_host(self._job, begin, [leaf.ticket for leaf in self._own], tf.int64)
+        seed = on_host(begin, [leaf.ticket for leaf in self._own], tf.int64)
         seed.set_shape(())
         return seed
 
@@ -148,7 +149,7 @@ class GraphRun:
         known = None if any(zeros is None for zeros in like.values()) else like
 
         def ask(order: Any) -> Any:
-            replica = on_host(self._job, lambda _: self._host.next_replica(number, known), [order], tf.int64)
+            replica = on_host(lambda _: self._host.next_replica(number, known), [order], tf.int64)
             replica.set_shape(())
             return replica
 
@@ -160,7 +161,7 @@ class GraphRun:
         def body(replica: Any) -> Any:
             partial, outputs = compute(replica, earlier, *self._values_of(replica), *self._shared)
             given = [replica, *(partial[name] for name in names), *outputs]
-            return (ask(on_host(self._job, publish, given, tf.int64)),)
+            return (ask(on_host(publish, given, tf.int64)),)
 
         (end,) = tf.while_loop(
             lambda replica: replica != NONE_LEFT, body, (ask(order),), parallel_iterations=1
@@ -172,7 +173,7 @@ class GraphRun:
         if not self._own:
             return [tf.constant(True)]
         types = [tf.bool, *(leaf.dtype for leaf in self._own)]
-        tensors = on_host(self._job, lambda r: self._host.leaves_of(int(r)), [replica], types)
+        tensors = on_host(lambda r: self._host.leaves_of(int(r)), [replica], types)
         tensors[0].set_shape(())
         for tensor, leaf in zip(tensors[1:], self._own, strict=True):
             tensor.set_shape(leaf.shape)
@@ -188,7 +189,7 @@ class GraphRun:
             return [tf.constant(1.0), *(borrowed(arrays[name]) for name in names)]
 
         types = [tf.float32, *(parts[name].dtype for name in names)]
-        tensors = on_host(self._job, total, [end], types)
+        tensors = on_host(total, [end], types)
         tensors[0].set_shape(())
         for tensor, name in zip(tensors[1:], names, strict=True):
             tensor.set_shape(self._shape_of(name, parts[name].shape.as_list()))

@@ -44,7 +44,7 @@ class NamedState:
                 raise InputError(
                     f"state[{name!r}] is a {type(part).__name__}; expected a Keras model, layer, optimizer, "
                     "metric or variable, an iterator of a distributed dataset, a NumPy array, or a dict or "
-                    "list of plain values: whatever the loop changes, and can be changed in place"
+                    "list of plain values: anything that the loop changes and that can be changed in place"
                 )
         self._parts = dict(parts)
 
@@ -123,7 +123,7 @@ def _go_to(part: Positioned, position: Sequence[int], name: str) -> None:
     if part.position[0] != passes or part.position[1] > taken:
         raise CheckpointError(
             f"state[{name!r}] is in pass {part.position[0]} over its dataset, at element {part.position[1]}, "
-            f"and the training was in pass {passes}, at element {taken}: make iterators in the same places, "
+            f"and the training was in pass {passes}, at element {taken}: create iterators at the same places "
             "before the loop"
         )
     part.skip(taken - part.position[1])

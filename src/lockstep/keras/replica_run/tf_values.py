@@ -83,7 +83,7 @@ def spec_of(tensor: Any) -> Spec:
     """
     if tensor.shape.rank is None:
         raise ModelError(
-            f"strategy.run's function returns {tensor.name}, of whose shape nothing is known: say it before, "
+            f"strategy.run's function returns {tensor.name}, whose shape is unknown: set it first, "
             "as in tensor.set_shape(()) for one number, or tensor.set_shape([None, 3])"
         )
     return Spec(tensor.dtype.name, tuple(tensor.shape))

@@ -93,8 +93,8 @@ class Known:
         """
         if replica not in self.columns[position]:
             raise DataError(
-                f"the value of replica {replica} is on another worker: let strategy.reduce or "
-                "strategy.gather bring it here"
+                f"the value of replica {replica} is on another worker: use strategy.reduce or "
+                "strategy.gather to bring it here"
             )
         return self.columns[position][replica]
 
@@ -110,7 +110,7 @@ class Known:
 def lost(replica: int) -> NoReturn:
     """Raise DataError: the worker that had a replica's values is gone, and with it the values."""
     raise DataError(
-        f"the value of replica {replica} went with the worker that was lost; reduce what strategy.run "
+        f"the value of replica {replica} was on the lost worker; reduce what strategy.run "
         "returns before anything else changes"
     )
 
@@ -178,8 +178,8 @@ class Shelf:
         kept = self._values.get(ticket)
         if kept is None:
             raise DataError(
-                "the values of an earlier step are gone: use what an iterator or strategy.run gives "
-                "within the next few steps"
+                "the values of an earlier step are no longer kept: use what an iterator or strategy.run "
+                "gives in the next few steps"
             )
         return kept
 
@@ -192,7 +192,9 @@ class Shelf:
         """
         shelf = cls._shelves.get(number)
         if shelf is None:
-            raise DataError("what these values came from is gone: keep the dataset or its iterator")
+            raise DataError(
+                "the source of these values no longer exists: keep a reference to the dataset or its iterator"
+            )
         return shelf
 
 
@@ -205,19 +207,19 @@ class _Kept:
 
 
 class DistributedValues:
-    """A value that each replica has its own of: not a tensor, however many replicas a worker computes."""
+    """One value per replica; never a tensor, even if a worker computes a single replica."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise ModelError: which of the values is meant?
+        """Raise ModelError, because it is ambiguous which of the values is meant.
 
-        Also where this worker has one replica only: with fewer workers, and after a loss, it has several.
+        This also holds if this worker has one replica: with fewer workers, or after a loss, it has several.
         """
         raise ModelError(
-            "a PerReplica is used as if it were one tensor, but it holds a value for each replica: add them "
+            "a PerReplica is used like a tensor, but it holds a value for each replica: add the values "
             'up with strategy.reduce("SUM", value), average them with strategy.reduce("MEAN", value), join '
-            "rows with strategy.gather(value, axis=0), look at those of this worker with "
-            "strategy.experimental_local_results(value), or give it to strategy.run, whose function gets "
-            "its replica's own"
+            "rows with strategy.gather(value, axis=0), get those of this worker with "
+            "strategy.experimental_local_results(value), or give it to strategy.run, which passes each "
+            "replica its own"
         )
 
     numpy = item = __array__ = __jax_array__ = __float__ = __int__ = __getitem__ = _refuse
@@ -227,11 +229,11 @@ class DistributedValues:
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> NoReturn:
-        """Raise ModelError: a function of PyTorch wants a tensor."""
+        """Raise ModelError: a PyTorch function needs a tensor."""
         cls._refuse(None)  # type: ignore[arg-type]
 
     def __format__(self, spec: str) -> str:
-        """Return the text that `print` shows; figures have no common format."""
+        """Return the text that `print` shows; a format spec is refused."""
         return self._refuse() if spec else str(self)
 
 

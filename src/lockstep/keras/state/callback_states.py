@@ -109,8 +109,8 @@ def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]
     names = [type(callback).__name__ for callback in found]
     if names != [kind for kind, *_ in states]:
         raise CheckpointError(
-            f"the script gives `fit` the callbacks {names}, and the checkpoint is of "
-            f"{[kind for kind, *_ in states]}: give the same in the same order, or begin in another folder"
+            f"the script gives `fit` the callbacks {names}, but the checkpoint has "
+            f"{[kind for kind, *_ in states]}: give the same ones in order, or start over in another folder"
         )
     for callback, (kind, state, *missing) in zip(found, states, strict=True):
         for name, value in state.items():

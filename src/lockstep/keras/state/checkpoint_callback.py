@@ -18,12 +18,10 @@ from lockstep.checkpoint.choice import (
     parse_every,
     refuse_unlike,
 )
-from lockstep.checkpoint.dtypes import plain
-from lockstep.checkpoint.folder_lock import FolderLock
-from lockstep.checkpoint.leaving import end_at_a_step
-from lockstep.checkpoint.presence import announce
-from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, open_scheduler
+from lockstep.checkpoint.folder_lock import FolderLock, announce
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError
 from lockstep.keras.call_stack import CallStack
@@ -38,31 +36,32 @@ _LAST_SECONDS = 60.0
 
 
 class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
-    """Keeps checkpoints from the first `fit` on that is given one, for the rest of the process.
+    """Saves checkpoints from the first `fit` that has this callback until the process ends.
 
-    They are those of `lockstep run --checkpoint`: of every model that is compiled in the strategy's scope,
-    at the end of a step of any later call. A program that is run again goes on from the newest whole one,
-    with the same result to the last bit, under `lockstep run` with any number of workers, and by itself.
+    The checkpoints are those of `lockstep run --checkpoint`: they hold every model that is compiled in the
+    strategy's scope and are saved at the end of a step of any later call. A restarted program resumes from
+    the newest complete one with the same result to the last bit, under `lockstep run` with any number of
+    workers as well as on its own.
 
-    What comes before that `fit` in the program is done again. That `fit` and all calls after it return what
-    they returned if they had finished; the one in progress goes on at its step. So give it to the first
-    `fit` of the program, and to the same one each time; the `fit` calls after it need not be given one.
+    The program repeats everything before that `fit`. That `fit` and all later calls return their earlier
+    results if they had finished; the call in progress resumes at its step. So give the callback to the first
+    `fit` of the program, and to the same one each time; later `fit` calls do not need it.
 
-    Under `lockstep run`, SIGTERM keeps a checkpoint first. So it does in a program that runs by itself and
-    handles SIGTERM in no other way: the process ends at the end of its step, and after 20 seconds or with a
-    second SIGTERM in any case.
+    Under `lockstep run`, SIGTERM first saves a checkpoint. The same holds in a program that runs on its own
+    and does not handle SIGTERM otherwise: the process exits at the end of its step, at the latest after 20
+    seconds or at a second SIGTERM.
 
-    `fit` raises ConfigError if another job keeps checkpoints in the folder, if the job has other replicas,
-    threads, another seed or backend than the checkpoint's, if the command has `--checkpoint`, and if
-    `every` or `keep` cannot be understood; CheckpointError if the newest checkpoint is of another model or
-    another place in the program; ChangedError if model, optimizer, loss or callbacks have other settings than
-    those of the newest checkpoint; ScopeError if the model was not compiled in the strategy's scope.
+    `fit` raises ConfigError if another job saves checkpoints in the folder, if the replicas, threads, seed or
+    backend differ from the checkpoint's, if the command has `--checkpoint`, and if `every` or `keep` is
+    invalid; CheckpointError if the newest checkpoint belongs to another model or place in the program;
+    ChangedError if settings of the model, optimizer, loss or callbacks differ from those of the newest
+    checkpoint; ScopeError if the model was not compiled in the strategy's scope.
 
     Args:
-        folder: of the checkpoints; one job at a time keeps its there.
-        every: how often: a number of steps, or a time such as "30s", "10m" or "1h".
-        keep: how many are kept, the newest.
-        accept_changes: resume even if the settings of model, optimizer, loss or callbacks differ.
+        folder: of the checkpoints; one job at a time can use it.
+        every: the interval: a number of steps, or a time such as "30s", "10m" or "1h".
+        keep: how many checkpoints to keep.
+        accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         """Refuse: the strategy takes it away from the calls that it keeps checkpoints of."""
         raise ScopeError(
             f"model {self.model.name!r} was not compiled in the scope of a "
-            "lockstep.MultiWorkerMirroredStrategy, so lockstep.callbacks.Checkpoint cannot keep it; build "
+            "lockstep.MultiWorkerMirroredStrategy, so lockstep.callbacks.Checkpoint cannot save it; build "
             "and compile it under `with strategy.scope():`"
         )
 
@@ -102,8 +101,8 @@ class Keeping:
         self._job = job
         self._calls = calls
         self._snapshots = snapshots
+        self._resumable = snapshots.resumable
         self._folder: Path | None = None
-        self._found: Contents | None = None
 
     def begin(self, asked: Checkpoint) -> None:
         """Keep checkpoints from the call that begins on, and go on from the newest, if there is one.
@@ -118,76 +117,84 @@ class Keeping:
         folder = _folder(asked.folder)
         if folder == self._folder:
             return
-        if self._folder is not None or self._job.scheduler is not None:
+        if self._folder is not None or self._job.checkpoints.scheduler is not None:
             where = f"in {self._folder}" if self._folder else "where --checkpoint says"
             raise ConfigError(
-                f"lockstep.callbacks.Checkpoint asks for checkpoints in {folder}, and they are kept {where} "
-                "already: ask for them once"
+                f"lockstep.callbacks.Checkpoint names {folder}, but checkpoints are already saved {where}; "
+                "configure checkpoints in one place"
             )
         if len(self._calls.stack) > 2:
             raise ConfigError(
-                f"lockstep.callbacks.Checkpoint is given to {self._calls.current.name}: give it to the call "
-                "that is in no other"
+                f"lockstep.callbacks.Checkpoint is passed to {self._calls.current.name}: pass it to the call "
+                "that is not inside another"
             )
         every, keep = _every(asked.every), _keep(asked.keep)
-        self._job.accepts_changes = self._job.accepts_changes or asked.accept_changes
+        if asked.accept_changes:
+            self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
-        self._snapshots.since = self._calls.outermost - 1
+        self._resumable.ask()
         try:
-            if not self._snapshots.catches_up:
+            if not self._resumable.catches_up:
                 facts = {"checkpoints": f"in {folder}, every {asked.every}, keep {keep}"}
                 agree(self._job, self._calls.current.name, facts)
                 self._go_on(folder, claim)
         except LockstepError:
-            self._snapshots.since = None
+            self._resumable.withdraw()
             claim.leave()
             raise
         scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
-        self._folder, self._job.scheduler = folder, scheduler
+        self._folder = folder
+        self._job.checkpoints.keep(scheduler)
         self._job.report("keeps", folder=str(folder))
         self._end_well(scheduler)
 
     def _go_on(self, folder: Path, claim: FolderLock) -> None:
         """Go on from the checkpoint that the chief chooses."""
 
+        found: Contents | None = None
+
         def choose(view: View, communicator: Communicator) -> bytes:
-            own = self._choose(folder, claim) if self._job.worker == view.chief else None
+            nonlocal found
+            own = None
+            if self._job.worker == view.chief:
+                choice, found = self._claim(folder, claim)
+                own = msgspec.json.encode(choice)
             return communicator.broadcast(own, root=0, what=f"the beginning of {self._calls.current.name}")
 
         choice = msgspec.json.decode(self._job.exchange(choose), type=_Choice)
-        found, self._found = self._found, None
         if choice.refusal:
             raise ConfigError(choice.refusal)
         for text in choice.notes if self._job.is_chief else ():
             note(text)
         if choice.path:
             contents = found or load(Path(choice.path))
-            self._snapshots.begin(contents)
-            self._job.resumed = contents
+            self._resumable.begin(contents)
+            self._job.checkpoints.resume(contents)
 
-    def _choose(self, folder: Path, claim: FolderLock) -> bytes:
+    def _claim(self, folder: Path, claim: FolderLock) -> tuple[_Choice, Contents | None]:
+        """Take the folder for this job; return what there is in it."""
         notes: list[str] = []
-        choice = _Choice()
+        choice, contents = _Choice(), None
         try:
             claim.take()
-            if found := Store(folder).newest(notes.append):
-                path, self._found = found
-                facts = job_facts(path, self._found)
+            if newest := Store(folder).newest(notes.append):
+                path, contents = newest
+                facts = job_facts(path, contents)
                 refuse_unlike(path, facts, self._snapshots.facts())
                 notes += filter(
                     None,
                     [
                         note_on_versions(path, facts),
-                        f"training goes on from {path}",
-                        note_if_finished(folder, self._found.step),
+                        f"resuming training from {path}",
+                        note_if_finished(folder, contents.step),
                     ],
                 )
                 choice = _Choice(path=str(path))
         except LockstepError as error:
             choice = _Choice(refusal=str(error))
         choice.notes = tuple(notes)
-        return msgspec.json.encode(choice)
+        return choice, contents
 
     def _end_well(self, scheduler: CheckpointScheduler) -> None:
         """See that the last checkpoint is written when the process ends, and that its children keep none."""
@@ -200,7 +207,7 @@ class Keeping:
             end_at_a_step(scheduler, lambda: job.is_chief, _PATIENCE if alone else None)
 
         def forget() -> None:
-            job.scheduler = None
+            job.checkpoints.drop()
             atexit.unregister(_end)
 
         os.register_at_fork(after_in_child=forget)
@@ -214,23 +221,33 @@ def _end(scheduler: CheckpointScheduler) -> None:
         scheduler.finish()
 
 
-def apart(callbacks: Any) -> tuple[Checkpoint | None, Any]:
-    """Return the `Checkpoint` among the callbacks that `fit` was given, and the callbacks without it.
+def asked_in(callbacks: Any) -> Checkpoint | None:
+    """Return the `Checkpoint` among the callbacks that `fit` was given.
 
     Raises:
         ConfigError: there are several.
     """
-    listed = isinstance(callbacks, keras.callbacks.CallbackList)
-    given = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
-    found = [one for one in given if isinstance(one, Checkpoint)]
-    if not found:
-        return None, callbacks
+    found = [one for one in _listed(callbacks) if isinstance(one, Checkpoint)]
     if len(found) > 1:
         raise ConfigError("fit is given several lockstep.callbacks.Checkpoint: give it one")
-    rest = [one for one in given if one is not found[0]]
-    if listed:
-        callbacks.callbacks[:] = rest
-    return found[0], callbacks if listed else rest
+    return found[0] if found else None
+
+
+def take_out(asked: Checkpoint | None, callbacks: Any) -> Any:
+    """Return the callbacks that `fit` was given without `asked`; a CallbackList is changed in place."""
+    if asked is None:
+        return callbacks
+    rest = [one for one in _listed(callbacks) if one is not asked]
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        return rest
+    callbacks.callbacks[:] = rest
+    return callbacks
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return list(keras.tree.flatten(callbacks or []))
 
 
 def _folder(folder: Any) -> Path:

@@ -1,4 +1,4 @@
-"""The hash by which two trainings are compared: equal bits or not."""
+"""The hash that shows whether two trainings have equal bits."""
 
 import hashlib
 from typing import Any
@@ -11,11 +11,11 @@ from lockstep.worker.job import Job
 
 
 def digest(model: Any) -> str:
-    """Return the SHA-256, in hexadecimal, of everything that training `model` has led to.
+    """Return the SHA-256, in hexadecimal, of the whole result of training `model`.
 
-    It covers the shapes, dtypes and bits of the model's weights and random state and of its optimizers'
-    variables, and the history of the last `fit` (names, and every value's exact bits). Call it between
-    distributed calls, not from a callback.
+    It covers the shapes, dtypes and bits of the model's weights, of its random state and of its optimizers'
+    variables, and the history of the last `fit` (names, and the exact bits of every value). Call it between
+    distributed calls, not in a callback.
     """
     state = hashlib.sha256()
     for variable in all_variables(model):

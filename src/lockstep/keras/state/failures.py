@@ -45,9 +45,9 @@ def remade(failure: Failure) -> BaseException:
             return error
     raise CheckpointError(
         f"{failure['call']} of the script had ended with {failure['module']}.{failure['class']}: "
-        f"{failure['text']}, and this process cannot raise that again for the script to catch: define the "
-        "class at the top of a module, with a text that follows from plain arguments and attributes, or "
-        "begin in another folder"
+        f"{failure['text']}, and this process cannot raise it again for the script to catch: define the "
+        "class at the top of a module, with a message built from plain arguments and attributes, or "
+        "start over in another folder"
     )
 
 

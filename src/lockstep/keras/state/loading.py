@@ -1,4 +1,4 @@
-"""Checkpoints of a job in plain Keras: without the command, on any backend."""
+"""Loading checkpoints of a job in plain Keras, without the command, on any backend."""
 
 import re
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ _FILES = ("manifest.json", "state.safetensors")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load_checkpoint` has loaded.
+    """What `load_checkpoint` loaded.
 
     Attributes:
         path: the folder of the checkpoint.
@@ -54,29 +54,29 @@ class _Facts(msgspec.Struct):
 
 
 def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Loaded:
-    """Give `model` the state that a checkpoint of `lockstep run --checkpoint` has for it.
+    """Load the state of `model` from a checkpoint of `lockstep run --checkpoint`.
 
-    It gets its weights and the states of its random generators; the variables of its optimizers, with the
-    number of their steps, if it has any, which is if it is compiled; and those of the metrics that it has
-    already. Optimizers that are not built are built. The model may be on another backend than the job was.
-    Call this between calls such as `fit`, not from a callback.
+    The state is the weights and the states of random generators; if the model is compiled, also the variables
+    of its optimizers with their step counts; and the variables of the metrics that it already has. Optimizers
+    that are not built are built. The model may use another backend than the job. Call this between calls such
+    as `fit`, not in a callback.
 
-    Variables are found by their paths. Of the numbers that Keras puts into the names of layers (`dense_1`),
-    only the order counts.
+    Variables are matched by their paths. Of the numbers that Keras puts into layer names (`dense_1`), only
+    the order counts.
 
     Args:
-        model: is built, and the same as in the job's script.
-        path: the folder of a checkpoint, or that of a job's checkpoints: then the newest whole one is taken,
-            and damaged ones that are newer are named on stderr.
-        name: which of the job's models to take, `current` or `model <number>`: what the names of its arrays
-            in the checkpoint begin with. By default, the one that fits.
+        model: a built model, equal to the one in the job's script.
+        path: the folder of one checkpoint, or the folder of a job's checkpoints: then the newest complete one
+            is loaded, and newer damaged ones are named on stderr.
+        name: which of the job's models to load, `current` or `model <number>`: the prefix of its arrays in
+            the checkpoint. By default, the one that fits.
 
     Returns:
         What was loaded.
 
     Raises:
         InputError: the model is not built; there is no checkpoint, or no model of this name in it; or several
-            models fit, with different values.
+            models fit with different values.
         CheckpointError: the checkpoint is damaged, or does not fit: then the message names the variables
             that are missing, or of another shape or dtype. Nothing has been loaded.
     """
@@ -103,7 +103,7 @@ def give(model: Any, folder: Path, contents: Contents, name: str | None = None) 
 def _read(path: Path) -> tuple[Path, Contents]:
     """Read the checkpoint at `path`, or the newest whole one there."""
     if not path.exists():
-        raise InputError(f"{path} does not exist; give the folder of a checkpoint, or that of several")
+        raise InputError(f"{path} does not exist; give the folder of one checkpoint or of several")
     if _CHECKPOINT.fullmatch(path.name) or any((path / file).exists() for file in _FILES):
         return path, load(path)
     damaged: list[str] = []
@@ -112,9 +112,9 @@ def _read(path: Path) -> tuple[Path, Contents]:
         note(text)
     if found is None:
         if damaged:
-            raise CheckpointError(f"no checkpoint in {path} is whole: {damaged[0]}")
+            raise CheckpointError(f"no checkpoint in {path} is complete: {damaged[0]}")
         raise InputError(
-            f"there is no checkpoint in {path}; give the folder that `lockstep run --checkpoint` was given, "
+            f"there is no checkpoint in {path}; give the --checkpoint folder of `lockstep run`, "
             "or one of the step-... folders in it"
         )
     return found

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.dtypes import named
+from lockstep.checkpoint.values import named
 from lockstep.keras.state.naming import parts, renamed_slots, renumbered, slot
 from lockstep.keras.state.variables import misfits, named_arrays, optimizers_of, seed_positions
 

@@ -97,7 +97,7 @@ class RandomNumbers:
         finally:
             self._states = _states()
             if self._states.keys() != before.keys():
-                before = _seeded(job.current().seed) | before
+                before = _seeded(job.current().context.seed) | before
             _set_states(before)
 
     def make(self, function: Callable[[], Result]) -> Result:

@@ -11,12 +11,14 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from types import CodeType
 from typing import Any
 
 import keras
 import numpy as np
+from keras.src.utils import module_utils
 
 from lockstep.data.digest import digest_arrays
 from lockstep.worker.program_sources import is_own
@@ -89,9 +91,7 @@ def differences(before: Settings, now: Settings) -> str:
     """Say which settings differ; nothing if none does."""
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     names = [name for name in names if not _is_incomparable(name, before, now)]
-    texts = [
-        f"{name} was {before.get(name, 'not there')}, and is {now.get(name, 'not there')}" for name in names
-    ]
+    texts = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}" for name in names]
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
     return "; ".join([*texts[:_SHOWN], *more])
 
@@ -130,10 +130,28 @@ def _short(value: Any) -> str:
 
 def _config(thing: Any) -> Any:
     try:
-        return _plain(thing.get_config())
+        with _tensorflow_not_imported():
+            return _plain(thing.get_config())
     except Exception:
         # A class of the program's own need not have a config, and raises as it likes; its code is compared.
         return {}
+
+
+@contextmanager
+def _tensorflow_not_imported() -> Iterator[None]:
+    """Within the block, Keras does not import TensorFlow to look for its types, which takes seconds.
+
+    No value is of such a type before a program has imported TensorFlow.
+    """
+    lazy = module_utils.tensorflow
+    if "tensorflow" in sys.modules or lazy._available is not None:
+        yield
+        return
+    lazy._available = False
+    try:
+        yield
+    finally:
+        lazy._available = None
 
 
 def _connections(model: Any) -> Any:

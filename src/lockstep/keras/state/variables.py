@@ -71,8 +71,8 @@ def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> N
     """Raise CheckpointError unless each variable has an array of its shape and dtype, and no others are."""
     if found := misfits(variables, arrays):
         raise CheckpointError(
-            f"the script builds another model than the one whose state was kept: {found}. To go on, build "
-            "and compile the model as before; to begin anew, give another --checkpoint folder"
+            f"the script builds a different model from the saved one: {found}. To resume, build "
+            "and compile the model as before; to start over, give another --checkpoint folder"
         )
 
 

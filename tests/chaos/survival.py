@@ -9,13 +9,10 @@ from typing import Any
 
 import keras
 import numpy as np
+from chaos_faults import Fault, Faults, prepare
 
 import lockstep
 from lockstep.worker import job
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
-
-from chaos_faults import Fault, Faults, prepare
 
 FOLDER = Path(sys.argv[1])
 
