@@ -93,6 +93,8 @@ class ForkLauncher:
             status = 1
             try:
                 status = work(launch, theirs, self.faults)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(status)
         theirs.close()

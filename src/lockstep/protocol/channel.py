@@ -4,7 +4,6 @@ A channel connects a worker and its agent, an agent and the coordinator, or the 
 Its messages are typed, arrive whole and in order, and may hold attachments.
 """
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import Protocol, Self, TypeVar
@@ -55,8 +54,7 @@ class Attachment:
 
     def __del__(self) -> None:
         if self._descriptor != _MISSING:
-            with contextlib.suppress(OSError):
-                os.close(self._descriptor)
+            os.close(self._descriptor)
 
 
 @dataclass(frozen=True)

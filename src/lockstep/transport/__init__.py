@@ -1,1 +1,1 @@
-"""How messages and states travel on one machine: the implementations of the contracts in `protocol`."""
+"""How messages and states travel on one machine: sockets, queues and memory behind the contracts."""
