@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from lockstep.agent.worker_handle import WorkerHandle
-from lockstep.coordinator.admin_socket import is_of_this_user, peer
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import (
     MAX_PACKET,
@@ -24,6 +23,7 @@ from lockstep.protocol.rendezvous import (
 )
 from lockstep.rendezvous.processes import ExternalHandle
 from lockstep.system.paths import RunPaths
+from lockstep.system.socket_owners import is_of_this_user, peer
 
 _MOST_AT_ONCE = 64
 

@@ -4,10 +4,10 @@ import select
 import socket
 import time
 
-from lockstep.coordinator.admin_socket import peer
 from lockstep.errors import ConfigError, PeerStuckError
 from lockstep.protocol.rendezvous import MAX_PACKET, Admitted, Answer, KeepWaiting, Rejected, decode_answer
 from lockstep.system.notes import note
+from lockstep.system.socket_owners import peer
 
 _SOON = 1.0
 _EVERY = 5.0
