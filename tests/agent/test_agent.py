@@ -16,6 +16,8 @@ from fake_launcher import FakeHandle, FakeLauncher, end_by_signal
 from lockstep.agent.agent import Agent
 from lockstep.agent.starter import LocalStarter
 from lockstep.coordinator.coordinator import Coordinator
+from lockstep.observability import events as run_events
+from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.protocol.channel import Attachment
@@ -24,7 +26,7 @@ from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import EventReport, Failed, Finished, Started, WaitReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
-from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
@@ -65,19 +67,6 @@ class Outcome:
             for entry in self.events
             if entry["event"] == event
         ]
-
-
-class TellingLog(EventLog):
-    """Tells the test of each event, so that it can act at that very moment."""
-
-    def __init__(self, descriptor: int, clock: Clock) -> None:
-        super().__init__(descriptor, clock)
-        self.listeners: list[Callable[[str], None]] = []
-
-    def write(self, event: str, /, **fields: Any) -> None:
-        super().write(event, **fields)
-        for listener in self.listeners:
-            listener(event)
 
 
 Play = Callable[[FakeHandle], None]
@@ -126,7 +115,7 @@ class Stage:
         self,
         *plays: Play,
         react: Callable[[FakeHandle, int], None] = end_by_signal,
-        on_event: Callable[[str], None] = lambda event: None,
+        on_event: Callable[[run_events.Event], None] = lambda event: None,
         tee: str = "chief",
         joining: int = 0,
     ) -> Outcome:
@@ -143,8 +132,10 @@ class Stage:
         out, err = self.folder / "out", self.folder / "err"
         with out.open("wb", 0) as stdout, err.open("wb", 0) as stderr:
             console = Console(Sink(stdout.fileno()), Sink(stderr.fileno()), tee, 0)  # type: ignore[arg-type]
-            with TellingLog.open(paths.events, SystemClock(), pytest.fail) as events:
-                events.listeners.append(on_event)
+            events = Bus(SystemClock(), complain=pytest.fail)
+            with EventLog.open(paths.events, pytest.fail) as log:
+                events.subscribe(log.append, *run_events.RUN_EVENTS)
+                events.subscribe(lambda published: on_event(published.event), *run_events.RUN_EVENTS)
                 with EventLoop() as loop:
                     agent = Agent(
                         "a",
@@ -193,8 +184,8 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
 
 def well(worker: FakeHandle) -> None:
     worker.say(Started())
-    worker.say(EventReport("strategy", {}))
-    worker.say(EventReport("distributes", {}))
+    worker.say(EventReport(run_events.StrategyInstalled("jax")))
+    worker.say(EventReport(run_events.DistributionBegan()))
     worker.write(stdout=f"out {worker.launch.worker}\n".encode(), stderr=b"err\n")
     worker.say(Finished())
     worker.end(0)
@@ -212,7 +203,8 @@ def test_a_good_run(stage: Stage) -> None:
         "out 1\nerr\n",
     ]
     assert outcome.events_of("exited") == [{"worker": 0, "status": 0}, {"worker": 1, "status": 0}]
-    assert outcome.events_of("strategy") == [{"worker": 0}, {"worker": 1}]
+    strategy = {"backend": "jax", "libraries": {}}
+    assert outcome.events_of("strategy") == [strategy | {"worker": 0}, strategy | {"worker": 1}]
     (finished,) = outcome.events_of("finished")
     assert {name: finished[name] for name in ("status", "message", "workers", "steps")} == {
         "status": 0,
@@ -226,12 +218,12 @@ def test_a_good_run(stage: Stage) -> None:
 
 def test_the_last_line_says_what_the_job_has_done(stage: Stage) -> None:
     def trains(worker: FakeHandle) -> None:
-        worker.say(EventReport("strategy", {}))
-        worker.say(EventReport("checkpoint", {"path": "kept/step-3", "step": 3}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
+        worker.say(EventReport(run_events.CheckpointWritten("kept/step-3", 3, 0.1)))
         worker.say(Finished())
         # Only the chief's word counts.
         steps = 3 + worker.launch.worker
-        worker.say(EventReport("trained", {"steps": steps, "model": "small", "digest": "1f3c"}))
+        worker.say(EventReport(run_events.TrainingEnded(steps, "small", "1f3c")))
         worker.end(0)
 
     outcome = stage.run(trains, trains)
@@ -293,8 +285,8 @@ def test_reports_that_were_sent_before_an_end_do_not_count_against_it(stage: Sta
 def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
     started: list[FakeHandle] = []
 
-    def wait_in_vain(event: str) -> None:
-        if event == "exited" and started:
+    def wait_in_vain(event: run_events.Event) -> None:
+        if isinstance(event, run_events.ProcessEnded) and started:
             worker = started.pop()
             for seconds in (0.5, 1.0):
                 worker.say(WaitReport("barrier", (0,), seconds))
@@ -317,7 +309,7 @@ def test_a_notice_is_shown(stage: Stage) -> None:
 
 def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> None:
     def waits_for_file(worker: FakeHandle) -> None:
-        worker.say(EventReport("waits for download", {"file": "a.npz", "of": "worker 0", "seconds": 5}))
+        worker.say(EventReport(run_events.DownloadAwaited("a.npz", "worker 0", 5)))
         well(worker)
 
     outcome = stage.run(well, waits_for_file, waits_for_file)
@@ -325,9 +317,12 @@ def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> N
     assert line in [f"lockstep: worker {worker} waits for worker 0 to download a.npz" for worker in (1, 2)]
 
 
-def test_garbage_is_noted_and_ignored(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    "packet", [b'{"type": "nix"}', b'{"type": "report", "event": {"event": "of a newer version"}}']
+)
+def test_what_is_not_understood_is_noted_and_ignored(stage: Stage, packet: bytes) -> None:
     def babbles(worker: FakeHandle) -> None:
-        worker.say_raw(b'{"type": "nix"}')
+        worker.say_raw(packet)
         well(worker)
 
     outcome = stage.run(well, babbles)
@@ -362,7 +357,7 @@ def test_the_kill_of_a_worker_that_was_to_join_takes_no_time_from_what_scripts_l
     members: list[FakeHandle] = []
 
     def trains(worker: FakeHandle) -> None:
-        worker.say(EventReport("strategy", {}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
         members.append(worker)
 
     outcome = stage.run(trains, lambda joins: well(members[0]), joining=1)
@@ -376,7 +371,8 @@ def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
     outcome = stage.run(waits, waits)
     assert outcome.status == 137
     assert outcome.graces == [0]
-    assert outcome.events_of("finished") == [{"status": 137, "message": "the command was killed"}]
+    (finished,) = outcome.events_of("finished")
+    assert (finished["status"], finished["message"]) == (137, "the command was killed")
 
 
 def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,11 +381,11 @@ def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: p
 
     def compiles(worker: FakeHandle) -> None:
         worker.say(Started())
-        worker.say(EventReport("strategy", {}))
-        worker.say(EventReport("call", {"name": "fit 1"}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
+        worker.say(EventReport(run_events.CallStarted("fit 1")))
 
-    def stop(event: str) -> None:
-        if event == "call":
+    def stop(event: run_events.Event) -> None:
+        if isinstance(event, run_events.CallStarted):
             stage.command.send(Stop(signal.SIGINT))
 
     outcome = stage.run(waits, compiles, on_event=stop)
@@ -425,7 +421,7 @@ def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
 
 def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
     def by_itself(worker: FakeHandle) -> None:
-        worker.say(EventReport("strategy", {}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
         worker.end(0)
 
     said = stage.run(by_itself, by_itself).stderr

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.agent.exchange import Exchange, open_shared
+from lockstep.agent.exchange import HostExchange, open_shared
 from lockstep.collectives.contract import Communicator
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
@@ -40,7 +40,7 @@ class FakeExchange:
         return self._hub.member(position)
 
 
-def enter_shared(exchange: Exchange, view: View, position: int) -> Communicator:
+def enter_shared(exchange: HostExchange, view: View, position: int) -> Communicator:
     """Enter as a worker does: with the endpoint that a message has brought."""
     attachments: list[Attachment] = []
     packet = encode(NewView(1, view.workers, exchange.endpoint), attachments)
@@ -57,18 +57,18 @@ def enter_fake(exchange: Any, view: View, position: int) -> Communicator:
 
 
 @pytest.fixture(params=[(open_shared, enter_shared), (FakeExchange, enter_fake)], ids=["shared", "fake"])
-def kind(request: pytest.FixtureRequest) -> tuple[Callable[[int], Exchange], Enter]:
-    found: tuple[Callable[[int], Exchange], Enter] = request.param
+def kind(request: pytest.FixtureRequest) -> tuple[Callable[[int], HostExchange], Enter]:
+    found: tuple[Callable[[int], HostExchange], Enter] = request.param
     return found
 
 
-def opened(kind: tuple[Callable[[int], Exchange], Enter]) -> tuple[Exchange, list[Communicator]]:
+def opened(kind: tuple[Callable[[int], HostExchange], Enter]) -> tuple[HostExchange, list[Communicator]]:
     view = place(2, (0, 1))
     exchange = kind[0](2)
     return exchange, [kind[1](exchange, view, position) for position in (0, 1)]
 
 
-def test_members_meet_where_the_endpoint_leads(kind: tuple[Callable[[int], Exchange], Enter]) -> None:
+def test_members_meet_where_the_endpoint_leads(kind: tuple[Callable[[int], HostExchange], Enter]) -> None:
     exchange, members = opened(kind)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda at: members[at].gather(b"%d" % at), (0, 1)))
@@ -76,7 +76,9 @@ def test_members_meet_where_the_endpoint_leads(kind: tuple[Callable[[int], Excha
     exchange.close()
 
 
-def test_a_notice_reaches_all_members_in_the_same_call(kind: tuple[Callable[[int], Exchange], Enter]) -> None:
+def test_a_notice_reaches_all_members_in_the_same_call(
+    kind: tuple[Callable[[int], HostExchange], Enter],
+) -> None:
     exchange, members = opened(kind)
     exchange.leave_notice(2)
     with ThreadPoolExecutor(2) as pool:
@@ -84,7 +86,9 @@ def test_a_notice_reaches_all_members_in_the_same_call(kind: tuple[Callable[[int
     assert [member.notice for member in members] == [2, 2]
 
 
-def test_an_abort_wakes_who_waits_and_stops_who_comes(kind: tuple[Callable[[int], Exchange], Enter]) -> None:
+def test_an_abort_wakes_who_waits_and_stops_who_comes(
+    kind: tuple[Callable[[int], HostExchange], Enter],
+) -> None:
     exchange, members = opened(kind)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(members[0].barrier)
@@ -96,7 +100,7 @@ def test_an_abort_wakes_who_waits_and_stops_who_comes(kind: tuple[Callable[[int]
 
 
 def test_members_meet_though_the_agent_has_closed_its_end(
-    kind: tuple[Callable[[int], Exchange], Enter],
+    kind: tuple[Callable[[int], HostExchange], Enter],
 ) -> None:
     exchange, members = opened(kind)
     exchange.close()

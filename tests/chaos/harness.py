@@ -43,8 +43,10 @@ from lockstep.checkpoint.store import Store, load
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.launcher.launcher import Launch, LocalHandle
+from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import RUN_EVENTS, WORKER_EVENTS, StrategyInstalled
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import AgentMessage, WorkerMessage
@@ -112,6 +114,8 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = read_worker(launch.environment(connection.fileno()))
     client = AgentClient(PacketChannel(connection, AgentMessage))
+    events = Bus(SystemClock(), config.worker)
+    events.subscribe(client.report, *WORKER_EVENTS)
     faults = Faults([fault for fault in given if fault.worker == config.worker])
     prepare(faults)
     membership = AgentMembership(config, client, wait_policy(config.timeout), MemoryTransport())
@@ -120,12 +124,12 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
         communicator = by_itself(view)
     else:
         view, communicator = membership.first_place()
-    context = JobContext(config.worker, config.seed, 1, client.report, began_with=config.workers)
+    context = JobContext(config.worker, config.seed, 1, events, began_with=config.workers)
     entered: Job
-    checkpoints = open_checkpoints(config, client, lambda: entered.is_chief)
+    checkpoints = open_checkpoints(config, events, lambda: entered.is_chief)
     entered = Job(context, (view, communicator), membership, checkpoints, joins=config.joins)
     client.started()
-    client.report("strategy")
+    events.publish(StrategyInstalled("none"))
     try:
         os.write(1, f"result {steps.train(entered, STEPS, faults)}\n".encode())
     except Misfortune:
@@ -183,9 +187,11 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
     launcher = ForkLauncher(job.faults)
     with (
         (folder / "out").open("wb", 0) as out,
-        EventLog.open(paths.events, SystemClock(), print) as events,
+        EventLog.open(paths.events, print) as log,
         EventLoop() as loop,
     ):
+        events = Bus(SystemClock(), complain=print)
+        events.subscribe(log.append, *RUN_EVENTS)
         console = Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0)
         agent = Agent(
             job=folder.name,

@@ -24,7 +24,7 @@ def run(home: Path, *arguments: str, **variables: str) -> tuple[str, str]:
         env=environment | {"HOME": str(home)} | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr.splitlines()[0]
@@ -72,14 +72,15 @@ def test_the_first_line_says_who_chose(
 
 def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
-        "from lockstep.worker import job\njob.current().report('strategy', backend='torch')"
+        "from lockstep.observability.events import StrategyInstalled\nfrom lockstep.worker import job\n"
+        "job.current().events.publish(StrategyInstalled('torch'))"
     )
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "run", "-n", "1", "--backend", "jax", "a.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert "lockstep: the script selects PyTorch itself, so it runs on PyTorch, not on JAX" in done.stderr
 
@@ -100,7 +101,7 @@ def test_keras_2_is_refused(tmp_path: Path, source: str, variables: dict[str, st
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == (2 if who else 0)
     assert (f"lockstep: {who} sets TF_USE_LEGACY_KERAS=" in done.stderr) == bool(who)

@@ -242,7 +242,10 @@ def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
 
 
 def test_events(lockstep: Any) -> None:
-    text = "job.current().report('strategy', name='x'); job.current().distributes()"
+    text = (
+        "from lockstep.observability.events import StrategyInstalled\n"
+        "job.current().events.publish(StrategyInstalled('none', {'x': '1'})); job.current().distributes()"
+    )
     done = lockstep.run(lockstep.script(text))
     assert done.notes == []
     events = done.events()

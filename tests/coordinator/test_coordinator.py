@@ -12,8 +12,10 @@ import pytest
 
 from lockstep.coordinator.admin_socket import address
 from lockstep.coordinator.coordinator import Coordinator
+from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import RUN_EVENTS, StrategyInstalled
 from lockstep.protocol.admin import (
     MAX_PACKET,
     Order,
@@ -32,7 +34,6 @@ from lockstep.protocol.host import (
     HostEnded,
     HostReport,
     Instruction,
-    OutputLost,
     ProcessExited,
     ProcessStarted,
     ReportAll,
@@ -40,6 +41,7 @@ from lockstep.protocol.host import (
     StartFailed,
     StartProcess,
     Stop,
+    TerminalLost,
     ViewRefused,
     WorkerSaid,
 )
@@ -78,10 +80,12 @@ class Job:
         self.out = (folder / "out").open("wb", 0)
         console = Console(Sink(self.out.fileno()), Sink(self.err.fileno()), "chief", 0)
         paths = RunPaths(folder)
-        self.events = EventLog.open(paths.events, SystemClock(), pytest.fail)
+        self.log = EventLog.open(paths.events, pytest.fail)
+        events = Bus(SystemClock(), complain=pytest.fail)
+        events.subscribe(self.log.append, *RUN_EVENTS)
         spec = JobSpec("a.py", False, (), 2, 4, 1, 0, 60.0, folder)
         self.coordinator = Coordinator(
-            spec, paths, os.getpid(), to_agent, command, self.loop, console, self.events, SystemClock(), state
+            spec, paths, os.getpid(), to_agent, command, self.loop, console, events, SystemClock(), state
         )
         self.loop.watch(self.channel.fileno(), self._hear)
 
@@ -96,7 +100,7 @@ class Job:
         return [{k: v for k, v in line.items() if k != "time"} for line in lines if line["event"] == event]
 
     def close(self) -> None:
-        for end in (self.channel, self.command, self.events, self.out, self.err, self.loop):
+        for end in (self.channel, self.command, self.log, self.out, self.err, self.loop):
             end.close()
 
 
@@ -151,7 +155,7 @@ def test_a_lost_worker_is_left_behind_in_the_next_view(job: Callable[[State], Jo
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
             case StartProcess(1):
-                strategies = [WorkerSaid(worker, EventReport("strategy", {})) for worker in (0, 1)]
+                strategies = [WorkerSaid(worker, EventReport(StrategyInstalled("jax"))) for worker in (0, 1)]
                 return [*strategies, ProcessExited(1, -signal.SIGKILL)]
             case BeginView(2):
                 return [WorkerSaid(0, Finished()), ProcessExited(0, 0)]
@@ -207,7 +211,7 @@ def test_a_view_that_cannot_begin_later_ends_the_job(job: Callable[[State], Job]
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
             case StartProcess(1):
-                return [WorkerSaid(0, EventReport("strategy", {})), ProcessExited(1, -9)]
+                return [WorkerSaid(0, EventReport(StrategyInstalled("jax"))), ProcessExited(1, -9)]
             case BeginView(2):
                 return [ViewRefused(2, "there is too little memory"), ProcessExited(0, 1)]
         return ends(instruction)
@@ -234,7 +238,7 @@ def test_without_its_agent_the_job_ends(job: Callable[[State], Job]) -> None:
 def test_lost_output_is_noted_and_told(job: Callable[[State], Job]) -> None:
     made = job(new_state())
     made.reacts = lambda instruction: (
-        [OutputLost("cannot write to stdout"), ViewRefused(1, "no")]
+        [TerminalLost("cannot write to stdout"), ViewRefused(1, "no")]
         if isinstance(instruction, BeginView)
         else ends(instruction)
     )

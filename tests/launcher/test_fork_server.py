@@ -17,7 +17,7 @@ from lockstep.protocol.worker import Welcome
 from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
 from lockstep.system.prctl import adopt_orphans
 
-PATIENCE = 20_000
+PATIENCE = 300_000
 
 
 class Workers:

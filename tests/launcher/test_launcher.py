@@ -21,7 +21,7 @@ from lockstep.system.environment import WorkerConfig, job_environment, worker_en
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import adopt_orphans
 
-PATIENCE = 20_000
+PATIENCE = 300_000
 Start = Callable[[str], Handle]
 
 SCRIPTS = {

@@ -21,7 +21,7 @@ from lockstep.errors import InputError, JobError, UnfitError
 from lockstep.worker import job
 
 HERE = Path(__file__).parent
-PATIENCE = 30.0
+PATIENCE = 300.0
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
@@ -15,8 +14,6 @@ import pytest
 
 from lockstep.agent.run_folder import claim_folder, fresh_folder, leave_folder
 from lockstep.errors import ConfigError
-from lockstep.observability.event_log import EventLog
-from lockstep.system.clock import VirtualClock
 from lockstep.system.files import AppendFile
 from lockstep.system.locks import try_lock
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost, write_when_asked
@@ -152,21 +149,6 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str) -> N
         fresh_folder(tmp_path / folder, "x", 0.0)
 
 
-def test_events_are_appended_a_line_each(tmp_path: Path) -> None:
-    path, clock = tmp_path / "events.jsonl", VirtualClock(5.0)
-    path.write_bytes(b'{"unfinished": ')
-    for _ in range(2):
-        with EventLog.open(path, clock, pytest.fail) as events:
-            events.write("seen", worker=1, time="x", event="y", odd={1 + 2j})
-        clock.advance(1.5)
-    lines = path.read_text().splitlines()
-    assert lines[0] == '{"unfinished": '
-    assert [json.loads(line) for line in lines[1:]] == [
-        {"time": time, "event": "seen", "worker": 1, "time_": "x", "event_": "y", "odd": ["(1+2j)"]}
-        for time in (5.0, 6.5)
-    ]
-
-
 def test_the_innermost_frames_are_those_of_the_script() -> None:
     frames = ['File "train.py", line 6 in blocked', 'File "train.py", line 7 in <module>']
     assert innermost(DUMP, 9) == frames
@@ -194,7 +176,7 @@ blocked()
         assert process.stdout is not None
         assert process.stdout.read(1) == b"x"
         process.send_signal(STACK_SIGNAL)
-        process.communicate(b"x", timeout=20)
+        process.communicate(b"x", timeout=300)
     assert process.returncode == 0
     assert innermost(path.read_text(), 1)[0].endswith(" in blocked")
 

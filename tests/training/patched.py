@@ -15,6 +15,8 @@ import lockstep
 from lockstep.keras import patches
 from lockstep.keras.replica_run import assignments
 from lockstep.keras.replica_run.contract import runs_of
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import downloads, jax_cache, tf_distribute_shim
 from lockstep.worker.job import Job, JobContext, by_itself
@@ -23,7 +25,7 @@ from lockstep.worker.patching import PATCHES
 LIBRARIES = ("jax", "keras", "tensorflow", "torch")
 OWN = str(Path(lockstep.__file__).parent)
 VIEW = place(3, (0,))
-JOB = Job(JobContext(0, 0, 1, lambda event, **fields: None), (VIEW, by_itself(VIEW)))
+JOB = Job(JobContext(0, 0, 1, Bus(SystemClock(), 0)), (VIEW, by_itself(VIEW)))
 
 Attributes = dict[tuple[int, str], tuple[str, Any]]
 

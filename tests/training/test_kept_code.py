@@ -15,7 +15,7 @@ def run(folder: Path, number: int, training: str = "cnn", **variables: str) -> t
     options = ["--backend", "jax", "-n", "2", "--replicas", "3", "--run-dir", str(where)]
     command = [sys.executable, "-m", "lockstep", "run", *options, str(HERE / "program.py"), training]
     environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **variables}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     logs = [(where / f"worker-{worker}.log").read_text().splitlines() for worker in range(2)]
     results = [[line for line in log if line.startswith("result ")] for log in logs]

@@ -9,6 +9,8 @@ import numpy as np
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state.variables import model_state
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
 from lockstep.worker.job import Job, JobContext
@@ -18,7 +20,7 @@ def process() -> tuple[Snapshots, list[Any]]:
     """What a process has at the beginning of its script: two models that are built, their optimizers not."""
     keras.utils.clear_session()
     view = place(3, (0,))
-    own = Job(JobContext(0, 7, 1, lambda event, **fields: None), (view, job.by_itself(view)))
+    own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
     backend: Any = SimpleNamespace(concrete=keras.ops.convert_to_numpy)
     snapshots = Snapshots(own, backend, CallStack())
     models = []

@@ -47,7 +47,7 @@ Array = npt.NDArray[Any]
 def test_in_a_process_with_the_tensorflow_backend() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = os.environ | {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout[-5000:]
 
 

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
-from lockstep.protocol.worker import EventReport, Finished, Position, Started, StateReply
+from lockstep.protocol.worker import Failed, Finished, Position, Started, StateReply, WaitReport
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
 
 Ends = tuple[Channel[Any, Any], Channel[Any, Any]]
-MESSAGES = Started | Finished | EventReport | StateReply
+MESSAGES = Started | Finished | Failed | WaitReport | StateReply
 
 
 def packet_pair() -> Ends:
@@ -60,10 +60,10 @@ def memory(text: bytes) -> Attachment:
 def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
     one, other = ends
     for number in range(3):
-        assert one.send(EventReport("step", {"number": number}))
+        assert one.send(Finished(number))
     assert other.send(Finished(3))
     assert [other.receive() for _ in range(4)] == [
-        *(EventReport("step", {"number": number}) for number in range(3)),
+        *(Finished(number) for number in range(3)),
         None,
     ]
     assert [one.receive(), one.receive()] == [Finished(3), None]
@@ -160,7 +160,7 @@ def test_an_attachment_that_did_not_arrive_is_missing(raw: tuple[socket.socket, 
 
 def test_a_peer_that_is_behind_keeps_nobody_waiting(packets: Ends) -> None:
     one, _ = packets
-    message = EventReport("x", {"text": "a" * 60_000})
+    message = Failed(1, "x", "a" * 60_000, False)
     sent = 0
     while one.send(message):
         sent += 1
@@ -170,7 +170,7 @@ def test_a_peer_that_is_behind_keeps_nobody_waiting(packets: Ends) -> None:
 
 def test_a_message_that_is_too_large_is_not_sent(packets: Ends) -> None:
     one, other = packets
-    assert not one.send(EventReport("x", {"values": list(range(200_000))}))
+    assert not one.send(WaitReport("x", tuple(range(200_000)), 0.0))
     assert other.receive() is None
 
 

@@ -7,6 +7,9 @@ import pytest
 
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import WORKER_EVENTS, DistributionBegan, Event, FirstStepEnded
+from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker.job import Alone, Job, JobContext, Place, by_itself
 
@@ -47,7 +50,7 @@ class Call:
 
 def job_of(worker: int, began_with: int | None) -> tuple[Job, Agent]:
     view, agent = place(4, (0, 1, 4, 5)), Agent()
-    context = JobContext(worker, 0, 1, print, began_with=began_with)
+    context = JobContext(worker, 0, 1, Bus(SystemClock(), worker), began_with=began_with)
     return Job(context, (view, by_itself(place(1, (0,)))), agent), agent
 
 
@@ -120,10 +123,10 @@ def test_the_chief_does_what_is_left_at_the_end(worker: int, done: list[str]) ->
 
 
 def test_events_of_the_first_time_are_reported_once() -> None:
-    heard: list[str] = []
-    view = place(1, (0,))
-    job = Job(JobContext(0, 0, 1, lambda event, **fields: heard.append(event)), (view, by_itself(view)))
+    view, events, heard = place(1, (0,)), Bus(SystemClock(), 0), list[Event]()
+    events.subscribe(lambda published: heard.append(published.event), *WORKER_EVENTS)
+    job = Job(JobContext(0, 0, 1, events), (view, by_itself(view)))
     for _ in range(2):
         job.distributes()
         job.stepped()
-    assert heard == ["distributes", "first step"]
+    assert heard == [DistributionBegan(), FirstStepEnded()]

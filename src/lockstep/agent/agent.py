@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from lockstep.agent.exchange import Exchange, OpenExchange
+from lockstep.agent.exchange import HostExchange, OpenExchange
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import WorkerHandle
 from lockstep.errors import LockstepError
@@ -26,7 +26,6 @@ from lockstep.protocol.host import (
     Instruction,
     LeaveNotice,
     NotUnderstood,
-    OutputLost,
     ProcessArrived,
     ProcessExited,
     ProcessStarted,
@@ -37,6 +36,7 @@ from lockstep.protocol.host import (
     StartProcess,
     StateHeld,
     TakeStack,
+    TerminalLost,
     ViewRefused,
     WorkerSaid,
 )
@@ -86,7 +86,7 @@ class Agent:
     _asked: dict[int, StartProcess] = field(default_factory=dict)
     _waits_at: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
-    _exchange: Exchange | None = None
+    _exchange: HostExchange | None = None
     _state: Attachment | None = None
     _memory_kills: int = field(default_factory=lambda: memory_kills())
 
@@ -274,7 +274,7 @@ class Agent:
 
     def _watch_output(self) -> None:
         for text in self.console.lost():
-            self._tell(OutputLost(text))
+            self._tell(TerminalLost(text))
         for sink in self.console.sinks:
             self._watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
         # A worker that is shown waits for a reader that is behind, as it would without Lockstep; not to end.

@@ -8,7 +8,7 @@ from lockstep.protocol.channel import Attachment
 from lockstep.protocol.endpoint import Endpoint, SharedMemory
 
 
-class Exchange(Protocol):
+class HostExchange(Protocol):
     """What the members of one view share.
 
     Attributes:
@@ -27,7 +27,7 @@ class Exchange(Protocol):
         """Release it here; the members keep it."""
 
 
-OpenExchange = Callable[[int], Exchange]
+OpenExchange = Callable[[int], HostExchange]
 """Opens an exchange for so many members.
 
 Raises:
@@ -37,7 +37,7 @@ Raises:
 
 
 class SharedExchange:
-    """An exchange in the memory of this host; an `Exchange`."""
+    """An exchange in the memory of this host; an `HostExchange`."""
 
     def __init__(self, segment: ControlSegment) -> None:
         self._segment = segment

@@ -1,6 +1,6 @@
 """Nested Python values as JSON-able data and named arrays, and back, with the same types and bits.
 
-What JSON has stands for itself: None, bool, str, list, dict with string keys, floats that are finite and ints
+JSON's own types are stored as they are: None, bool, str, list, dict with string keys, finite floats, and ints
 of up to 63 bits and a sign. Everything else is an object with one key, which begins with `$`:
 
     {"$tuple": [...]}                    {"$dict": [[key, value], ...]}     other keys than plain strings
@@ -25,19 +25,19 @@ Array = npt.NDArray[Any]
 
 
 def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
-    """Take `value` apart.
+    """Split `value` into JSON-able data and arrays.
 
     Args:
-        value: made of None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars.
-            Instances of subclasses are refused, as they would come back as something else.
-        prefix: what the names of the arrays begin with, and where `value` is in messages.
+        value: consists of None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars.
+            Instances of subclasses are rejected because `unpack` would not restore their type.
+        prefix: the prefix of the arrays' names, and the location of `value` in messages.
 
     Returns:
-        JSON-able data, and the arrays by name: `prefix`, then the keys and positions that lead to them, with
-        slashes between. They are those of `value`, not copies.
+        JSON-able data, and the arrays by name: `prefix` and the path of keys and positions, separated by
+        slashes. They are those of `value`, not copies.
 
     Raises:
-        TypeError: something cannot be packed; the message says where it is and what.
+        TypeError: something cannot be packed; the message names it and its location.
     """
     packer = _Packer()
     try:
@@ -47,10 +47,10 @@ def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
 
 
 def unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
-    """Put together what `pack` took apart; arrays are taken from `arrays`, not copied.
+    """Restore a value from the result of `pack`, with the arrays of `arrays` themselves, not copies.
 
     Raises:
-        CheckpointError: this is nothing that `pack` made, or an array is missing.
+        CheckpointError: this is not a result of `pack`, or an array is missing.
     """
     try:
         return _unpacked(packed, arrays)
@@ -212,12 +212,12 @@ def named(name: str) -> "np.dtype[Any] | None":
 
 
 def storable(dtype: "np.dtype[Any]") -> bool:
-    """Tell whether a checkpoint can hold arrays of this dtype, which includes its order of bytes."""
+    """Whether a checkpoint can hold arrays of this dtype, including its byte order."""
     return dtype == _DTYPES.get(dtype.name)
 
 
 def plain(text: str) -> bool:
-    """Tell whether JSON keeps `text`: lone surrogates that follow each other would become one character."""
+    """Whether JSON preserves `text`: adjacent lone surrogates would become one character."""
     try:
         text.encode()
     except UnicodeEncodeError:

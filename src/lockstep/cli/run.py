@@ -31,7 +31,8 @@ from lockstep.launcher.backend import (
 )
 from lockstep.launcher.devices import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
-from lockstep.protocol.job_spec import GRACE, Devices, JobSpec, Tee
+from lockstep.observability.console import Tee
+from lockstep.protocol.job_spec import GRACE, Devices, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -361,8 +362,10 @@ def _run_job(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
     from lockstep.agent.starter import LocalStarter
     from lockstep.collectives.shared.pool import SharedPool
     from lockstep.coordinator.coordinator import Coordinator
+    from lockstep.observability.bus import Bus
     from lockstep.observability.console import Console
     from lockstep.observability.event_log import EventLog
+    from lockstep.observability.events import RUN_EVENTS
     from lockstep.protocol.channel import Attachment
     from lockstep.supervisor.state import JobSize, State, TimeLimits
     from lockstep.system.clock import SystemClock
@@ -374,7 +377,9 @@ def _run_job(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
     paths, pid, clock = RunPaths(spec.run_dir.absolute()), os.getpid(), SystemClock()
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
     to_agent, to_coordinator = LocalChannel.pair()
-    with EventLog.open(paths.events, clock, console.say) as events, EventLoop() as loop:
+    events = Bus(clock, complain=console.say)
+    with EventLog.open(paths.events, console.say) as log, EventLoop() as loop:
+        events.subscribe(log.append, *RUN_EVENTS)
         agent = Agent(
             job=paths.root.name,
             coordinator=to_coordinator,

@@ -9,7 +9,6 @@ import signal
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -19,8 +18,9 @@ from lockstep.coordinator.job_report import JobSummary, explain
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
 from lockstep.errors import LockstepError
+from lockstep.observability import events as run_events
+from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.observability.event_log import EventLog
 from lockstep.protocol.admin import Order, Refused, Reply, ScaleRequest, Status, StatusRequest, StopRequest
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
@@ -34,7 +34,6 @@ from lockstep.protocol.host import (
     Instruction,
     LeaveNotice,
     NotUnderstood,
-    OutputLost,
     ProcessArrived,
     ProcessExited,
     ProcessStarted,
@@ -46,6 +45,7 @@ from lockstep.protocol.host import (
     StateHeld,
     Stop,
     TakeStack,
+    TerminalLost,
     ViewRefused,
     WorkerSaid,
 )
@@ -91,7 +91,7 @@ class Coordinator:
         command: the channel to the command; its end means that the command has ended.
         loop: serves this coordinator.
         console: the person's terminal.
-        events: what happened.
+        events: hears what happens.
         clock: for deadlines.
         state: what supervision remembers.
     """
@@ -103,7 +103,7 @@ class Coordinator:
     command: Channel[Stop, Stop]
     loop: EventLoop
     console: Console
-    events: EventLog
+    events: Bus
     clock: Clock
     state: State
     _admin: AdminSocket | None = None
@@ -135,7 +135,7 @@ class Coordinator:
             return self._conclude(self._outcome)
         except CommandGone:
             status = 128 + signal.SIGKILL
-            self.events.write("finished", status=status, message="the command was killed")
+            self._publish_end(status, "the command was killed")
             return status
         finally:
             self._close_admin()
@@ -146,7 +146,7 @@ class Coordinator:
         self._begun, self._since = self.clock.now(), self.clock.wall()
         asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
         script = Script(self.spec.target, self.spec.module, self.spec.arguments)
-        self.events.write("job", **provenance(script), **asked)
+        self.events.publish(run_events.JobStarted(**provenance(script), **asked))
         self.loop.watch(self.command.fileno(), self._hear_command)
         self.loop.watch(self.agent.fileno(), self._hear_agent)
         self._open_admin()
@@ -174,8 +174,8 @@ class Coordinator:
     def _decide(self, event: job_events.Event) -> None:
         decision = decide(self.state, event, self.clock.now())
         if decision.actions:
-            actions = [type(action).__name__ for action in decision.actions]
-            self.events.write("decision", reason=decision.reason, actions=actions)
+            actions = tuple(type(action).__name__ for action in decision.actions)
+            self.events.publish(run_events.DecisionMade(decision.reason, actions))
         self.state = decision.state
         for action in decision.actions:
             self._act(action)
@@ -211,11 +211,12 @@ class Coordinator:
         for worker in sorted(before.difference(view.workers)):
             leaves = worker in leaving
             self._tally.lost += not leaves
-            self.events.write("left" if leaves else "lost", worker=worker, reason=reason)
+            happened = run_events.WorkerLeft if leaves else run_events.WorkerLost
+            self.events.publish(happened(worker, reason))
         for worker in sorted(set(view.workers) - before):
             self._tally.joined += 1
-            self.events.write("joined", worker=worker, reason=reason)
-        self.events.write("view", number=view.number, workers=view.workers, reason=reason)
+            self.events.publish(run_events.WorkerJoined(worker, reason))
+        self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
         self._view = BeginView(view.number, view.workers, reason, tuple(leaving))
         self.agent.send(self._view)
         self.console.chief = view.chief
@@ -238,14 +239,14 @@ class Coordinator:
 
     def _stop(self) -> None:
         number = self._stops.popleft()
-        self.events.write("stop", signal=number)
+        self.events.publish(run_events.StopReceived(number))
         self._decide(job_events.StopRequested(number))
 
     def _open_admin(self) -> None:
         try:
             self._admin = AdminSocket.open(self.paths.root.name, self._answer)
         except LockstepError as error:
-            self.console.say(f"remote control is unavailable: {error}")
+            self._warn(f"remote control is unavailable: {error}")
             return
         self._admin_descriptor = self._admin.fileno()
         self.loop.watch(self._admin_descriptor, self._admin.serve)
@@ -296,7 +297,7 @@ class Coordinator:
             case WorkerSaid(worker, message):
                 self._take_message(worker, message)
             case ProcessStarted(worker, pid):
-                self.events.write("started", worker=worker, pid=pid)
+                self.events.publish(run_events.WorkerStarted(worker, pid))
             case StartFailed(worker, joins, why):
                 self._take_failed_start(worker, joins, why)
             case StartCancelled(worker, number):
@@ -304,15 +305,15 @@ class Coordinator:
             case ProcessArrived():
                 self._decide(job_events.WorkerArrived())
             case NotUnderstood(worker, error):
-                self.events.write("misunderstood", worker=worker, error=error)
+                self.events.publish(run_events.MessageMisunderstood(worker, error))
             case StateHeld(view, whole, failure):
                 self._decide(job_events.StateGiven(view, whole, failure))
             case ProcessExited():
                 self._take_exit(report)
             case ViewRefused(number, why):
                 self._take_refused_view(number, why)
-            case OutputLost(why):
-                self.events.write("output lost", reason=why)
+            case TerminalLost(why):
+                self.events.publish(run_events.OutputLost(why))
                 self.console.say(why)
             case AllReported():
                 self._stop()
@@ -325,7 +326,7 @@ class Coordinator:
     def _take_failed_start(self, worker: int, joins: bool, why: str) -> None:
         message = f"cannot start worker {worker}: {why}"
         if joins:
-            self.console.say(message)
+            self._warn(message)
             self._decide(job_events.WorkerExited(worker, 1))
         else:
             self._outcome = job_events.JobOutcome(1, message)
@@ -340,9 +341,9 @@ class Coordinator:
         worker, status = exited.worker, exited.status
         if self._progress is not None:
             self._progress.gone(worker)
-        self.events.write("exited", worker=worker, status=status)
+        self.events.publish(run_events.ProcessEnded(worker, status))
         if exited.memory_kills and self.state.active:
-            self.events.write("no memory", worker=worker, kills=exited.memory_kills)
+            self.events.publish(run_events.MemoryExhausted(worker, exited.memory_kills))
             self.console.say(
                 f"the kernel killed a process because memory ran out, probably worker {worker}: use fewer "
                 "workers or smaller batches, or give the container or the machine more memory"
@@ -352,61 +353,62 @@ class Coordinator:
     def _take_message(self, worker: int, message: RelayedMessage) -> None:
         match message:
             case Started():
-                self.events.write("ready", worker=worker)
+                self.events.publish(run_events.WorkerReady(worker))
                 self._note_progress(worker, RUNNING)
-            case EventReport(event, fields):
-                self.events.write(event, **{**fields, "worker": worker})
-                self._take_report(worker, event, fields)
+            case EventReport(event):
+                self.events.publish(event, worker)
+                self._take_event(worker, event)
             case JoinRequest(whole):
-                self.events.write("asks", worker=worker, whole=whole)
+                self.events.publish(run_events.WorkerJoining(worker, whole))
                 self._decide(job_events.JoinRequested(worker, whole))
             case WaitReport(what, workers, seconds):
+                self.events.publish(run_events.WorkerWaiting(worker, what, workers, seconds))
                 self._decide(job_events.WaitReported(worker, what, workers, seconds))
             case FileOpened(path, line):
                 self._tell_of_file(worker, path, line)
             case Failed(status, summary, traceback, blames, prints):
-                self.events.write("failed", worker=worker, summary=summary, traceback=traceback)
+                self.events.publish(run_events.WorkerFailed(worker, summary, traceback))
                 self._decide(job_events.ScriptFailed(worker, status, summary, blames, prints))
             case Finished(status):
-                self.events.write("done", worker=worker, status=status)
+                self.events.publish(run_events.WorkerDone(worker, status))
                 if status == 0:
                     self._decide(job_events.ScriptEnded(worker))
 
-    def _take_report(self, worker: int, event: str, fields: dict[str, Any]) -> None:
+    def _take_event(self, worker: int, event: run_events.WorkerEvent) -> None:
         match event:
-            case "strategy":
+            case run_events.StrategyInstalled(backend):
                 self._used_strategy = True
                 self._note_progress(worker, PREPARING)
-                self._tell_of_backend(worker, fields.get("backend"))
+                self._tell_of_backend(worker, backend)
                 self._decide(job_events.StrategyCreated(worker))
-            case "distributes":
+            case run_events.DistributionBegan():
                 self._decide(job_events.DistributionStarted())
-            case "call":
-                self._doing = str(fields.get("name", ""))
-                self._note_progress(worker, first_step(self._doing))
-            case "first step" if self._progress is not None:
+            case run_events.CallStarted(name):
+                self._doing = name
+                self._note_progress(worker, first_step(name))
+            case run_events.FirstStepEnded() if self._progress is not None:
                 self._progress.end()
-            case "keeps":
+            case run_events.CheckpointsConfigured():
                 self._decide(job_events.CheckpointingStarted())
-            case "patience":
-                self._decide(job_events.TimeoutChanged(float(fields["seconds"])))
-            case "leaving":
-                self._decide(job_events.FinalStepEnded(int(fields["step"])))
-            case "source":
-                self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
-            case "waits for download":
-                self._tell_of_download(worker, str(fields["file"]), str(fields["of"]), fields["seconds"])
-            case "trained" if worker == self.console.chief:
-                self._tally.trained(fields)
-            case "checkpoint":
+            case run_events.TimeoutSet(seconds):
+                self._decide(job_events.TimeoutChanged(seconds))
+            case run_events.LastStepEnded(step):
+                self._decide(job_events.FinalStepEnded(step))
+            case run_events.SourceChanged(path, what):
+                self.console.say(f"worker {worker}: {path} {what}")
+            case run_events.DownloadAwaited(file, of, seconds):
+                self._tell_of_download(worker, file, of, seconds)
+            case run_events.TrainingEnded(steps, model, digest) if worker == self.console.chief:
+                self._tally.trained(steps, model, digest)
+            case run_events.CheckpointWritten(path, step):
                 self._tally.checkpoints += 1
-                self.console.say(f"checkpoint {fields.get('path')}")
-                self._decide(job_events.CheckpointKept(int(fields["step"])))
-            case "checkpoint failed":
-                self._decide(job_events.CheckpointFailed(str(fields["reason"])))
-            case "resumed" if worker == self.console.chief:
-                self._tally.before = int(fields["step"])
-                self.console.say(f"training resumed after {fields.get('where')}")
+                self.console.say(f"checkpoint {path}")
+                self._decide(job_events.CheckpointKept(step))
+            case run_events.CheckpointNotWritten(reason):
+                self._decide(job_events.CheckpointFailed(reason))
+            case run_events.TrainingResumed(where, step) if worker == self.console.chief:
+                self._tally.before = step
+                self.console.say(f"training resumed after {where}")
 
     def _note_progress(self, worker: int, what: str) -> None:
         if self._progress is not None:
@@ -426,15 +428,15 @@ class Coordinator:
     def _tell_of_file(self, worker: int, path: str, line: str) -> None:
         """Warn of a file that several workers write."""
         if text := self._writers.opened(worker, path, line, self.state.running):
-            self.events.write("written by several", worker=worker, path=path, line=line)
+            self.events.publish(run_events.ConflictingWrite(worker, path, line))
             self.console.say(text)
 
-    def _tell_of_backend(self, worker: int, backend: Any) -> None:
+    def _tell_of_backend(self, worker: int, backend: str) -> None:
         """Correct the job's first line where the script has chosen in a way that its source does not show."""
         if worker == self.console.chief and self.spec.backend in BACKEND_NAMES and backend in BACKEND_NAMES:
             own, chosen = BACKEND_NAMES[backend], BACKEND_NAMES[self.spec.backend]
             if own != chosen:
-                self.console.say(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
+                self._warn(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
 
     # The end.
 
@@ -450,30 +452,30 @@ class Coordinator:
             self.console.say(explain(outcome, self._ended.evidence, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
-            self.console.say(
-                f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own"
-            )
+            self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
-            self.console.say(
+            self._warn(
                 f"the script distributed nothing: {lines}; train with model.fit, or "
                 "pass the replica's computation to strategy.run"
             )
         if self._ended.left:
-            self.console.say(unkillable(self._ended.left))
+            self._warn(unkillable(self._ended.left))
         seconds = self.clock.now() - self._begun
         line = self._tally.line(seconds, len(self.state.members))
         if line and outcome.status == 0:
             self.console.say(line)
-        self.events.write(
-            "finished",
-            status=outcome.status,
-            message=outcome.message,
-            workers=outcome.workers,
-            **self._tally.fields(seconds),
-        )
+        self._publish_end(outcome.status, outcome.message, outcome.workers)
         self._flush()
         return outcome.status
+
+    def _publish_end(self, status: int, message: str, workers: tuple[int, ...] = ()) -> None:
+        done = self._tally.fields(self.clock.now() - self._begun)
+        self.events.publish(run_events.JobFinished(status=status, message=message, workers=workers, **done))
+
+    def _warn(self, text: str) -> None:
+        self.events.publish(run_events.WarningShown(text))
+        self.console.say(text)
 
     def _name_log(self, worker: int) -> str:
         return str(RunPaths(self.spec.run_dir).log(worker))

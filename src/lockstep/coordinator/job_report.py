@@ -1,6 +1,6 @@
 """What a person is told at the end of a job: what it has done, or why it failed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,10 +31,9 @@ class JobSummary:
     model: str = ""
     digest: str = ""
 
-    def trained(self, fields: Mapping[str, Any]) -> None:
+    def trained(self, steps: int, model: str, digest: str) -> None:
         """Take what the chief says at the end of its script."""
-        self.steps = int(fields["steps"])
-        self.model, self.digest = str(fields.get("model", "")), str(fields.get("digest", ""))
+        self.steps, self.model, self.digest = steps, model, digest
 
     def fields(self, seconds: float) -> dict[str, Any]:
         """Return all of it as an event's fields; the job has taken `seconds`."""

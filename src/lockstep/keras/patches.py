@@ -11,6 +11,7 @@ from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.fit_loops import FitLoops
 from lockstep.keras.shared_saves import Saves
 from lockstep.keras.state.snapshots import libraries
+from lockstep.observability.events import StrategyInstalled
 from lockstep.worker.job import Job
 from lockstep.worker.patching import PATCHES, definer
 
@@ -69,7 +70,7 @@ def install(job: Job) -> FitLoops:
 
             share_checkpoints(job, lambda: loops.behind)
         _installed.append(loops)
-        job.report("strategy", backend=keras.backend.backend(), libraries=libraries())
+        job.events.publish(StrategyInstalled(keras.backend.backend(), libraries()))
     return _installed[0]
 
 
@@ -87,7 +88,7 @@ def install_at_compile(job: Job) -> None:
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
             if _installed:
                 return original(self, *args, **kwargs)
-            install(job).adopts_all = True
+            install(job).adopt_all()
             return owner.compile(self, *args, **kwargs)
 
         return replacement

@@ -11,11 +11,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import WORKER_EVENTS, SourceChanged
 from lockstep.protocol.worker import AgentMessage
+from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.system.notes import flush_streams, note
 from lockstep.system.paths import RunPaths
@@ -49,21 +51,20 @@ def main(arguments: Sequence[str]) -> None:
     client = AgentClient(PacketChannel(socket.socket(fileno=config.control), AgentMessage))
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
+    events = Bus(SystemClock(), config.worker)
+    events.subscribe(client.report, *WORKER_EVENTS)
     try:
-        _enter_job(config, client)
+        _enter_job(config, client, events)
     except PeerLostError as over:
         note(str(over))
         sys.exit(1)
     forget_worker()
-    share_downloads(config.run_dir, config.agent, config.worker, client.report)
-    keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
+    share_downloads(config.run_dir, config.agent, config.worker, events.publish)
+    sources = RunPaths(config.run_dir).sources
+    keep_sources(sources, lambda path, what: events.publish(SourceChanged(path, what)))
     _watch_writes(config, client)
     client.started()
     _run(Script.parse(arguments), client, has_log=not config.by_hand)
-
-
-def _tell_of_source(client: AgentClient, path: str, what: str) -> None:
-    client.report("source", path=path, what=what)
 
 
 def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
@@ -83,7 +84,7 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
     os._exit(1)
 
 
-def _enter_job(config: WorkerConfig, client: AgentClient) -> None:
+def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     from lockstep.topology import place
     from lockstep.transport.state_memory import MemoryTransport
     from lockstep.worker import job, tf_distribute_shim
@@ -107,12 +108,12 @@ def _enter_job(config: WorkerConfig, client: AgentClient) -> None:
         config.worker,
         config.seed,
         config.threads,
-        client.report,
+        events,
         config.run_dir,
         policy,
         config.workers,
     )
-    checkpoints = open_checkpoints(config, client, job.is_chief)
+    checkpoints = open_checkpoints(config, events, job.is_chief)
     job.enter(job.Job(context, (view, communicator), membership, checkpoints, joins=config.joins))
     if config.adopts:
         when_imported({"keras": _adopt})

@@ -180,7 +180,7 @@ class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
     reason: str
 
 
-class OutputLost(msgspec.Struct, frozen=True, tag="output lost"):
+class TerminalLost(msgspec.Struct, frozen=True, tag="terminal lost"):
     """The terminal does not take output any more, for `reason`."""
 
     reason: str
@@ -239,7 +239,7 @@ HostReport = (
     | StateHeld
     | ProcessExited
     | ViewRefused
-    | OutputLost
+    | TerminalLost
     | AllReported
     | HostEnded
 )

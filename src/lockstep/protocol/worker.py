@@ -1,9 +1,8 @@
 """What a worker and its agent tell each other."""
 
-from typing import Any
-
 import msgspec
 
+from lockstep.observability.events import WorkerEvent
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.endpoint import Endpoint
 
@@ -13,10 +12,9 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class EventReport(msgspec.Struct, frozen=True, tag="report"):
-    """Something happened that belongs into `events.jsonl`."""
+    """The worker has published an event."""
 
-    event: str
-    fields: dict[str, Any]
+    event: WorkerEvent
 
 
 class WaitReport(msgspec.Struct, frozen=True, tag="waiting"):

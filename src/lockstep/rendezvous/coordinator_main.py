@@ -22,7 +22,9 @@ from lockstep.agent.run_folder import claim_folder, empty_folder, fresh_folder, 
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.errors import LockstepError
+from lockstep.observability.bus import Bus
 from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import RUN_EVENTS
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import Stop
 from lockstep.protocol.job_spec import JobSpec
@@ -91,7 +93,9 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
 
     signal.signal(signal.SIGTERM, pass_on)
     to_agent, to_coordinator = LocalChannel.pair()
-    with EventLog.open(paths.events, clock, terminals.say) as events, EventLoop() as loop:
+    events = Bus(clock, complain=terminals.say)
+    with EventLog.open(paths.events, terminals.say) as log, EventLoop() as loop:
+        events.subscribe(log.append, *RUN_EVENTS)
         agent = Agent(
             job=paths.root.name,
             coordinator=to_coordinator,

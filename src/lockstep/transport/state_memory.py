@@ -1,6 +1,6 @@
 """States that travel in memory without a name, between processes of one machine: nothing of it outlives them.
 
-A header, msgpack behind its length, then the arrays one after the other, each at a multiple of 64 bytes.
+The format is a header, as msgpack after its length, then the arrays, each at a multiple of 64 bytes.
 """
 
 import fcntl
@@ -23,11 +23,11 @@ from lockstep.system.memory import available_memory
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _SPARE = 1 << 20
-"""Bytes for a header that has become longer since the memory was made ready."""
+"""Spare bytes for a header that has grown since the memory was prepared."""
 
 
 class _Header(msgspec.Struct):
-    """What stands before the arrays: [name, dtype, shape] of each."""
+    """The header: [name, dtype, shape] of each array."""
 
     step: int
     manifest: dict[str, object]
@@ -91,7 +91,7 @@ class StateMemory:
         self._unwanted = False
 
     def make_ready(self) -> None:
-        """Take the memory, on a thread."""
+        """Allocate the memory, on a thread."""
         self._thread = threading.Thread(target=self._take, name="memory", daemon=True)
         self._thread.start()
 
@@ -121,7 +121,7 @@ class StateMemory:
         return descriptor
 
     def close(self) -> None:
-        """Give the memory back, if it was not filled; where it is being taken, as soon as it is there."""
+        """Free the memory unless it was filled; if it is being allocated, free it as soon as that is done."""
         with self._closing:
             self._unwanted = True
             if self._descriptor >= 0:
@@ -134,10 +134,10 @@ class StateMemory:
             if self._size > (room := available_memory()):
                 raise MemoryError(f"it needs {self._size} bytes, and {room} are available")
             os.posix_fallocate(descriptor, 0, self._size)
-            # Reading beyond the end of a file that was truncated kills a process.
+            # Reading beyond the end of a truncated file kills the process.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._data = np.frombuffer(mmap.mmap(descriptor, self._size), np.uint8)
-            # Maps each page, and lets other threads run meanwhile.
+            # Maps each page; other threads can run meanwhile.
             self._data.fill(0)
         except (OSError, MemoryError) as error:
             self._failure = str(error)
@@ -149,7 +149,7 @@ class StateMemory:
 
 
 def memory_for(contents: Contents) -> StateMemory:
-    """Return memory in which `contents`, and what grows out of them in the next steps, will fit."""
+    """Return memory that fits `contents` and their growth over the next steps."""
     header, arrays = _parts(contents)
     return StateMemory(_extent(len(header) + _SPARE, arrays))
 
@@ -166,7 +166,7 @@ def _read(descriptor: int) -> tuple[_Header, mmap.mmap, int]:
 def _mapped(
     memory: mmap.mmap, start: int, dtype: "np.dtype[Any] | None", shape: tuple[int, ...]
 ) -> "np.ndarray[Any, np.dtype[Any]]":
-    """Return the array at `start`; raise ValueError if there is none."""
+    """Return the array at `start`; raise ValueError if it is invalid."""
     if dtype is None or min(shape, default=0) < 0:
         raise ValueError(f"an array of the dtype {dtype} and the shape {shape}")
     size = math.prod(shape)
@@ -175,7 +175,7 @@ def _mapped(
 
 def _parts(contents: Contents) -> tuple[bytes, list["np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
     """Return the header with its length, and the bytes of each array."""
-    # Arrays whose elements lie apart are copied; all others are written from where they are.
+    # Only non-contiguous arrays are copied.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     kinds = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
     header = msgspec.msgpack.encode(_Header(contents.step, dict(contents.manifest), kinds))

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from lockstep.checkpoint.folder_lock import announce
 from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.observability.bus import Bus
 from lockstep.system.environment import WorkerConfig
-from lockstep.worker.agent_client import AgentClient
 
 
 class WorkerCheckpoints:
@@ -66,14 +66,12 @@ class WorkerCheckpoints:
             self._scheduler.finish()
 
 
-def open_checkpoints(
-    config: WorkerConfig, client: AgentClient, is_chief: Callable[[], bool]
-) -> WorkerCheckpoints:
+def open_checkpoints(config: WorkerConfig, events: Bus, is_chief: Callable[[], bool]) -> WorkerCheckpoints:
     """Return the checkpoints that the command asks for.
 
     Args:
         config: of this worker.
-        client: reports what is kept.
+        events: hears what is kept.
         is_chief: whether this worker is the chief, at the time of the call.
 
     Raises:
@@ -84,7 +82,7 @@ def open_checkpoints(
         return WorkerCheckpoints(accepts_changes=config.accepts_changes)
     announce(asked.folder)
     every = Every(asked.steps, asked.seconds)
-    opened = open_scheduler(Store(asked.folder, asked.keep), every, client.report)
+    opened = open_scheduler(Store(asked.folder, asked.keep), every, events.publish)
     # A chief that never comes to the end of a step is ended by SIGKILL.
     end_at_a_step(opened, is_chief)
     resumes = asked.resume is not None and not config.joins

@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.errors import PeerStuckError
+from lockstep.observability.events import DownloadAwaited
 from lockstep.system.environment import cache_folder
 from lockstep.system.files import open_regular
 from lockstep.system.locks import wait_for_lock
@@ -29,13 +30,6 @@ _PATIENCE = 3600.0
 _MOST_HOLDER = 8192
 
 
-class ReportWait(Protocol):
-    """Tells the agent what happens in this worker."""
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Note `event`; never blocks for long, never raises."""
-
-
 @cache
 def serve_downloads() -> None:
     """Let workers take turns in `get_file`: in this process, or one that it forks, once it takes part.
@@ -45,7 +39,7 @@ def serve_downloads() -> None:
     when_imported({_MODULE: _serve_in})
 
 
-def share_downloads(run: Path, agent: int, worker: int, report: ReportWait) -> None:
+def share_downloads(run: Path, agent: int, worker: int, publish: Callable[[DownloadAwaited], None]) -> None:
     """Let this worker take turns in `get_file` with the others.
 
     Workers that make the same call share its result: the first downloads, checks and unpacks the file.
@@ -54,12 +48,12 @@ def share_downloads(run: Path, agent: int, worker: int, report: ReportWait) -> N
         run: the run's folder.
         agent: process id of the agent.
         worker: this worker's id.
-        report: hears for whom this worker waits.
+        publish: hears for whom this worker waits.
     """
     serve_downloads()
     folders = (cache_folder() / "downloads", run / "downloads")
     # The folder may be that of an earlier run too.
-    _taking_part[:] = [Turns(folders, RunPaths(run).downloaded, f"{agent} {run}", worker, report)]
+    _taking_part[:] = [Turns(folders, RunPaths(run).downloaded, f"{agent} {run}", worker, publish)]
     os.register_at_fork(after_in_child=_taking_part.clear)
 
 
@@ -73,7 +67,7 @@ class Turns:
         record: the file in which the workers of the job note what they have downloaded.
         job: tells the job from others.
         worker: this worker's id.
-        report: hears for whom this worker waits.
+        publish: hears for whom this worker waits.
         patience: seconds to wait for another process.
     """
 
@@ -83,14 +77,14 @@ class Turns:
         record: Path,
         job: str,
         worker: int,
-        report: ReportWait,
+        publish: Callable[[DownloadAwaited], None],
         patience: float = _PATIENCE,
     ) -> None:
         self._folders = folders
         self._record = record
         self._job = job
         self._worker = worker
-        self._report = report
+        self._publish = publish
         self._patience = patience
         self._calls: Counter[str] = Counter()
 
@@ -136,7 +130,7 @@ class Turns:
             nonlocal said
             if waited - said >= _SAID_EVERY:
                 said = waited
-                self._report("waits for download", file=name, of=self._holder(file), seconds=round(waited))
+                self._publish(DownloadAwaited(name, self._holder(file), round(waited)))
 
         refused: OSError | None = None
         for folder in self._folders:

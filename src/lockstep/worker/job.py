@@ -4,14 +4,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, InternalError, PeerLostError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet
 from lockstep.protocol.request import Request
+from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker.checkpoints import WorkerCheckpoints
 
@@ -19,13 +22,6 @@ Result = TypeVar("Result")
 
 GRACE_FOR_AGENT = 60.0
 """Seconds that a wait goes on after the agent should have ended it, for the agent can show more."""
-
-
-class Reporter(Protocol):
-    """Tells whoever watches this process what happened (an event of `events.jsonl`)."""
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Note `event` with fields that JSON can hold; never blocks for long, never raises."""
 
 
 Place = tuple[View, Communicator]
@@ -104,7 +100,7 @@ class JobContext:
         worker: this process's worker id.
         seed: everything random in the job follows from it.
         threads: number of threads that compute one replica.
-        report: receives what this worker does.
+        events: hears what this worker does.
         folder: the run's own, where workers may leave notes for each other; None without one.
         policy: how this worker waits for others.
         began_with: how many workers the job began with; None where no worker can join.
@@ -115,7 +111,7 @@ class JobContext:
     worker: int
     seed: int
     threads: int
-    report: Reporter
+    events: Bus
     folder: Path | None = None
     policy: WaitPolicy = field(default_factory=WaitPolicy)
     began_with: int | None = None
@@ -152,7 +148,7 @@ class Job:
         self._joins = joins
         self._drives = False
         self._undone: list[Callable[[], object]] = []
-        self._reported: set[str] = set()
+        self._published: set[Event] = set()
         self._at_end: list[Callable[[], object]] = []
 
     @property
@@ -166,9 +162,9 @@ class Job:
         return self._context.worker
 
     @property
-    def report(self) -> Reporter:
-        """Receives what this worker does."""
-        return self._context.report
+    def events(self) -> Bus:
+        """Hears what this worker does."""
+        return self._context.events
 
     @property
     def view(self) -> View:
@@ -210,15 +206,15 @@ class Job:
     def be_patient(self, timeout: float) -> None:
         """From now on a worker that others wait for is stuck after `timeout` seconds; all workers say so."""
         self._context.policy.timeout = timeout + GRACE_FOR_AGENT
-        self.report("patience", seconds=timeout)
+        self.events.publish(TimeoutSet(timeout))
 
     def stepped(self) -> None:
         """Note that a step has been computed and summed; the first is reported."""
-        self._report_once("first step")
+        self._publish_once(FirstStepEnded())
 
     def distributes(self) -> None:
         """Report, once, that the script has given the replicas something to compute, or to read."""
-        self._report_once("distributes")
+        self._publish_once(DistributionBegan())
 
     def at_end(self, act: Callable[[], object]) -> None:
         """Have `act` done when the script has come to its end, if this worker is the chief then."""
@@ -340,10 +336,10 @@ class Job:
         self._undone.clear()
         return contents
 
-    def _report_once(self, event: str) -> None:
-        if event not in self._reported:
-            self._reported.add(event)
-            self.report(event)
+    def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:
+        if event not in self._published:
+            self._published.add(event)
+            self.events.publish(event)
 
     def _have_joined(self, workers: tuple[int, ...]) -> bool:
         began_with = self._context.began_with
@@ -402,14 +398,10 @@ def by_itself(view: View) -> Communicator:
 def alone() -> Job:
     """Return the job of a process without an agent: one worker, one replica."""
     view = place(replicas=1, workers=(0,))
-    return Job(JobContext(worker=0, seed=0, threads=0, report=_ignore), (view, by_itself(view)))
+    return Job(JobContext(worker=0, seed=0, threads=0, events=Bus(SystemClock(), 0)), (view, by_itself(view)))
 
 
 def leave() -> None:
     """Make this process, a child that a script has forked, a program by itself: it is no worker."""
     context, view = current().context, place(1, (0,))
-    enter(Job(JobContext(0, context.seed, context.threads, _ignore), (view, by_itself(view))))
-
-
-def _ignore(event: str, **fields: Any) -> None:
-    """Drop the event: no agent listens."""
+    enter(Job(JobContext(0, context.seed, context.threads, Bus(SystemClock(), 0)), (view, by_itself(view))))

@@ -15,6 +15,7 @@ from lockstep.keras.state.checkpoint_callback import Checkpoint, Keeping
 from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.observability.events import CallStarted
 from lockstep.worker.job import Job
 
 
@@ -81,7 +82,7 @@ class Driving:
                         call.steps = call.skipped
                         self._snapshots.restore(None, held)
                     else:
-                        self._job.report("call", name=call.name)
+                        self._job.events.publish(CallStarted(call.name))
                         settings = setting_facts(settings_of_parts(held.parts))
                         self._compare(f"the beginning of {call.name}", held, settings)
                     while call.steps < count:

@@ -27,6 +27,7 @@ from lockstep.errors import ConfigError, LockstepError, ScopeError
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import agree
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Alone, Job
@@ -143,10 +144,10 @@ class Keeping:
             self._resumable.withdraw()
             claim.leave()
             raise
-        scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
+        scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.events.publish)
         self._folder = folder
         self._job.checkpoints.keep(scheduler)
-        self._job.report("keeps", folder=str(folder))
+        self._job.events.publish(CheckpointsConfigured(str(folder)))
         self._end_well(scheduler)
 
     def _go_on(self, folder: Path, claim: FolderLock) -> None:
@@ -186,7 +187,7 @@ class Keeping:
                     None,
                     [
                         note_on_versions(path, facts),
-                        f"resuming training from {path}",
+                        f"resuming from {path}",
                         note_if_finished(folder, contents.step),
                     ],
                 )

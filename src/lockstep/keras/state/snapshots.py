@@ -34,6 +34,7 @@ from lockstep.keras.state.settings import (
     settings_of_parts,
 )
 from lockstep.keras.state.variables import assign, step_state
+from lockstep.observability.events import LastStepEnded, TrainingResumed
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 from lockstep.worker.program_sources import own_sources
@@ -75,7 +76,7 @@ class Snapshots:
         elif scheduler is not None:
             scheduler.after_step(self._calls.taken, lambda: take(True))
             if scheduler.leaving:
-                self._job.report("leaving", step=self._calls.taken)
+                self._job.events.publish(LastStepEnded(self._calls.taken))
                 scheduler.close(_LAST_SECONDS)
                 sys.exit(128 + signal.SIGTERM)
 
@@ -195,7 +196,7 @@ class Snapshots:
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
-        self._job.report("resumed", where=where, step=self._calls.taken)
+        self._job.events.publish(TrainingResumed(where, self._calls.taken))
         return facts["logs"], state
 
     def note_settings(self, model: Any) -> None:
