@@ -22,6 +22,7 @@ from lockstep.topology import View, place
 from lockstep.transport.packet_channel import PacketDecoder, encode
 
 Enter = Callable[[Any, View, int], Communicator]
+Kind = tuple[Callable[[int], HostExchange], Enter]
 
 
 class FakeExchange:
@@ -57,18 +58,18 @@ def enter_fake(exchange: Any, view: View, position: int) -> Communicator:
 
 
 @pytest.fixture(params=[(open_shared, enter_shared), (FakeExchange, enter_fake)], ids=["shared", "fake"])
-def kind(request: pytest.FixtureRequest) -> tuple[Callable[[int], HostExchange], Enter]:
-    found: tuple[Callable[[int], HostExchange], Enter] = request.param
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
     return found
 
 
-def opened(kind: tuple[Callable[[int], HostExchange], Enter]) -> tuple[HostExchange, list[Communicator]]:
+def opened(kind: Kind) -> tuple[HostExchange, list[Communicator]]:
     view = place(2, (0, 1))
     exchange = kind[0](2)
     return exchange, [kind[1](exchange, view, position) for position in (0, 1)]
 
 
-def test_members_meet_where_the_endpoint_leads(kind: tuple[Callable[[int], HostExchange], Enter]) -> None:
+def test_members_meet_where_the_endpoint_leads(kind: Kind) -> None:
     exchange, members = opened(kind)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda at: members[at].gather(b"%d" % at), (0, 1)))
@@ -77,7 +78,7 @@ def test_members_meet_where_the_endpoint_leads(kind: tuple[Callable[[int], HostE
 
 
 def test_a_notice_reaches_all_members_in_the_same_call(
-    kind: tuple[Callable[[int], HostExchange], Enter],
+    kind: Kind,
 ) -> None:
     exchange, members = opened(kind)
     exchange.leave_notice(2)
@@ -87,7 +88,7 @@ def test_a_notice_reaches_all_members_in_the_same_call(
 
 
 def test_an_abort_wakes_who_waits_and_stops_who_comes(
-    kind: tuple[Callable[[int], HostExchange], Enter],
+    kind: Kind,
 ) -> None:
     exchange, members = opened(kind)
     with ThreadPoolExecutor(1) as pool:
@@ -100,7 +101,7 @@ def test_an_abort_wakes_who_waits_and_stops_who_comes(
 
 
 def test_members_meet_though_the_agent_has_closed_its_end(
-    kind: tuple[Callable[[int], HostExchange], Enter],
+    kind: Kind,
 ) -> None:
     exchange, members = opened(kind)
     exchange.close()
