@@ -83,15 +83,15 @@ def program(edit: Callable[[str], str] = str, **changes: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"rate": 0.5}, "layer dropout: rate was 0.2 and is 0.5"),
-        ({"activation": "tanh"}, 'layer dense: activation was "relu" and is "tanh"'),
-        ({"trainable": False}, "layer dense: trainable was true and is false"),
-        ({"more": [layers.ReLU()]}, "layer re_lu: class was absent and is ReLU"),
-        ({"optimizer": optimizers.SGD(0.01)}, "optimizer: class was Adam and is SGD"),
+        ({"rate": 0.5}, "layer dropout: rate was 0.2, and is 0.5"),
+        ({"activation": "tanh"}, 'layer dense: activation was "relu", and is "tanh"'),
+        ({"trainable": False}, "layer dense: trainable was true, and is false"),
+        ({"more": [layers.ReLU()]}, "layer re_lu: class was absent, and is ReLU"),
+        ({"optimizer": optimizers.SGD(0.01)}, "optimizer: class was Adam, and is SGD"),
         ({"optimizer": optimizers.Adam(0.02)}, "optimizer: learning_rate was 0.0"),
-        ({"optimizer": optimizers.Adam(0.01, clipnorm=1.0)}, "optimizer: clipnorm was null and is 1.0"),
-        ({"patience": 3}, "callback 0 (EarlyStopping): patience was 2 and is 3"),
-        ({"every": 4}, "callback 3 (Mine): every was 3 and is 4"),
+        ({"optimizer": optimizers.Adam(0.01, clipnorm=1.0)}, "optimizer: clipnorm was null, and is 1.0"),
+        ({"patience": 3}, "callback 0 (EarlyStopping): patience was 2, and is 3"),
+        ({"every": 4}, "callback 3 (Mine): every was 3, and is 4"),
         ({"edit": lambda text: text.replace("* 1.0", "* 2.0")}, "layer scale: code (Python "),
         ({"edit": lambda text: text.replace("(*given)", "(given[0])")}, "layer net: code (Python "),
         ({"edit": lambda text: text.replace("** 2", "** 4")}, "loss was "),
@@ -129,7 +129,7 @@ def test_parts_of_a_loop_have_settings() -> None:
         {"net": layers.Dropout(0.5), "how": optimizers.SGD(0.2, momentum=0.5), "rows": []}
     )
     assert differences(before, now) == (
-        "net, layer dropout: rate was 0.2 and is 0.5; how: momentum was 0.0 and is 0.5"
+        "net, layer dropout: rate was 0.2, and is 0.5; how: momentum was 0.0, and is 0.5"
     )
 
 
@@ -139,7 +139,9 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
     snapshots = Snapshots(own, None, calls)  # type: ignore[arg-type]
     facts = {"settings": settings_of_parts({"net": layers.Dropout(0.2)}), "sources": {}}
     held: Any = SimpleNamespace(parts={"net": layers.Dropout(0.5)})
-    with pytest.raises(ChangedError, match=r"the checkpoint of step 9: net, layer dropout: rate was 0.2 and"):
+    with pytest.raises(
+        ChangedError, match=r"the checkpoint of step 9: net, layer dropout: rate was 0.2, and"
+    ):
         snapshots.compare_settings(9, facts, None, held)
     # Earlier versions have kept none.
     snapshots.compare_settings(9, {}, None, held)
