@@ -80,7 +80,7 @@ class Turn(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self._taken += STEPS
         if job.is_chief() and LOCKSTEP:
-            scheduler = job.current().scheduler
+            scheduler = job.current().checkpoints.scheduler
             if scheduler is None or not scheduler.close(PATIENCE_SECONDS):
                 sys.exit("the checkpoint is not on disk")
         if self._turns is not None:

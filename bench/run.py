@@ -5,6 +5,7 @@ import os
 import allreduce
 import budget
 import checkpoints
+import events
 import input as reading
 import joining
 import launching
@@ -32,7 +33,7 @@ def main() -> None:
     print()
     launching.main(backends)
     # The last one pins this process.
-    for other in (placement, scaling, overhead, recovery, joining, checkpoints, reading):
+    for other in (placement, scaling, overhead, events, recovery, joining, checkpoints, reading):
         print()
         other.main()
 

@@ -62,7 +62,7 @@ def test_what_serves_a_name_is_what_the_option_sets(theirs: ModuleType) -> None:
             module, _, attribute = server.rpartition(".")
             assert found is resolve_name(f"{module}:{attribute}"), name
         elif name in tf_distribute_shim.NOT_SERVED:
-            with pytest.raises(ConfigError, match=re.escape(f"tf.distribute.{name} is not served")):
+            with pytest.raises(ConfigError, match=re.escape(f"tf.distribute.{name} is not supported")):
                 found()
         else:
             assert found is at(theirs, name), name

@@ -7,7 +7,6 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_launcher import FakeHandle, FakeLauncher, end_by_signal
@@ -16,11 +15,13 @@ from lockstep.agent.agent import Agent
 from lockstep.agent.console import Console
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.views import ExchangeHandle, Views
+from lockstep.observability import events as run_events
+from lockstep.observability.bus import Bus
 from lockstep.observability.event_log import EventLog
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import EventReport, Failed, Finished, Started, Stop, WaitReport, encode
 from lockstep.supervisor.state import JobSize, State, TimeLimits
-from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.clock import SystemClock
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 
@@ -60,19 +61,6 @@ class Outcome:
         ]
 
 
-class TellingLog(EventLog):
-    """Tells the test of each event, so that it can act at that very moment."""
-
-    def __init__(self, descriptor: int, clock: Clock) -> None:
-        super().__init__(descriptor, clock)
-        self.listeners: list[Callable[[str], None]] = []
-
-    def write(self, event: str, /, **fields: Any) -> None:
-        super().write(event, **fields)
-        for listener in self.listeners:
-            listener(event)
-
-
 Play = Callable[[FakeHandle], None]
 
 
@@ -88,7 +76,7 @@ class Stage:
         self,
         *plays: Play,
         react: Callable[[FakeHandle, int], None] = end_by_signal,
-        on_event: Callable[[str], None] = lambda event: None,
+        on_event: Callable[[run_events.Event], None] = lambda event: None,
         tee: str = "chief",
         joining: int = 0,
     ) -> Outcome:
@@ -105,8 +93,10 @@ class Stage:
         out, err = self.folder / "out", self.folder / "err"
         with out.open("wb", 0) as stdout, err.open("wb", 0) as stderr:
             console = Console(Sink(stdout.fileno()), Sink(stderr.fileno()), tee, 0)  # type: ignore[arg-type]
-            with TellingLog.open(paths.events, SystemClock(), pytest.fail) as events:
-                events.listeners.append(on_event)
+            events = Bus(SystemClock(), complain=pytest.fail)
+            with EventLog.open(paths.events, pytest.fail) as log:
+                events.subscribe(log.append, *run_events.RUN_EVENTS)
+                events.subscribe(lambda published: on_event(published.event), *run_events.RUN_EVENTS)
                 status = Agent(
                     spec,
                     paths,
@@ -117,13 +107,7 @@ class Stage:
                     events,
                     SystemClock(),
                     descendants,
-                    State(
-                        frozenset(range(workers)),
-                        QUICK,
-                        view=spec.view,
-                        size=JobSize.of(wanted, 1, 0),
-                        next_worker=workers,
-                    ),
+                    State.of(spec.view, QUICK, JobSize.of(wanted, 1, 0)),
                 ).run()
         entries = [json.loads(line) for line in paths.events.read_text().splitlines()]
         return Outcome(
@@ -146,8 +130,8 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def well(worker: FakeHandle) -> None:
     worker.say(Started())
-    worker.say(EventReport("strategy", {}))
-    worker.say(EventReport("distributes", {}))
+    worker.say(EventReport(run_events.StrategyInstalled("jax")))
+    worker.say(EventReport(run_events.DistributionBegan()))
     worker.write(stdout=f"out {worker.launch.worker}\n".encode(), stderr=b"err\n")
     worker.say(Finished())
     worker.end(0)
@@ -165,7 +149,8 @@ def test_a_good_run(stage: Stage) -> None:
         "out 1\nerr\n",
     ]
     assert outcome.events_of("exited") == [{"worker": 0, "status": 0}, {"worker": 1, "status": 0}]
-    assert outcome.events_of("strategy") == [{"worker": 0}, {"worker": 1}]
+    strategy = {"backend": "jax", "libraries": {}}
+    assert outcome.events_of("strategy") == [strategy | {"worker": 0}, strategy | {"worker": 1}]
     (finished,) = outcome.events_of("finished")
     assert {name: finished[name] for name in ("status", "message", "workers", "steps")} == {
         "status": 0,
@@ -179,12 +164,12 @@ def test_a_good_run(stage: Stage) -> None:
 
 def test_the_last_line_says_what_the_job_has_done(stage: Stage) -> None:
     def trains(worker: FakeHandle) -> None:
-        worker.say(EventReport("strategy", {}))
-        worker.say(EventReport("checkpoint", {"path": "kept/step-3", "step": 3}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
+        worker.say(EventReport(run_events.CheckpointWritten("kept/step-3", 3, 0.1)))
         worker.say(Finished())
         # Only the chief's word counts.
         steps = 3 + worker.launch.worker
-        worker.say(EventReport("trained", {"steps": steps, "model": "small", "digest": "1f3c"}))
+        worker.say(EventReport(run_events.TrainingEnded(steps, "small", "1f3c")))
         worker.end(0)
 
     outcome = stage.run(trains, trains)
@@ -246,8 +231,8 @@ def test_reports_that_were_sent_before_an_end_do_not_count_against_it(stage: Sta
 def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
     started: list[FakeHandle] = []
 
-    def wait_in_vain(event: str) -> None:
-        if event == "exited" and started:
+    def wait_in_vain(event: run_events.Event) -> None:
+        if isinstance(event, run_events.ProcessEnded) and started:
             worker = started.pop()
             for seconds in (0.5, 1.0):
                 worker.say(WaitReport("barrier", (0,), seconds))
@@ -270,7 +255,7 @@ def test_a_notice_is_shown(stage: Stage) -> None:
 
 def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> None:
     def waits_for_file(worker: FakeHandle) -> None:
-        worker.say(EventReport("waits for download", {"file": "a.npz", "of": "worker 0", "seconds": 5}))
+        worker.say(EventReport(run_events.DownloadAwaited("a.npz", "worker 0", 5)))
         well(worker)
 
     outcome = stage.run(well, waits_for_file, waits_for_file)
@@ -278,9 +263,12 @@ def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> N
     assert line in [f"lockstep: worker {worker} waits for worker 0 to download a.npz" for worker in (1, 2)]
 
 
-def test_garbage_is_noted_and_ignored(stage: Stage) -> None:
+@pytest.mark.parametrize(
+    "packet", [b'{"type": "nix"}', b'{"type": "report", "event": {"event": "of a newer version"}}']
+)
+def test_what_is_not_understood_is_noted_and_ignored(stage: Stage, packet: bytes) -> None:
     def babbles(worker: FakeHandle) -> None:
-        worker.say_raw(b'{"type": "nix"}')
+        worker.say_raw(packet)
         well(worker)
 
     outcome = stage.run(well, babbles)
@@ -315,7 +303,7 @@ def test_the_kill_of_a_worker_that_was_to_join_takes_no_time_from_what_scripts_l
     members: list[FakeHandle] = []
 
     def trains(worker: FakeHandle) -> None:
-        worker.say(EventReport("strategy", {}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
         members.append(worker)
 
     outcome = stage.run(trains, lambda joins: well(members[0]), joining=1)
@@ -329,7 +317,8 @@ def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
     outcome = stage.run(waits, waits)
     assert outcome.status == 137
     assert outcome.graces == [0]
-    assert outcome.events_of("finished") == [{"status": 137, "message": "the command was killed"}]
+    (finished,) = outcome.events_of("finished")
+    assert (finished["status"], finished["message"]) == (137, "the command was killed")
 
 
 def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,11 +326,11 @@ def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: p
 
     def compiles(worker: FakeHandle) -> None:
         worker.say(Started())
-        worker.say(EventReport("strategy", {}))
-        worker.say(EventReport("call", {"name": "fit 1"}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
+        worker.say(EventReport(run_events.CallStarted("fit 1")))
 
-    def stop(event: str) -> None:
-        if event == "call":
+    def stop(event: run_events.Event) -> None:
+        if isinstance(event, run_events.CallStarted):
             stage.command.send(encode(Stop(signal.SIGINT)))
 
     outcome = stage.run(waits, compiles, on_event=stop)
@@ -377,7 +366,7 @@ def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
 
 def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
     def by_itself(worker: FakeHandle) -> None:
-        worker.say(EventReport("strategy", {}))
+        worker.say(EventReport(run_events.StrategyInstalled("jax")))
         worker.end(0)
 
     said = stage.run(by_itself, by_itself).stderr

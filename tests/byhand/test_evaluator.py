@@ -28,8 +28,8 @@ def test_an_evaluator_evaluates_what_a_chief_and_a_worker_train(desk: Any) -> No
         assert "step " not in terminal.end().replace("step-", "")
     text = evaluator.end()
     assert "loss: " in trainers[0].text
-    assert f"waits for a job that keeps checkpoints in {desk.folder / 'saved'}" in text
-    assert "begins its script again" not in text
+    assert f"waits for a job that saves checkpoints in {desk.folder / 'saved'}" in text
+    assert "restarts the script" not in text
     alone = json.loads(desk.start(None, PROGRAM, "saved", KERAS_BACKEND="jax").end().splitlines()[-1])
     steps, figures = printed(text, "steps: "), printed(text, "figures: ")
     newest = max(int(path.name.removeprefix("step-")) for path in (desk.folder / "saved").glob("step-*"))

@@ -27,7 +27,7 @@ own = f"{me.worker} of {len(me.view.workers)}".encode()
 told = me.exchange(lambda view, communicator: communicator.gather(own))
 names = "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE", "OWN", "NPROC"
 print(json.dumps({
-    "worker": me.worker, "replicas": me.view.replicas, "seed": me.seed, "threads": me.threads,
+    "worker": me.worker, "replicas": me.view.replicas, "seed": me.context.seed, "threads": me.context.threads,
     "told": [text.decode() for text in told],
     "arguments": sys.argv[1:], "here": os.path.basename(__file__), "pid": os.getpid(),
     "variables": [os.environ.get(name) for name in names],
@@ -35,7 +35,8 @@ print(json.dumps({
 }), flush=True)
 """
 STAY = """
-me.report("strategy", backend="none")
+from lockstep.observability.events import StrategyInstalled
+me.events.publish(StrategyInstalled("none"))
 print("stays", flush=True)
 import signal
 while True:
@@ -63,7 +64,7 @@ def test_processes_become_workers_in_any_order(desk: Any, is_gone: Gone, order: 
     for index, terminal in terminals.items():
         text = terminal.end()
         assert text.count("first line") == 2
-        assert f"lockstep: all are there; worker {index} begins its script again" in text
+        assert f"lockstep: all workers are connected; worker {index} restarts the script" in text
         assert text.count("lockstep: 2 workers, 2 replicas, ") == 1
         assert told(text) == {
             "worker": index,
@@ -96,8 +97,8 @@ def test_the_chief_comes_first_and_the_script_may_set_its_task(desk: Any) -> Non
     assert [told(text)["worker"] for text in texts] == [1, 0]
     # Both see one GPU: none takes all of its memory.
     assert [told(text)["variables"][1:3] for text in texts] == [["1", "false"]] * 2
-    assert "lockstep: all are there; chief 0 begins its script again" in texts[1]
-    assert "ignored" not in texts[0] + texts[1]
+    assert "lockstep: all workers are connected; chief 0 restarts the script" in texts[1]
+    assert "ignoring the TF_CONFIG" not in texts[0] + texts[1]
 
 
 def test_a_process_that_leaves_is_waited_for_again(desk: Any, is_gone: Gone) -> None:
@@ -151,7 +152,8 @@ def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
 
 ONE_STAYS = """
 import time
-me.report("strategy", backend="none")
+from lockstep.observability.events import StrategyInstalled
+me.events.publish(StrategyInstalled("none"))
 while me.worker == 1 and not os.path.exists("go"):
     time.sleep(0.01)
 """
@@ -168,7 +170,7 @@ def test_who_comes_when_a_job_is_about_to_end_begins_the_next(desk: Any) -> None
     again.until("lockstep: worker 0 waits for worker 1 ")
     last = desk.start(desk.config(1), script)
     for terminal in (again, last):
-        assert "all are there" in terminal.end()
+        assert "all workers are connected" in terminal.end()
 
 
 def order(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -63,7 +63,7 @@ def test_a_chief_that_is_killed_and_started_again_joins(
         "worker 0 ended (exit status unknown); start it again and it joins; worker 1 continues (view 2)"
         in other.text
     )
-    assert "lockstep: the job goes on; worker 0 begins its script again, as worker 2" in again.text
+    assert "lockstep: the job is running; worker 0 restarts the script as worker 2" in again.text
     for terminal in (other, again):
         assert "worker 2 joined (2 workers, view 3)" in terminal.text
 

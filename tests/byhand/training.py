@@ -60,7 +60,7 @@ class Happen(keras.callbacks.Callback):  # type: ignore[misc]
         if step == STEP and TASK in STOPPED.get(HOW, ()):
             stop()
         if HOW == "killed" and step in (STEP + 2, STEP + 3) and job.current().worker != 2:
-            events, whole = job.current().folder / "events.jsonl", str(step == STEP + 3).lower()
+            events, whole = job.current().context.folder / "events.jsonl", str(step == STEP + 3).lower()
             until(lambda: f'"event":"asks","worker":2,"whole":{whole}' in events.read_text())
 
 

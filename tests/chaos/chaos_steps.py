@@ -72,7 +72,7 @@ def tree(parts: list[Array]) -> Array:
 
 def train(job: Job, steps: int, faults: Faults) -> str:
     """Train as a worker of a job, from the beginning or from where the others are."""
-    step, (state, chain) = 0, beginning(job.seed)
+    step, (state, chain) = 0, beginning(job.context.seed)
     if job.joins:
         faults.step = steps
         faults.step = job.membership.position().step
@@ -92,11 +92,11 @@ def train(job: Job, steps: int, faults: Faults) -> str:
         faults.step = step
         now = packed(step, state, chain)
         job.between_steps(lambda whole, now=now: now)  # type: ignore[misc]
-        if job.scheduler is not None and job.is_chief:
-            job.scheduler.after_step(step, lambda now=now: now)  # type: ignore[misc]
+        if job.checkpoints.scheduler is not None and job.is_chief:
+            job.checkpoints.scheduler.after_step(step, lambda now=now: now)  # type: ignore[misc]
     job.exchange(lambda view, communicator: communicator.barrier())
-    if job.scheduler is not None:
-        assert job.scheduler.close(10)
+    if job.checkpoints.scheduler is not None:
+        assert job.checkpoints.scheduler.close(10)
     return digest(state, chain)
 
 

@@ -44,7 +44,9 @@ from lockstep.checkpoint.store import Store, load
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.launcher.launcher import Launch, LocalHandle
+from lockstep.observability.bus import Bus
 from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import RUN_EVENTS, WORKER_EVENTS, StrategyInstalled
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
@@ -53,8 +55,8 @@ from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.topology import place
 from lockstep.worker.agent_client import AgentClient
-from lockstep.worker.checkpoints import open_scheduler
-from lockstep.worker.job import Job, by_itself
+from lockstep.worker.checkpoints import open_checkpoints
+from lockstep.worker.job import Job, JobContext, by_itself
 from lockstep.worker.membership import AgentMembership, wait_policy
 
 STEPS = 12
@@ -106,6 +108,8 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     config = read_worker(launch.environment(connection.fileno()))
     config = replace(config, pool=os.dup(config.pool))
     client = AgentClient(connection)
+    events = Bus(SystemClock(), config.worker)
+    events.subscribe(client.report, *WORKER_EVENTS)
     faults = Faults([fault for fault in given if fault.worker == config.worker])
     prepare(faults)
     membership = AgentMembership(config, client, wait_policy(config.timeout))
@@ -115,21 +119,12 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     else:
         view = place(config.replicas, tuple(range(config.workers)))
         communicator = membership.enter(view, os.dup(config.segment))
-    entered = Job(
-        view,
-        config.worker,
-        config.seed,
-        1,
-        communicator,
-        client.report,
-        None,
-        membership,
-        joins=config.joins,
-        scheduler=open_scheduler(config, client),
-        began_with=config.workers,
-    )
+    context = JobContext(config.worker, config.seed, 1, events, began_with=config.workers)
+    entered: Job
+    checkpoints = open_checkpoints(config, events, lambda: entered.is_chief)
+    entered = Job(context, (view, communicator), membership, checkpoints, joins=config.joins)
     client.started()
-    client.report("strategy")
+    events.publish(StrategyInstalled("none"))
     try:
         os.write(1, f"result {steps.train(entered, STEPS, faults)}\n".encode())
     except Misfortune:
@@ -185,10 +180,9 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
     here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     launcher = ForkLauncher(job.faults)
     pool = SharedPool.create()
-    with (
-        (folder / "out").open("wb", 0) as out,
-        EventLog.open(paths.events, SystemClock(), print) as events,
-    ):
+    events = Bus(SystemClock(), complain=print)
+    with (folder / "out").open("wb", 0) as out, EventLog.open(paths.events, print) as log:
+        events.subscribe(log.append, *RUN_EVENTS)
         console = Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0)
         agent = Agent(
             spec=spec,
@@ -200,13 +194,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
             events=events,
             clock=SystemClock(),
             descendants=Nobody(),
-            state=State(
-                frozenset(range(job.workers)),
-                LIMITS,
-                view=spec.view,
-                size=JobSize.of(job.workers, spec.min_workers, spec.max_restarts),
-                next_worker=job.workers,
-            ),
+            state=State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
         )
         status = agent.run()
     pool.close()

@@ -1,5 +1,5 @@
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 from checkpoint_faults import room_for
@@ -8,6 +8,7 @@ from checkpoint_samples import sample, steps
 from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, open_scheduler
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.checkpoint.writer import Writer
+from lockstep.observability.events import CheckpointNotWritten, CheckpointRemoved, CheckpointWritten, Event
 
 
 class Steps:
@@ -193,20 +194,18 @@ def test_a_checkpoint_that_makes_room_or_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     room_for(2, tmp_path, monkeypatch.setattr)
-    events: list[tuple[str, dict[str, Any]]] = []
-    scheduler = open_scheduler(
-        Store(tmp_path), Every(steps=1), lambda event, **fields: events.append((event, fields))
-    )
+    events: list[Event] = []
+    scheduler = open_scheduler(Store(tmp_path), Every(steps=1), events.append)
     for step in (1, 2, 3):
         scheduler.after_step(step, lambda step=step: sample(step))  # type: ignore[misc]
         assert scheduler.close(30)
     room_for(0, tmp_path, monkeypatch.setattr)
     scheduler.after_step(4, lambda: sample(4))
     assert scheduler.close(30)
-    told = [event for event, _ in events]
-    assert told[:4] == ["checkpoint", "checkpoint", "checkpoint removed", "checkpoint"]
-    assert told[4:] == ["checkpoint removed", "checkpoint failed"]
-    assert [fields["path"][-1] for event, fields in events if event == "checkpoint removed"] == ["1", "2"]
+    told = [type(event) for event in events]
+    assert told[:4] == [CheckpointWritten, CheckpointWritten, CheckpointRemoved, CheckpointWritten]
+    assert told[4:] == [CheckpointRemoved, CheckpointNotWritten]
+    assert [event.path[-1] for event in events if isinstance(event, CheckpointRemoved)] == ["1", "2"]
     first, *_, last = capsys.readouterr().err.splitlines()
     assert first.startswith("lockstep: the disk has no space for another checkpoint; removing the oldest: ")
     assert last.startswith("lockstep: a checkpoint was not written: cannot write the checkpoint ")

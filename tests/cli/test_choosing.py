@@ -72,7 +72,8 @@ def test_the_first_line_says_who_chose(
 
 def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
-        "from lockstep.worker import job\njob.current().report('strategy', backend='torch')"
+        "from lockstep.observability.events import StrategyInstalled\nfrom lockstep.worker import job\n"
+        "job.current().events.publish(StrategyInstalled('torch'))"
     )
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "run", "-n", "1", "--backend", "jax", "a.py"],

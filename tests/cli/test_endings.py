@@ -90,13 +90,14 @@ def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
 STEP = """
 import numpy as np
 from lockstep.checkpoint.store import Contents
-keeper = job.current().keeper
-job.current().report("strategy", backend="none")
+keeper = job.current().checkpoints.scheduler
+from lockstep.observability.events import LastStepEnded, StrategyInstalled
+job.current().events.publish(StrategyInstalled("none"))
 announce("worker")
 if me == 1:
     stay()
 os.close(os.open("step", os.O_RDONLY))
-job.current().report("leaving", step=7)
+job.current().events.publish(LastStepEnded(7))
 keeper.after_step(7, lambda: Contents(7, {}, {"a": np.arange(7)}))
 keeper.close(60)
 sys.exit(143)

@@ -204,7 +204,7 @@ def test_the_environment(lockstep: Any) -> None:
 import json, random, numpy
 print(json.dumps({{name: os.environ.get(name) for name in {names}}}))
 print([name for name in os.environ if name.startswith("LOCKSTEP_")])
-print(random.random(), numpy.random.rand(), job.current().view.owners, job.current().threads)
+print(random.random(), numpy.random.rand(), job.current().view.owners, job.current().context.threads)
 """
     options = ["-n", "2", "--replicas", "3", "--threads-per-worker", "2", "--seed", str(2**32 + 5)]
     done = lockstep.run(*options, "--backend", "jax", "--devices", "0+1,1", lockstep.script(text))
@@ -235,14 +235,17 @@ print(random.random(), numpy.random.rand(), job.current().view.owners, job.curre
 
 
 def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
-    name = lockstep.script("print(job.current().threads)")
+    name = lockstep.script("print(job.current().context.threads)")
     assert {lockstep.run("-n", n, "--replicas", "2", name).out for n in "12"} == {
         f"{max(1, len(os.sched_getaffinity(0)) // 2)}\n"
     }
 
 
 def test_events(lockstep: Any) -> None:
-    text = "job.current().report('strategy', name='x'); job.current().distributes()"
+    text = (
+        "from lockstep.observability.events import StrategyInstalled\n"
+        "job.current().events.publish(StrategyInstalled('none', {'x': '1'})); job.current().distributes()"
+    )
     done = lockstep.run(lockstep.script(text))
     assert done.notes == []
     events = done.events()

@@ -225,6 +225,15 @@ def limited_file_size(member: Member, big: Reduce, small: Reduce, limit: int) ->
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+def wait_for_the_last(member: Member) -> tuple[float, float]:
+    """Meet when the last member is released; return the seconds of waiting, before and after."""
+    before = member.communicator.waited
+    if member.position == member.plan.members - 1:
+        member.proceed()
+    member.communicator.barrier()
+    return before, member.communicator.waited
+
+
 def notices(member: Member, calls: int) -> list[int]:
     """Make calls that others wait for; the last member is released in the middle."""
     seen = [member.communicator.notice]

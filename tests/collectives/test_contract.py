@@ -22,6 +22,7 @@ from collective_scripts import (
     perform_all,
     properties_of_total,
     reduce_strided,
+    wait_for_the_last,
 )
 from collective_twin import DTYPES, blob_of
 from hypothesis import HealthCheck, given, settings
@@ -351,6 +352,24 @@ def test_a_wait_ends_at_the_timeout(world: World, kind: str, options: dict[str, 
     assert stuck.error is PeerStuckError
     assert stuck.message.startswith(f"waited 24.0 s for worker 9 in {kind} for step 5. ")
     assert stuck.waits == tuple(Waiting(f"{kind} for step 5", (9,), seconds) for seconds in (6.0, 12.0, 18.0))
+
+
+def test_the_time_that_members_wait_is_counted(world: World) -> None:
+    told = 0.0
+
+    def listen(control: Control, position: int, waiting: Waiting) -> None:
+        nonlocal told
+        if position == 0 and not told:
+            told = waiting.seconds
+            control.release(1)
+
+    settings = Settings(WaitPolicy(report_every=0.3))
+    outcomes = world.run(plan_of(2, 2), wait_for_the_last, settings=settings, listen=listen, absent=[1])
+    (before, waited), (before_last, waited_last) = values(outcomes)
+    assert before == before_last == 0
+    assert told >= 0.3
+    assert waited >= told
+    assert waited_last < waited
 
 
 def test_all_learn_of_a_timeout(world: World) -> None:

@@ -145,8 +145,8 @@ def test_a_pool_is_used_by_one_view_after_another() -> None:
     pool.close()
 
 
-def test_what_is_no_pool_is_refused(tmp_path: Path) -> None:
-    with (tmp_path / "file").open("wb") as file, pytest.raises(InternalError, match="no pool"):
+def test_a_descriptor_of_another_file_is_no_pool(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file, pytest.raises(InternalError, match="not a memory pool"):
         SharedPool.attach(file.fileno())
 
 
@@ -162,12 +162,12 @@ def test_abort_keeps_the_first_reason_and_cuts_it_off() -> None:
     other.close()
 
 
-def test_what_is_no_arena_is_refused(tmp_path: Path) -> None:
+def test_a_descriptor_of_another_file_is_no_control_segment(tmp_path: Path) -> None:
     for content in (b"", b"x" * 10_000, b"LOCKSTEP" + b"\0" * 10_000):
         file = tmp_path / "file"
         file.write_bytes(content)
         fd = os.open(file, os.O_RDWR)
-        with pytest.raises(InternalError, match="no control segment"):
+        with pytest.raises(InternalError, match="not a control segment"):
             ControlSegment.attach(fd)
         os.close(fd)
 
@@ -189,11 +189,11 @@ def test_an_arena_cannot_shrink_under_its_members() -> None:
 
 def test_arrivals_are_counted_beyond_32_bits() -> None:
     segment = ControlSegment.create(1)
-    meeting = Barrier(segment, 0, [0], quick_reports(), None, None)  # type: ignore[arg-type]
-    meeting._arrival = 2**32 - 2
+    barrier = Barrier(segment, 0, [0], quick_reports(), None, None)  # type: ignore[arg-type]
+    barrier._arrival = 2**32 - 2
     for _ in range(4):
-        assert meeting.meet(CollectiveCall("gather", "gather"), b"x") == [b"x"]
-    assert meeting._arrival == 2
+        assert barrier.exchange(CollectiveCall("gather", "gather"), b"x") == [b"x"]
+    assert barrier._arrival == 2
     segment.close()
 
 

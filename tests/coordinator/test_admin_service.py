@@ -15,10 +15,10 @@ from lockstep.protocol.admin import MAX_PACKET, Order, Reply, Status, StopReques
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor.decide import decide
 from lockstep.supervisor.events import Action, Event, SignalWorker
-from lockstep.supervisor.state import Stage, State
+from lockstep.supervisor.state import JobSize, Shutdown, Stage, State, TimeLimits
 from lockstep.topology import place
 
-STATE = State(frozenset({0, 1}), view=place(4, (0, 1)), elastic=True)
+STATE = replace(State.of(place(4, (0, 1)), TimeLimits(), JobSize()), elastic=True)
 SPEC = JobSpec("a.py", False, (), 2, 4, 1, 0, 60.0, Path("/runs/job"))
 CHIEF, ALL = (
     [SignalWorker(0, signal.SIGTERM)],
@@ -65,8 +65,8 @@ def order() -> Iterator[Callable[[Job, Order], Reply]]:
     [
         (replace(STATE, keeps=True), CHIEF, Stage.SAVING),
         (STATE, ALL, Stage.TERMINATING),
-        (replace(STATE, stage=Stage.LOOKING), ALL, Stage.TERMINATING),
-        (replace(STATE, stage=Stage.ENDING), [], Stage.ENDING),
+        (replace(STATE, shutdown=Shutdown(Stage.LOOKING)), ALL, Stage.TERMINATING),
+        (replace(STATE, shutdown=Shutdown(Stage.ENDING)), [], Stage.ENDING),
     ],
 )
 def test_a_second_order_to_end_changes_nothing(

@@ -35,7 +35,7 @@ def test_a_backend_that_computes_is_fine() -> None:
     assert findings[-1].reason == "the same bits twice"
 
 
-@pytest.mark.parametrize(("chosen", "verdict"), [(True, Rating.FAILURE), (False, Rating.WARNING)])
+@pytest.mark.parametrize(("chosen", "rating"), [(True, Rating.FAILURE), (False, Rating.WARNING)])
 def test_a_backend_that_cannot_be_imported(chosen: bool, rating: Rating) -> None:
     (finding,) = judged(answer(status=1, errors="Traceback\nImportError: libfoo.so"), chosen=chosen)
     assert finding.rating == rating

@@ -58,7 +58,7 @@ def test_the_shell_of_this_test_is_judged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "verdict", "said"),
+    ("value", "rating", "said"),
     [
         ("-1", Rating.WARNING, "'-1' hides all GPUs: jobs compute on the CPU"),
         ("", Rating.WARNING, "'' hides all GPUs: jobs compute on the CPU"),
@@ -126,7 +126,7 @@ def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: 
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "gpus", "verdict", "said"),
+    ("name", "value", "gpus", "rating", "said"),
     [
         (
             "JAX_PLATFORMS",

@@ -183,7 +183,7 @@ def test_several_problems_are_all_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "verdict", "reason"),
+    ("listed", "rating", "reason"),
     [
         ("-1", Rating.FINE, "'-1' shows no GPU: workers compute on the CPU"),
         ("", Rating.FINE, "'' shows no GPU: workers compute on the CPU"),
@@ -211,7 +211,7 @@ def test_gpus_that_are_hidden_say_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("listed", "order", "verdict"),
+    ("listed", "order", "rating"),
     [
         ("0", None, Rating.WARNING),
         ("1,0", "FASTEST_FIRST", Rating.WARNING),

@@ -42,7 +42,7 @@ def test_a_good_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "name", "verdict", "said"),
+    ("changed", "name", "rating", "said"),
     [
         ({"cores": Cores(8, 4, None)}, "cores", Rating.FINE, "4 of 8 cores"),
         ({"cores": Cores(8, 8, 8.0)}, "cores", Rating.FINE, "8 cores"),
@@ -166,7 +166,7 @@ def test_what_is_found_is_judged(changed: dict[str, Any], name: str, rating: Rat
 
 
 @pytest.mark.parametrize(
-    ("system", "verdict", "said"),
+    ("system", "rating", "said"),
     [
         (replace(LINUX, processor="aarch64"), Rating.FINE, "Linux 6.1 on aarch64"),
         (System("Darwin", "arm64", "24.1", "gone"), Rating.FAILURE, "this is Darwin on arm64"),

@@ -71,10 +71,10 @@ def test_it_says_which_programs_are_waited_for(monkeypatch: pytest.MonkeyPatch) 
 def test_a_program_ends_with_the_command_that_started_it(number: str, status: int) -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import Program, nothing_left
+from lockstep.doctor.programs import ProbeProgram, nothing_left
 hangs = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
 with nothing_left():
-    program = Program.start([sys.executable, "-c", hangs], dict(os.environ))
+    program = ProbeProgram.start([sys.executable, "-c", hangs], dict(os.environ))
     print(program._process.pid, flush=True)
     time.sleep(600)
 """
@@ -92,7 +92,7 @@ with nothing_left():
 def test_what_leaves_its_session_is_ended_too() -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import Program, nothing_left
+from lockstep.doctor.programs import ProbeProgram, nothing_left
 child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 leaves = (
     "import subprocess, sys\\n"
@@ -100,7 +100,7 @@ leaves = (
     "import time; time.sleep(1)"
 )
 with nothing_left():
-    program = Program.start([sys.executable, "-c", leaves], dict(os.environ))
+    program = ProbeProgram.start([sys.executable, "-c", leaves], dict(os.environ))
     print(program.result(time.monotonic() + 300).output)
 """
     told = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=600, check=True)

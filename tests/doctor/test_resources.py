@@ -130,7 +130,7 @@ def limited(limits: str, name: str) -> Finding:
         "from lockstep.doctor.machine import examine_machine\n"
         f"{limits}\n"
         f"[finding] = [each for each in examine_machine() if each.name == {name!r}]\n"
-        "print(int(finding.verdict), finding.reason, finding.remedy, sep='|')"
+        "print(int(finding.rating), finding.reason, finding.remedy, sep='|')"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     rating, reason, remedy = result.stdout.strip().split("|")
@@ -255,7 +255,7 @@ class Jumping(VirtualClock):
 
 
 @pytest.mark.parametrize(
-    ("jump", "verdict"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
+    ("jump", "rating"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
 )
 def test_a_clock_that_goes_back(jump: float, rating: Rating) -> None:
     finding = {each.name: each for each in examine_machine(clock=Jumping(jump))}["monotonic clock"]

@@ -66,7 +66,7 @@ def test_without_keras_nothing_works() -> None:
     assert examine(versions)[0]["Keras"].rating == Rating.FAILURE
 
 
-@pytest.mark.parametrize(("variable", "verdict"), [("torch", Rating.FAILURE), ("jax", Rating.WARNING)])
+@pytest.mark.parametrize(("variable", "rating"), [("torch", Rating.FAILURE), ("jax", Rating.WARNING)])
 def test_a_backend_that_is_too_old_fails_a_job_only_if_it_is_chosen(variable: str, rating: Rating) -> None:
     findings, chosen = examine({**VERSIONS, "torch": "2.1.0"}, Wish(variable, None), ("jax", "torch"))
     assert chosen == variable

@@ -25,8 +25,8 @@ def train(dies: bool = False) -> dict[str, Any]:
     me = job.current()
 
     def until(text: str) -> None:
-        assert me.folder is not None
-        while text not in (me.folder / "events.jsonl").read_text():
+        assert me.context.folder is not None
+        while text not in (me.context.folder / "events.jsonl").read_text():
             time.sleep(0.01)
 
     class Steps(keras.callbacks.Callback):  # type: ignore[misc]

@@ -1,15 +1,17 @@
 """A job in virtual time: what its agent does, and what happens to it. A job is a seed."""
 
+from dataclasses import replace
+
 from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker, Workers
 
 from lockstep.protocol.request import Request
-from lockstep.supervisor.decide import decide
-from lockstep.supervisor.elasticity import refusal
+from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
     AbortExchange,
     Action,
     AskMembers,
     DeadlinePassed,
+    DumpStack,
     Event,
     FinishJob,
     JobOutcome,
@@ -51,11 +53,8 @@ class Job(Workers):
         size = JobSize.of(count, self.dice.randint(1, count), self.dice.choice((0, 0, 1, 2, 5)))
         if self.dice.random() < 0.2:
             size = JobSize(count, by_hand=True)
-        workers = frozenset(view.workers)
         keeps = self.dice.random() < 0.5
-        self.state = State(
-            workers, LIMITS, view=view, distributes=True, keeps=keeps, size=size, next_worker=count
-        )
+        self.state = replace(State.of(view, LIMITS, size, keeps=keeps), distributes=True)
         self.views = [view]
         self.holds: tuple[bool, int] | None = None
         self.notices: list[str] = []
@@ -160,6 +159,8 @@ class Job(Workers):
                 self._signal(self.workers[worker], number)
             case KillWorker(worker):
                 self.end(self.workers[worker], -9)
+            case DumpStack(worker):
+                self.interrupt(self.workers[worker])
             case ShowMessage(text):
                 self.notices.append(text)
             case FinishJob(outcome):

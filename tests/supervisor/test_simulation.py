@@ -33,7 +33,7 @@ from lockstep.supervisor.events import (
     WorkerArrived,
     WorkerExited,
 )
-from lockstep.supervisor.state import Stage, State
+from lockstep.supervisor.state import Phase, Stage, State
 from lockstep.topology import View
 
 SCHEDULES = 10_000
@@ -58,7 +58,7 @@ class Watched(Job):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.target = len(self.workers)
-        self.budget = self.state.size.restarts
+        self.budget = self.state.size.restarts_left
         self.asks: dict[int, Request] = {}
         self.raised: set[int] = set()
         self.lost: list[int] = []
@@ -96,7 +96,7 @@ class Watched(Job):
             case DeadlinePassed():
                 self._instant = (self.now, self._instant[1] + 1 if self._instant[0] == self.now else 1)
                 assert self._instant[1] <= 3, "time does not pass"
-            case ScriptFailed(worker) if state.stage is Stage.RUNNING:
+            case ScriptFailed(worker) if state.active:
                 self.raised.add(worker)
             case JoinRequested(worker, whole):
                 self.asks[worker] = Request.CHANGE if whole else Request.POSITION
@@ -105,8 +105,8 @@ class Watched(Job):
             case ScaleRequested(workers):
                 self.target, self._long_steps = workers, 0
                 more = workers - len(state.present) - len(state.joiners)
-                self.budget = state.size.most_restarts + max(0, more)
-            case StopRequested(number) if state.outcome is None and self.stop is None:
+                self.budget = state.size.max_restarts + max(0, more)
+            case StopRequested(number) if state.shutdown.outcome is None and self.stop is None:
                 self.stop = number
             case WorkerExited(worker, status) if status and worker not in state.leaving:
                 if state.stage in GOING_ON:
@@ -123,15 +123,18 @@ class Watched(Job):
         if state.stage is not Stage.RUNNING or not state.elastic:
             return
         assert state.present, "nobody is left, and the job goes on"
+        lost = any(state.workers[worker].phase is Phase.LOST for worker in state.members)
+        settles = state.shutdown.deadline is not None or state.running.intersection(state.failures)
+        assert not lost or settles or state.admission.given, "a lost worker is not left behind"
         if state.finished:
             return
-        if state.given:
+        if state.admission.given:
             self._waits_since = self.now if self._waits_since is None else self._waits_since
             assert self.now <= self._waits_since + state.limits.timeout, "all wait for too long"
         else:
             self._waits_since = None
-            assert state.patience_ends is None
-            assert self.asked is state.asked, "members are asked for something that nobody wants"
+            assert state.admission.deadline is None
+            assert self.asked is state.admission.asked, "members are asked for something that nobody wants"
 
     def _check_others(self) -> None:
         state = self.state
@@ -142,7 +145,9 @@ class Watched(Job):
             return
         will_be = len(state.staying) + len(state.joiners)
         assert not state.joiners or will_be <= state.size.wanted, "workers join that will not be let in"
-        waits = state.next_start is not None or (state.failed and state.deadline is not None)
+        waits = state.admission.backoff_until is not None or (
+            state.failures and state.shutdown.deadline is not None
+        )
         there = len(state.present) + len(state.joiners)
         assert waits or there >= state.size.wanted, "workers are missing, and nobody is started"
 
@@ -158,7 +163,7 @@ class Watched(Job):
             case SendPosition(worker):
                 assert self.asks.pop(worker) is Request.POSITION, "told where, and had not asked"
                 assert self.holds is not None, "told where, and nothing was given"
-                assert state.joiner(worker) is not None
+                assert worker in state.joiners
             case StartWorker(worker):
                 self.budget -= 1
                 self.happened += 1
@@ -198,7 +203,7 @@ class Watched(Job):
         assert view is self.views[-1]
         assert {one.step for one in members} == {self.committed}, "members of one view are at different steps"
         size = self.state.size
-        self._short_steps += len(view.workers) < size.least
+        self._short_steps += len(view.workers) < size.min_workers
         assert self._short_steps <= 1, "too few workers train on"
         self._long_steps += len(view.workers) > size.wanted
         assert self._long_steps <= 2, "too many workers train on"
@@ -227,7 +232,7 @@ class Watched(Job):
         elif "too few workers" in message:
             self.seen["too few"] += 1
             assert status == 1
-            assert self.state.size.least > 1
+            assert self.state.size.min_workers > 1
         else:
             assert not well or status == 0, f"the job ends with {status}: {message}"
             assert status != 0 or self.committed == STEPS
@@ -240,7 +245,7 @@ class Watched(Job):
         for worker in self.lost:
             named = rf"\bworkers? ([\d, ]|and )*\b{worker}\b"
             assert re.search(named, told), f"nobody is told that worker {worker} is lost"
-        if self.state.size.wanted < self.target and not self.state.untold and not self.mute:
+        if self.state.size.wanted < self.target and not self.state.admission.unreported and not self.mute:
             what = "start it again" if self.state.size.by_hand else " replaced ("
             assert what in told, f"nobody is told: {what}"
 
@@ -278,6 +283,7 @@ def test_the_simulation_meets_every_fate_at_every_moment() -> None:
         "joined",
         "left",
         "given too late",
+        "raises while stuck",
         "not started",
     }
     assert not (fates | others) - seen.keys()

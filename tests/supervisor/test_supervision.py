@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.protocol.request import Request
-from lockstep.supervisor.decide import decide
-from lockstep.supervisor.elasticity import refusal
+from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
     AbortExchange,
     Action,
@@ -49,27 +48,38 @@ from lockstep.supervisor.events import (
     WorkerArrived,
     WorkerExited,
 )
-from lockstep.supervisor.state import JobSize, Joiner, Stage, State, TimeLimits
+from lockstep.supervisor.state import (
+    Admission,
+    JobSize,
+    Phase,
+    Shutdown,
+    Stage,
+    State,
+    TimeLimits,
+    WorkerRecord,
+)
 from lockstep.system.exit_status import signal_name
 from lockstep.system.prose import name_workers
 from lockstep.topology import place
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
-TWO = State(frozenset({0, 1}), TimeLimits(timeout=60.0))
-ELASTIC = State(
-    frozenset({0, 1}), view=place(4, (0, 1)), elastic=True, size=JobSize.of(2, 1, 1), next_worker=2
-)
+
+
+def at_stage(state: State, stage: Stage) -> State:
+    return replace(state, shutdown=replace(state.shutdown, stage=stage))
+
+
+TWO = State.of(place(2, (0, 1)), TimeLimits(timeout=60.0), JobSize())
+THREE = State.of(place(3, (0, 1, 2)), TimeLimits(), JobSize())
+ELASTIC = replace(State.of(place(4, (0, 1)), TimeLimits(), JobSize.of(2, 1, 1)), elastic=True)
 JOINING = replace(
-    ELASTIC,
-    running=frozenset({0, 1, 2}),
-    size=JobSize.of(3, 1, 0),
-    joiners=(Joiner(2, since=1.0),),
-    next_worker=3,
+    ELASTIC.with_worker(2, WorkerRecord(Phase.JOINING, started_at=1.0)), size=JobSize.of(3, 1, 0)
 )
-ASKED = replace(JOINING, joiners=(Joiner(2, 1.0, Request.CHANGE),), asked=Request.CHANGE)
-WAITING = replace(JOINING, size=JobSize.of(3, 3, 0), given=True, patience_ends=60.0)
-ENDING = replace(TWO, stage=Stage.ENDING, outcome=JobOutcome(3, "because"), deadline=8.0)
-TERMINATING = replace(ENDING, stage=Stage.TERMINATING)
+ASKED = replace(JOINING.with_phase(Phase.READY, 2), admission=Admission(Request.CHANGE))
+WAITING = replace(JOINING, size=JobSize.of(3, 3, 0), admission=Admission(given=True, deadline=60.0))
+AT_THE_END = replace(THREE, elastic=True, size=JobSize.of(3, 1, 1)).with_phase(Phase.FINISHED, 1)
+ENDING = replace(TWO, shutdown=Shutdown(Stage.ENDING, 8.0, JobOutcome(3, "because")))
+TERMINATING = at_stage(ENDING, Stage.TERMINATING)
 
 PATTERNS: list[tuple[str, type[Event]]] = [
     (r"the script of worker (?P<worker>\d+) ends", ScriptEnded),
@@ -154,7 +164,7 @@ def render(action: Action) -> str:
 
 def trace(scenario: str) -> str:
     """What the scenario's happenings lead to, written as a scenario."""
-    lines, state = [], State(frozenset())
+    lines, state = [], TWO
     for line in scenario.splitlines():
         if line.startswith(" "):
             continue
@@ -163,15 +173,14 @@ def trace(scenario: str) -> str:
             count = int(match[1])
             view = place(count, tuple(range(count)))
             limits = TimeLimits(timeout=float(match[2]))
-            state = State(frozenset(view.workers), limits, view=view, distributes=True)
+            state = replace(State.of(view, limits, JobSize()), distributes=True)
         elif match := re.fullmatch(r"at least (\d+), restarts (\d+)(?:, replicas (\d+))?", line):
             count = len(state.running)
             view = place(int(match[3] or count), tuple(range(count)))
             size = JobSize.of(count, int(match[1]), int(match[2]))
-            state = replace(state, size=size, next_worker=count, view=view)
+            state = replace(state, size=size, view=view)
         elif line == "workers are started by hand":
-            size = JobSize(len(state.running), by_hand=True)
-            state = replace(state, size=size, next_worker=len(state.running))
+            state = replace(state, size=JobSize(len(state.running), by_hand=True))
         elif line == "nothing is distributed yet":
             state = replace(state, distributes=False)
         elif line == "keeps checkpoints":
@@ -214,7 +223,7 @@ def test_there_are_scenarios() -> None:
         ),
         (TWO, ScriptFailed(1, 1, "E: x", True), (), Stage.RUNNING),
         (
-            replace(TWO, running=frozenset({1})),
+            TWO.with_phase(Phase.LOST, 0),
             ScriptFailed(1, 1, "E: x", True),
             (AbortExchange("worker 1 exited with status 1: E: x"),),
             Stage.ENDING,
@@ -232,30 +241,30 @@ def test_there_are_scenarios() -> None:
         (TERMINATING, StopRequested(15), (KillWorker(0), KillWorker(1)), Stage.KILLING),
         (TERMINATING, DeadlinePassed(), (KillWorker(0), KillWorker(1)), Stage.KILLING),
         (
-            replace(TERMINATING, stage=Stage.KILLING),
+            at_stage(TERMINATING, Stage.KILLING),
             DeadlinePassed(),
             (FinishJob(JobOutcome(3, "because")),),
             Stage.FINISHED,
         ),
         (
-            replace(ENDING, running=frozenset({1})),
+            ENDING.with_phase(Phase.LOST, 0),
             WorkerExited(1, -9),
             (FinishJob(JobOutcome(3, "because")),),
             Stage.FINISHED,
         ),
         (
-            replace(TWO, running=frozenset({1})),
+            TWO.with_phase(Phase.LOST, 0),
             WorkerExited(1, 0),
             (FinishJob(JobOutcome(0)),),
             Stage.FINISHED,
         ),
         (
-            replace(TWO, running=frozenset({1})),
+            TWO.with_phase(Phase.LOST, 0),
             WorkerExited(1, -9),
             (FinishJob(JobOutcome(137, "worker 1 was killed by SIGKILL", (1,), Evidence.LOG)),),
             Stage.FINISHED,
         ),
-        (replace(TWO, stage=Stage.FINISHED), StopRequested(2), (), Stage.FINISHED),
+        (at_stage(TWO, Stage.FINISHED), StopRequested(2), (), Stage.FINISHED),
     ],
 )
 def test_decision(state: State, event: Event, actions: tuple[object, ...] | None, stage: Stage) -> None:
@@ -285,6 +294,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (JOINING, JoinRequested(2, whole=False), (AskMembers(Request.POSITION),)),
         (JOINING, JoinRequested(2, whole=True), (AskMembers(Request.CHANGE),)),
         (JOINING, JoinRequested(1, whole=True), ()),
+        (JOINING.with_phase(Phase.JOIN_FAILED, 2), JoinRequested(2, whole=True), ()),
         (JOINING, WorkerExited(2, -9), (ShowMessage,)),
         (JOINING, WorkerExited(1, 0), (KillWorker(2),)),
         (JOINING, ScaleRequested(2), (KillWorker(2), ShowMessage)),
@@ -298,8 +308,8 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (WAITING, WaitReported(0, "the change of workers", (1,), 700.0), ()),
         (WAITING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15), SignalWorker(2, 15))),
         (replace(WAITING, keeps=True), StopRequested(15), (SignalWorker(0, 15), StartView, ShowMessage)),
-        (replace(WAITING, patience_ends=8.0), DeadlinePassed(), (AbortExchange,)),
-        (replace(ELASTIC, finished=frozenset({1})), WorkerExited(0, -9), (StartView, ShowMessage)),
+        (replace(WAITING, admission=Admission(given=True, deadline=8.0)), DeadlinePassed(), (AbortExchange,)),
+        (AT_THE_END, WorkerExited(0, -9), (StartView, ShowMessage)),
     ],
 )
 def test_decision_about_who_takes_part(state: State, event: Event, actions: tuple[object, ...]) -> None:
@@ -318,9 +328,9 @@ def test_decision_about_who_takes_part(state: State, event: Event, actions: tupl
         (replace(ELASTIC, size=JobSize(2, by_hand=True)), 2, ""),
         (replace(ELASTIC, size=JobSize(2, by_hand=True)), 3, "the workers of this job are started by hand"),
         (replace(ELASTIC, elastic=False), 3, "the script has created no strategy and compiled no model yet"),
-        (replace(ELASTIC, stage=Stage.LOOKING), 3, "a worker seems to be stuck"),
-        (replace(ELASTIC, stage=Stage.SAVING), 3, "the job is ending"),
-        (replace(ELASTIC, finished=frozenset({1})), 3, "the job is ending"),
+        (at_stage(ELASTIC, Stage.LOOKING), 3, "a worker seems to be stuck"),
+        (at_stage(ELASTIC, Stage.SAVING), 3, "the job is ending"),
+        (ELASTIC.with_phase(Phase.FINISHED, 1), 3, "the job is ending"),
     ],
 )
 def test_who_asks_for_a_number_of_workers_hears_why_not(state: State, workers: int, reason: str) -> None:
@@ -329,7 +339,7 @@ def test_who_asks_for_a_number_of_workers_hears_why_not(state: State, workers: i
 
 
 def test_a_notice_comes_once_per_late_worker_and_interval() -> None:
-    texts, state = [], State(frozenset({0, 1, 2}))
+    texts, state = [], THREE
     for now in range(1, 31):
         for worker in (0, 1):
             decision = decide(state, WaitReported(worker, "step 4", (2,), float(now)), float(now))
@@ -339,7 +349,7 @@ def test_a_notice_comes_once_per_late_worker_and_interval() -> None:
 
 
 def test_a_worker_that_waits_again_for_a_live_one_is_not_deserted() -> None:
-    state = replace(TWO, running=frozenset({0, 2}))
+    state = THREE.with_phase(Phase.LOST, 1)
     for workers in [(1,), (2,), (1,)]:
         decision = decide(state, WaitReported(0, "barrier", workers, 1.0), 1.0)
         state = decision.state
@@ -371,14 +381,8 @@ changes = st.one_of(
     st.builds(ViewFailed, st.just("no memory")),
 )
 states = st.builds(
-    lambda size, keeps: State(
-        frozenset({0, 1, 2}),
-        TimeLimits(timeout=10),
-        view=place(5, (0, 1, 2)),
-        elastic=True,
-        keeps=keeps,
-        size=size,
-        next_worker=3,
+    lambda size, keeps: replace(
+        State.of(place(5, (0, 1, 2)), TimeLimits(timeout=10), size, keeps=keeps), elastic=True
     ),
     st.builds(JobSize.of, st.just(3), st.integers(1, 3), st.integers(0, 3)),
     st.booleans(),
@@ -394,20 +398,31 @@ def happens(state: State, event: Event) -> bool:
     return not isinstance(event, ScaleRequested) or not refusal(state, event.workers)
 
 
+FOLLOWS = {
+    Phase.JOIN_FAILED: {Phase.LEAVING, Phase.LOST},
+    Phase.MEMBER: {Phase.LEAVING, Phase.FINISHED, Phase.LOST},
+    Phase.LEAVING: {Phase.LEFT},
+    Phase.FINISHED: set[Phase](),
+    Phase.LEFT: set[Phase](),
+    Phase.LOST: set[Phase](),
+}
+
+
 def check(before: State, actions: tuple[Action, ...], after: State) -> None:
     for action in actions:
         match action:
             case SignalWorker(worker, _) | KillWorker(worker) | DumpStack(worker) | SendPosition(worker):
                 assert worker in before.running
             case StartWorker(worker):
-                assert worker >= before.next_worker
+                assert worker not in before.workers
                 assert worker in after.running
             case StartView(view, _):
-                assert before.view is not None
                 assert view.number == before.view.number + 1
                 assert set(view.workers) <= after.present
             case FinishJob():
                 assert action is actions[-1]
+    for worker, record in before.workers.items():
+        assert after.workers[worker].phase in FOLLOWS.get(record.phase, set(Phase)) | {record.phase}
 
 
 def play(state: State, happenings: list[tuple[float, Event]]) -> None:
@@ -422,18 +437,20 @@ def play(state: State, happenings: list[tuple[float, Event]]) -> None:
         finishes += sum(isinstance(action, FinishJob) for action in decision.actions)
         aborts += sum(isinstance(action, AbortExchange) for action in decision.actions)
         if state.stage not in (Stage.RUNNING, Stage.LOOKING):
-            assert decision.state.outcome == state.outcome
+            assert decision.state.shutdown.outcome == state.shutdown.outcome
         state = decision.state
     assert aborts <= 1
     assert finishes == (state.stage is Stage.FINISHED)
-    assert (state.stage is Stage.FINISHED) == (state.outcome is not None)
+    assert (state.stage is Stage.FINISHED) == (state.shutdown.outcome is not None)
+    if state.elastic and state.stage is Stage.RUNNING and not state.running.intersection(state.failures):
+        assert state.admission.given or not state.within(Phase.LOST).intersection(state.members)
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), events), max_size=30))
 def test_whatever_happens_the_job_ends_once_and_nothing_is_done_to_ended_workers(
     happenings: list[tuple[float, Event]],
 ) -> None:
-    play(State(frozenset({0, 1, 2}), TimeLimits(timeout=10)), happenings)
+    play(replace(THREE, limits=TimeLimits(timeout=10)), happenings)
 
 
 @given(states, st.lists(st.tuples(st.floats(0, 5), st.one_of(events, changes)), max_size=40))

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import re
 import signal
@@ -15,8 +14,6 @@ import pytest
 
 from lockstep.agent.run_folder import claim_folder, fresh_folder, leave_folder
 from lockstep.errors import ConfigError
-from lockstep.observability.event_log import EventLog
-from lockstep.system.clock import VirtualClock
 from lockstep.system.files import AppendFile
 from lockstep.system.locks import try_lock
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost, write_when_asked
@@ -150,21 +147,6 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str) -> N
         claim_folder(tmp_path / folder)
     with pytest.raises(ConfigError, match=f"^the run's folder {tmp_path / folder} cannot be used: "):
         fresh_folder(tmp_path / folder, "x", 0.0)
-
-
-def test_events_are_appended_a_line_each(tmp_path: Path) -> None:
-    path, clock = tmp_path / "events.jsonl", VirtualClock(5.0)
-    path.write_bytes(b'{"unfinished": ')
-    for _ in range(2):
-        with EventLog.open(path, clock, pytest.fail) as events:
-            events.write("seen", worker=1, time="x", event="y", odd={1 + 2j})
-        clock.advance(1.5)
-    lines = path.read_text().splitlines()
-    assert lines[0] == '{"unfinished": '
-    assert [json.loads(line) for line in lines[1:]] == [
-        {"time": time, "event": "seen", "worker": 1, "time_": "x", "event_": "y", "odd": ["(1+2j)"]}
-        for time in (5.0, 6.5)
-    ]
 
 
 def test_the_innermost_frames_are_those_of_the_script() -> None:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.agent.console import Console
+from lockstep.observability.bus import PublishedEvent
 from lockstep.observability.event_log import EventLog
-from lockstep.system.clock import SystemClock
+from lockstep.observability.events import DistributionBegan
 from lockstep.system.output import LinePrefixer, Log, Sink
 
 F_SETPIPE_SZ = 1031
@@ -94,8 +95,8 @@ def test_a_log_that_cannot_be_opened_costs_nothing_but_itself(tmp_path: Path) ->
     log.write(b"text")
     assert log.tail(3) == []
     log.close()
-    with EventLog.open(tmp_path / "log", SystemClock(), told.append) as events:
-        events.write("job")
+    with EventLog.open(tmp_path / "log", told.append) as events:
+        events.append(PublishedEvent(0.0, 1, DistributionBegan()))
     assert told == [f"cannot write {tmp_path / 'log'}: Is a directory; further output to it is lost"] * 2
 
 

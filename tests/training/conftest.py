@@ -15,9 +15,12 @@ import pytest
 
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import WORKER_EVENTS, Event
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 HERE = Path(__file__).parent
 
@@ -150,16 +153,19 @@ def thorough_backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def reports() -> list[tuple[str, dict[str, object]]]:
-    """The events that this process's job has reported."""
+def published() -> list[Event]:
+    """The events that this process's job has published for its agent."""
     return []
 
 
 @pytest.fixture(scope="session", autouse=True)
-def job_of_one_worker(reports: list[tuple[str, dict[str, object]]]) -> Job:
+def job_of_one_worker(published: list[Event]) -> Job:
     """Make this process the only worker of a job with several replicas."""
     view = place(REPLICAS_IN_PROCESS, (0,))
     hub = Hub(ReducePlan.of(view))
-    entered = Job(view, 0, 0, 1, hub.member(0), lambda event, **fields: reports.append((event, fields)))
+    events = Bus(SystemClock(), 0)
+    events.subscribe(lambda heard: published.append(heard.event), *WORKER_EVENTS)
+    context = JobContext(0, 0, 1, events)
+    entered = Job(context, (view, hub.member(0)))
     job.enter(entered)
     return entered

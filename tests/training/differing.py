@@ -36,9 +36,9 @@ class Losing(keras.callbacks.Callback):  # type: ignore[misc]
         if ENTERED.worker == 1 and batch == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         if lockstep.is_chief() and batch in WAITS:
-            assert ENTERED.folder is not None
+            assert ENTERED.context.folder is not None
             asks = f'"event":"asks","worker":2,"whole":{WAITS[batch]}'
-            while asks not in (ENTERED.folder / "events.jsonl").read_text():
+            while asks not in (ENTERED.context.folder / "events.jsonl").read_text():
                 time.sleep(0.01)
 
 

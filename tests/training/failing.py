@@ -54,8 +54,8 @@ def main() -> None:
     print("figure", [loss.hex() for loss in history.history["loss"]])
     print("figure", lockstep.digest(model), np.random.random())
     entered = job.current()
-    if entered.resumed is None:
-        assert entered.scheduler is None or entered.scheduler.close(30)
+    if entered.checkpoints.resumed is None:
+        assert entered.checkpoints.scheduler is None or entered.checkpoints.scheduler.close(30)
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -27,8 +27,8 @@ ENTERED = job.current()
 
 def until(*texts: str) -> None:
     """Wait until the run's events say all of `texts`."""
-    assert ENTERED.folder is not None
-    events = ENTERED.folder / "events.jsonl"
+    assert ENTERED.context.folder is not None
+    events = ENTERED.context.folder / "events.jsonl"
     while not all(text in events.read_text() for text in texts):
         time.sleep(0.01)
 
@@ -39,8 +39,8 @@ def asks(worker: int, *, whole: bool) -> str:
 
 
 def scale(workers: int) -> None:
-    assert ENTERED.folder is not None
-    command = [sys.executable, "-m", "lockstep", "scale", ENTERED.folder.name, str(workers)]
+    assert ENTERED.context.folder is not None
+    command = [sys.executable, "-m", "lockstep", "scale", ENTERED.context.folder.name, str(workers)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -51,8 +51,8 @@ def at(where: str, otherwise: Any = resuming.perhaps_die) -> None:
     if resuming.HOW == "chiefs":
         if where == {0: resuming.WHERE, 1: "fit 2 step 2"}.get(job.current().worker):
             os.kill(os.getpid(), signal.SIGKILL)
-    elif resuming.HOW == "stopped" and job.current().folder is None:
-        if where == resuming.WHERE and job.current().resumed is None:
+    elif resuming.HOW == "stopped" and job.current().context.folder is None:
+        if where == resuming.WHERE and job.current().checkpoints.resumed is None:
             os.kill(os.getpid(), signal.SIGTERM)
     else:
         otherwise(where)

@@ -26,8 +26,8 @@ class Dying(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
-        scheduler = job.current().scheduler
-        if self.steps == 8 and scheduler is not None and job.current().resumed is None:
+        scheduler = job.current().checkpoints.scheduler
+        if self.steps == 8 and scheduler is not None and job.current().checkpoints.resumed is None:
             assert scheduler.close(30)
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -26,10 +26,10 @@ HOW, WHERE = (sys.argv[1], " ".join(sys.argv[2:])) if sys.argv[1:] else ("", "")
 
 def perhaps_die(where: str) -> None:
     """Die, with all other workers, if this is the place and the first time."""
-    if where != WHERE or job.current().resumed is not None:
+    if where != WHERE or job.current().checkpoints.resumed is not None:
         return
     if HOW == "killed":
-        scheduler = job.current().scheduler
+        scheduler = job.current().checkpoints.scheduler
         # What the chief has taken is on disk.
         assert scheduler is None or scheduler.close(30)
         os.kill(os.getpid(), signal.SIGKILL)

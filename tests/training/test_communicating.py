@@ -15,5 +15,5 @@ def test_every_way_to_communicate_gives_the_same_bits(launch: Callable[..., Any]
 
     stuck = launch("-n 2 --max-restarts 0", "communicating.py", "AUTO", "stuck")
     assert stuck.status == 0, stuck.stderr
-    assert "worker 1 did not arrive" in stuck.stderr
+    assert "worker 1 did not reach" in stuck.stderr
     assert stuck.marked(0, "digest: ") == digests[0]

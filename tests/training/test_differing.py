@@ -16,7 +16,7 @@ def test_a_replacement_that_is_elsewhere_in_a_shared_generator_ends_alone(launch
     (told,) = [line for line in run.stderr.splitlines() if "DisagreementError" in line]
     assert told.startswith("lockstep: worker 2: DisagreementError: ")
     assert "do not compute from the same data" in told
-    assert "give each call an input of its own" in told
+    assert "give each call its own input" in told
     assert told.endswith(
         "; lost workers are no longer replaced (--max-restarts 1); worker 0 continues (view 4)"
     )

@@ -31,10 +31,10 @@ def batch(strategy: lockstep.Strategy) -> Any:
 def one_of_two(job_of_one_worker: Job) -> Iterator[Job]:
     """This process has the first two of the replicas, and nobody has the third."""
     job = job_of_one_worker
-    before = job.view, job.communicator
-    job.view = place(3, (0, 1))
+    before = job._place
+    job._place = place(3, (0, 1)), job.communicator
     yield job
-    job.view, job.communicator = before
+    job._place = before
 
 
 def variable(value: Any = 0.0, **options: Any) -> keras.Variable:
@@ -253,6 +253,17 @@ def apply_in_a_traced_function(strategy: lockstep.Strategy) -> None:
     strategy.run(lambda: jax.jit(lambda x: optimizer.apply([x], [weight]))(1.0))
 
 
+def apply_different_optimizers(strategy: lockstep.Strategy) -> None:
+    weight = variable(1.0, trainable=True)
+    optimizers = [keras.optimizers.SGD(1.0), keras.optimizers.SGD(1.0)]
+
+    def step() -> None:
+        replica = lockstep.get_replica_context().replica_id_in_sync_group
+        optimizers[min(replica, 1)].apply([ops.ones(())], [weight])
+
+    strategy.run(step)
+
+
 def take_different_paths(strategy: lockstep.Strategy) -> None:
     metric = keras.metrics.Sum()
 
@@ -272,8 +283,9 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
     [
         (lambda s: s.run(lambda: counter.assign(1)), "changes the int32 variable 'wanted'"),
         (lambda s: s.run(lambda: weight.assign(1.0)), "assigns the weight 'wanted' itself"),
-        (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called within a function"),
+        (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called in a function"),
         (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
+        (apply_different_optimizers, "applies another optimizer than before"),
         (return_different_nests, "replicas return nests of different structures"),
         (take_different_paths, r"replicas compute different things \(.*metric/0/sum/total"),
     ],
@@ -295,7 +307,7 @@ def test_values_without_an_axis_are_not_joined(strategy: lockstep.Strategy) -> N
 def test_a_worker_that_is_to_join_does_not_follow_a_loop_of_the_scripts_own(
     strategy: lockstep.Strategy, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_of_one_worker, "joins", True)
+    monkeypatch.setattr(job_of_one_worker, "_joins", True)
     with pytest.raises(DisagreementError, match=r"let strategy\.steps drive the loop"):
         strategy.run(lambda: 1)
 
@@ -305,8 +317,8 @@ def test_what_a_lost_worker_had_is_computed_again(
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
     assert len(found.values) < 3
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     np.testing.assert_array_equal(strategy.gather(found, axis=0), 2 * X)
 
 
@@ -314,8 +326,8 @@ def test_what_a_lost_worker_had_is_gone_once_something_has_changed(
     strategy: lockstep.Strategy, batch: Any, one_of_two: Job
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
-    one_of_two.view = place(3, (0,))
-    one_of_two.communicator = by_itself(one_of_two.view)
+    view = place(3, (0,))
+    one_of_two._place = view, by_itself(view)
     counter.assign(1)
     with pytest.raises(DataError, match="the value of replica 2 was on the lost worker"):
         strategy.gather(found, axis=0)

@@ -143,8 +143,8 @@ def test_each_checkpoint_that_appears_is_evaluated_until_the_job_ends(
     assert lines[0] == "step 10: val_loss {}, val_mae {}".format(*figures[10])
     assert lines[2] == "step 40: val_loss {}, val_mae {}".format(*figures[40])
     assert text.err.splitlines() == [
-        f"lockstep: the evaluator waits for a job that keeps checkpoints in {folder.path}",
-        f"lockstep: the evaluator waits for a job that keeps checkpoints in {folder.path}, 5 of 600 s",
+        f"lockstep: the evaluator waits for a job that saves checkpoints in {folder.path}",
+        f"lockstep: the evaluator waits for a job that saves checkpoints in {folder.path}, 5 of 600 s",
     ]
 
 
@@ -178,7 +178,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_error(
         patch.setattr(Store, "steps", steps)
         history = watch(folder, folder.end)
     folder.check(history, 20)
-    assert "passed over" not in capsys.readouterr().err
+    assert "skipping this checkpoint" not in capsys.readouterr().err
 
 
 def test_a_damaged_checkpoint_is_named_once_and_an_older_one_evaluated(
@@ -243,9 +243,9 @@ def test_steps(folder: Folder) -> None:
 def test_a_process_that_trains_itself_is_told_that_it_would_wait_for_itself(
     folder: Folder, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_of_one_worker, "scheduler", object())
+    monkeypatch.setattr(job_of_one_worker.checkpoints, "_scheduler", object())
     with pytest.raises(
-        ConfigError, match=r"keeps checkpoints itself, .* give lockstep.SidecarEvaluator max_eval"
+        ConfigError, match=r"saves the checkpoints itself, .* give lockstep.SidecarEvaluator max_eval"
     ):
         lockstep.SidecarEvaluator(small(), (X, Y), folder.path).start()
 

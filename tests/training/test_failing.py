@@ -1,9 +1,9 @@
 """Calls that raise, where the script catches that and goes on: another process raises the same again."""
 
+import random
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import CheckpointError
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state.failures import described, remade
-from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.state.resumable_calls import Fresh, Replay, ResumableCalls, SkipTo
+from lockstep.worker import job
 
 
 class Enough(Exception):
@@ -82,67 +83,95 @@ def test_errors_that_cannot_be_made_again_are_named() -> None:
         remade(failure)
 
 
-class TestWhereTheTrainingGoesOn:
+class TestWhereTheTrainingResumes:
     """The script makes calls until it comes to the one in progress; if it does not, no later call may."""
 
     @pytest.fixture
-    def begun(self) -> Callable[[], Snapshots]:
-        """Make what goes on from step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
+    def begun(self) -> Callable[[], ResumableCalls]:
+        """Make what resumes after step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
 
-        def snapshots() -> Snapshots:
-            job: Any = SimpleNamespace(joins=False, scheduler=None)
-            return Snapshots(job, SimpleNamespace(), CallStack())  # type: ignore[arg-type]
+        def calls() -> ResumableCalls:
+            return ResumableCalls(job.alone(), CallStack())
 
-        def begin(**changed: Any) -> Snapshots:
-            first = snapshots()
+        def begin(**changed: Any) -> ResumableCalls:
+            first = calls()
             with pytest.raises(ValueError, match="no"), first.call("predict"):
                 raise ValueError("no")
             facts = {"methods": {}, "inner": {}, "taken": 3, "logs": {}, "callbacks": [], "random": {}}
             position = {"journal": first.journal.packed(), "steps": 3, "call": "fit 1"}
             packed, arrays = pack(facts | position | changed, "training")
-            second = snapshots()
+            second = calls()
             second.begin(Contents(3, {"training": packed}, arrays))
             return second
 
         return begin
 
-    def test_the_error_is_raised_again(self, begun: Callable[[], Snapshots]) -> None:
-        snapshots = begun()
-        with pytest.raises(ValueError, match="no"), snapshots.call("predict"):
-            assert snapshots.finished().result  # type: ignore[union-attr]
-        with snapshots.call("fit") as call:
-            assert snapshots.finished() is None
+    def test_the_error_is_raised_again(self, begun: Callable[[], ResumableCalls]) -> None:
+        calls = begun()
+        with pytest.raises(ValueError, match="no"), calls.call("predict"):
+            assert calls.resume().result  # type: ignore[union-attr]
+        with calls.call("fit") as call:
+            assert calls.resume() is None
             assert call.skipped == 3
-            snapshots.resumption = None
+            calls.arrive()
+            assert calls.resumption is None
 
-    def test_another_call_was_made(self, begun: Callable[[], Snapshots]) -> None:
-        snapshots = begun()
+    def test_asking_what_a_call_is_changes_nothing(self, begun: Callable[[], ResumableCalls]) -> None:
+        calls = begun()
+        with suppress(ValueError), calls.call("predict") as call:
+            before = random.getstate()
+            random.seed(5)
+            now = random.getstate()
+            for _ in range(2):
+                found = calls.standing()
+                assert isinstance(found, Replay)
+                assert isinstance(found.finished.error, ValueError)
+                assert random.getstate() == now
+                assert calls.behind
+            finished = calls.replay()
+            assert random.getstate() == before
+            finished.again()
+        with calls.call("fit") as call:
+            with calls.call("evaluate"):
+                assert calls.standing() == Fresh()
+            assert [calls.standing(), calls.standing()] == [SkipTo(3), SkipTo(3)]
+            assert call.skipped == 0
+            calls.resume()
+            assert call.skipped == 3
+            calls.arrive()
+        with calls.call("fit"):
+            assert calls.standing() == Fresh()
+
+    def test_another_call_was_made(self, begun: Callable[[], ResumableCalls]) -> None:
+        calls = begun()
         for method in ("evaluate", "fit"):
             with (
                 pytest.raises(CheckpointError, match=r"call 1 .* is evaluate 1, and was predict 1"),
-                snapshots.call(method),
+                calls.call(method),
             ):
-                snapshots.finished()
+                calls.resume()
 
     @pytest.mark.parametrize("raises", [False, True])
-    def test_the_call_in_progress_ends_before(self, begun: Callable[[], Snapshots], raises: bool) -> None:
-        snapshots = begun()
-        with pytest.raises(ValueError, match="no"), snapshots.call("predict"):
-            assert snapshots.finished().result  # type: ignore[union-attr]
-        with suppress(CheckpointError, IndexError), snapshots.call("fit") as call:
-            assert snapshots.finished() is None
+    def test_the_call_in_progress_ends_before(
+        self, begun: Callable[[], ResumableCalls], raises: bool
+    ) -> None:
+        calls = begun()
+        with pytest.raises(ValueError, match="no"), calls.call("predict"):
+            assert calls.resume().result  # type: ignore[union-attr]
+        with suppress(CheckpointError, IndexError), calls.call("fit") as call:
+            assert calls.resume() is None
             call.steps = 2
             if raises:
                 raise IndexError("row 9")
-            snapshots.finish(None)
+            calls.finish(None)
         how = r"ended with IndexError\('row 9'\)" if raises else "ended after 2"
         with (
             pytest.raises(CheckpointError, match=f"resumes after step 3 of fit 1, but .* {how}: the script"),
-            snapshots.call("fit"),
+            calls.call("fit"),
         ):
             pass
 
     @pytest.mark.parametrize("part", ["journal", "steps", "methods", "inner", "taken", "logs", "callbacks"])
-    def test_a_checkpoint_that_lacks_a_part(self, begun: Callable[..., Snapshots], part: str) -> None:
+    def test_a_checkpoint_that_lacks_a_part(self, begun: Callable[..., ResumableCalls], part: str) -> None:
         with pytest.raises(CheckpointError, match=rf"the checkpoint of step 3 lacks .*: {part}, random; rem"):
             begun(**{part: None, "random": ()})

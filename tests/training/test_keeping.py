@@ -11,9 +11,11 @@ import pytest
 from lockstep.checkpoint.folder_lock import FolderLock
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 HERE = Path(__file__).parent
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
@@ -128,7 +130,7 @@ def test_the_callback_in_a_program_by_itself(
     died = run(tmp_path / "a", 1, *arguments)
     assert died.returncode == {"killed": -9, "stopped": 143}[how], died.stderr
     done = run(tmp_path / "a", 1, *arguments)
-    assert "lockstep: resuming training from" in done.stderr
+    assert "lockstep: resuming from" in done.stderr
     assert shown(done) == shown(run(tmp_path / "b", 0))
 
 
@@ -182,7 +184,7 @@ class TestRefusals:
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
-        own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+        own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
         calls = CallStack()
         keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 
@@ -218,7 +220,7 @@ class TestRefusals:
         )
         assert other.stdout is not None
         assert other.stdout.readline() == "taken\n"
-        with pytest.raises(ConfigError, match=f"another job keeps checkpoints in {tmp_path}; wait for it"):
+        with pytest.raises(ConfigError, match=f"another job saves checkpoints in {tmp_path}; wait for it"):
             asking(tmp_path)
         other.communicate()
         claim = FolderLock(tmp_path)
@@ -257,7 +259,7 @@ class TestRefusals:
             message = message.replace("in call 1 of", "in call 2 of")
 
     def test_checkpoints_of_the_command(self, asking: Any, tmp_path: Path) -> None:
-        asking.job.scheduler = object()
+        asking.job.checkpoints.keep(object())
         with pytest.raises(
             ConfigError, match="already saved where --checkpoint says; configure checkpoints in one place"
         ):
@@ -275,22 +277,27 @@ class TestRefusals:
 
     def test_several(self, asking: Any, tmp_path: Path) -> None:
         from lockstep.callbacks import Checkpoint
-        from lockstep.keras.state.checkpoint_callback import apart
+        from lockstep.keras.state.checkpoint_callback import asked_in
 
         with pytest.raises(ConfigError, match="give it one"):
-            apart([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
+            asked_in([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
 
 
 def test_the_callback_is_taken_from_among_the_others(tmp_path: Path) -> None:
     import keras
 
     from lockstep.callbacks import Checkpoint
-    from lockstep.keras.state.checkpoint_callback import apart
+    from lockstep.keras.state.checkpoint_callback import asked_in, take_out
 
     one, other = Checkpoint(tmp_path), keras.callbacks.EarlyStopping()
     listed = keras.callbacks.CallbackList([one, other], add_history=True)
-    assert apart(None) == (None, None)
-    assert apart(one) == (one, [])
-    assert apart([other, [one]]) == (one, [other])
-    assert apart(listed) == (one, listed)
+    for callbacks in (one, [other, [one]], listed):
+        assert asked_in(callbacks) is one
+    assert one in listed.callbacks
+    assert take_out(one, one) == []
+    assert take_out(one, [other, [one]]) == [other]
+    assert take_out(one, listed) is listed
     assert one not in listed.callbacks
+    for callbacks in (None, [other], listed):
+        assert asked_in(callbacks) is None
+        assert take_out(None, callbacks) is callbacks

@@ -9,16 +9,18 @@ import numpy as np
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state.variables import model_state
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 
 def process() -> tuple[Snapshots, list[Any]]:
     """What a process has at the beginning of its script: two models that are built, their optimizers not."""
     keras.utils.clear_session()
     view = place(3, (0,))
-    own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+    own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
     backend: Any = SimpleNamespace(concrete=keras.ops.convert_to_numpy)
     snapshots = Snapshots(own, backend, CallStack())
     models = []
@@ -40,7 +42,7 @@ def test_optimizers_that_calls_passed_over_have_built_get_their_values() -> None
     wanted = {name: keras.ops.convert_to_numpy(value) for name, value in model_state(first).items()}
     later, (again, other) = process()
     other.optimizer.build(other.trainable_variables)
-    later.begin(kept)
+    later.resumable.begin(kept)
     later.restore(other)
     found = {name: keras.ops.convert_to_numpy(value) for name, value in model_state(again).items()}
     assert list(found) == list(wanted)

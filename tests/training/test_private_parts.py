@@ -1,4 +1,8 @@
-"""The private parts of Keras that Lockstep stands on. A failure here means that Keras has changed."""
+"""The private parts of Keras that Lockstep stands on. A failure here means that Keras has changed.
+
+Those that Lockstep replaces are in the registry of `lockstep.worker.patching`, which names one that is
+missing; `test_patches.py` installs all of them.
+"""
 
 import inspect
 from typing import Any
@@ -14,7 +18,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.epoch_iterator import EpochIterator
-from keras.src.utils import file_utils, module_utils, rng_utils
+from keras.src.utils import module_utils, rng_utils
 
 from lockstep.data.batch import GlobalBatch
 from lockstep.keras.replica_run import assignments
@@ -32,12 +36,6 @@ def model() -> keras.Model:
 @pytest.mark.parametrize(
     ("file", "owner", "name"),
     [
-        ("downloads.py", file_utils, "get_file"),
-        ("downloads.py", file_utils, "urlretrieve"),
-        ("keras/patches.py", keras.Model, "_symbolic_build"),
-        ("keras/patches.py", keras.Model, "make_train_function"),
-        ("keras/patches.py", keras.Model, "make_test_function"),
-        ("keras/patches.py", keras.Model, "make_predict_function"),
         ("keras/backends/jax.py", keras.Model, "_flatten_layers"),
         ("keras/backends/jax.py", keras.Layer, "metrics_variables"),
         ("keras/backends/jax.py", keras.optimizers.Optimizer, "stateless_apply"),
@@ -47,7 +45,6 @@ def model() -> keras.Model:
         ("keras/backends/losses.py", losses, "reduce_values"),
         ("keras/backends/losses.py", losses, "apply_mask"),
         ("keras/backends/losses.py", losses, "scale_loss_for_distribution"),
-        ("keras/replica_run/assignments.py", keras.Variable, "_direct_assign"),
         ("keras/input/inputs.py", array_slicing, "convert_to_sliceable"),
         ("keras/input/inputs.py", array_slicing, "train_validation_split"),
         ("keras/input/inputs.py", PyDatasetAdapter, "_standardize_batch"),

@@ -12,6 +12,7 @@ import pytest
 import lockstep
 from lockstep.errors import DataError, ModelError, ScopeError
 from lockstep.keras.input.inputs import whole_batch
+from lockstep.observability.events import CallStarted, Event
 
 X = np.ones((9, 4), "float32")
 Y = np.ones((9, 1), "float32")
@@ -284,15 +285,13 @@ def test_a_recompiled_and_a_second_model_train_too(strategy: lockstep.MultiWorke
     assert lockstep.digest(first) != lockstep.digest(second)
 
 
-def test_calls_are_reported(
-    strategy: lockstep.MultiWorkerMirroredStrategy, reports: list[tuple[str, dict[str, Any]]]
-) -> None:
+def test_calls_are_reported(strategy: lockstep.MultiWorkerMirroredStrategy, published: list[Event]) -> None:
     with strategy.scope():
         model = build()
-    del reports[:]
+    del published[:]
     model.fit(X, Y, validation_data=(X, Y), verbose=0)
     model.evaluate(X, Y, verbose=0)
-    names = [re.sub(r" \d+", "", str(fields["name"])) for event, fields in reports if event == "call"]
+    names = [re.sub(r" \d+", "", event.name) for event in published if isinstance(event, CallStarted)]
     assert names == ["fit", "validation within fit", "evaluate"]
 
 

@@ -93,7 +93,7 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     assert "worker 0 was killed by SIGKILL" in lost.stderr
     assert steps() == [10], "the chief has written half of another one"
     more = run("-n 1", "3", "0")
-    assert "is finished, after 10 steps" in more.stderr
+    assert "is finished after 10 steps" in more.stderr
     assert steps() == [10, 12], "the fit was stopped in its third epoch"
     assert printed(more) == printed(lost, 1)
     still_more = run("-n 1", "3", "3")

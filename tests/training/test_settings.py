@@ -16,9 +16,11 @@ from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state import settings
 from lockstep.keras.state.settings import differences, settings_of_call, settings_of_model, settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import job
-from lockstep.worker.job import Job
+from lockstep.worker.job import Job, JobContext
 
 layers, optimizers, callbacks = keras.layers, keras.optimizers, keras.callbacks
 
@@ -133,7 +135,7 @@ def test_parts_of_a_loop_have_settings() -> None:
 
 def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     view, calls = place(3, (0,)), CallStack()
-    own = Job(view, 0, 7, 1, job.by_itself(view), lambda event, **fields: None)
+    own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
     snapshots = Snapshots(own, None, calls)  # type: ignore[arg-type]
     facts = {"settings": settings_of_parts({"net": layers.Dropout(0.2)}), "sources": {}}
     held: Any = SimpleNamespace(parts={"net": layers.Dropout(0.5)})
@@ -144,7 +146,7 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
     # Earlier versions have kept none.
     snapshots.compare_settings(9, {}, None, held)
     assert capsys.readouterr().err == ""
-    own.accepts_changes = True
+    own.checkpoints.accept_changes()
     snapshots.compare_settings(9, facts, None, held)
     said = capsys.readouterr().err
     assert said.startswith(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import PeerStuckError
+from lockstep.observability.events import DownloadAwaited
 from lockstep.worker import downloads
 from lockstep.worker.downloads import Turns
 
@@ -16,10 +17,8 @@ ORIGIN = "http://127.0.0.1/data.txt"
 
 @pytest.fixture
 def turns(tmp_path: Path) -> Callable[..., Turns]:
-    def make(
-        worker: int, job: str = "7 run", report: Any = lambda event, **fields: None, **options: Any
-    ) -> Turns:
-        return Turns((tmp_path / "locks",), tmp_path / "downloaded", job, worker, report, **options)
+    def make(worker: int, job: str = "7 run", publish: Any = lambda event: None, **options: Any) -> Turns:
+        return Turns((tmp_path / "locks",), tmp_path / "downloaded", job, worker, publish, **options)
 
     return make
 
@@ -66,10 +65,10 @@ def test_who_waits_says_for_whom(
 ) -> None:
     monkeypatch.setattr(downloads, "_FIRST_SAID", 0.0)
     begun, said = threading.Event(), threading.Event()
-    reports = []
+    published = []
 
-    def report(event: str, **fields: Any) -> None:
-        reports.append((event, fields))
+    def publish(event: DownloadAwaited) -> None:
+        published.append(event)
         said.set()
 
     def slow() -> str:
@@ -80,18 +79,18 @@ def test_who_waits_says_for_whom(
     thread = threading.Thread(target=turns(0).take, args=(ORIGIN, "file", "a", slow))
     thread.start()
     assert begun.wait(300)
-    turns(1, job, report).take(ORIGIN, "file", "a", lambda: str(tmp_path))
+    turns(1, job, publish).take(ORIGIN, "file", "a", lambda: str(tmp_path))
     thread.join()
-    ((event, fields),) = reports
-    assert (event, fields["file"], fields["seconds"]) == ("waits for download", "file", 0)
-    assert fields["of"].startswith(of)
+    (event,) = published
+    assert (event.file, event.seconds) == ("file", 0)
+    assert event.of.startswith(of)
 
 
 def test_a_download_of_another_process_is_not_waited_for_without_end(
     turns: Callable[..., Turns], tmp_path: Path
 ) -> None:
     def slow() -> str:
-        with pytest.raises(PeerStuckError, match=r"worker 0 has not downloaded file within 0\.1 s; look"):
+        with pytest.raises(PeerStuckError, match=r"worker 0 has not downloaded file within 0\.1 s; check"):
             turns(1, patience=0.1).take(ORIGIN, "file", "a", lambda: str(tmp_path))
         return str(tmp_path)
 
@@ -102,6 +101,6 @@ def test_a_folder_that_cannot_be_used_is_passed_over(tmp_path: Path) -> None:
     """Such as a home that is read-only, or not there."""
     (tmp_path / "file").touch()
     folders = (tmp_path / "file" / "below", tmp_path / "run")
-    made = Turns(folders, tmp_path / "downloaded", "7", 0, lambda event, **fields: None)
+    made = Turns(folders, tmp_path / "downloaded", "7", 0, lambda event: None)
     assert made.take(ORIGIN, "file", "a", lambda: "path") == "path"
     assert len(list((tmp_path / "run").iterdir())) == 1

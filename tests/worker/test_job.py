@@ -1,14 +1,17 @@
 """A job's calls of the exchange where workers differ: who goes on, and who ends."""
 
-from dataclasses import dataclass, field
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from typing import NoReturn
 
 import pytest
 
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import WORKER_EVENTS, DistributionBegan, Event, FirstStepEnded
+from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
-from lockstep.worker.job import Alone, Job, Place, by_itself
+from lockstep.worker.job import Alone, Job, JobContext, Place, by_itself
 
 
 class Ended(BaseException):
@@ -47,8 +50,8 @@ class Call:
 
 def job_of(worker: int, began_with: int | None) -> tuple[Job, Agent]:
     view, agent = place(4, (0, 1, 4, 5)), Agent()
-    communicator = by_itself(place(1, (0,)))
-    return Job(view, worker, 0, 1, communicator, print, membership=agent, began_with=began_with), agent
+    context = JobContext(worker, 0, 1, Bus(SystemClock(), worker), began_with=began_with)
+    return Job(context, (view, by_itself(place(1, (0,)))), agent), agent
 
 
 def test_a_call_is_made_again_without_those_that_joined_and_differ() -> None:
@@ -87,3 +90,43 @@ def test_otherwise_a_difference_is_an_error_everywhere(
 def test_a_process_by_itself_has_nobody_to_leave() -> None:
     with pytest.raises(DisagreementError, match=r"^they differ$"):
         Alone().leave(DisagreementError("they differ", (1,)))
+
+
+def test_what_a_worker_knows_of_its_job_cannot_be_changed() -> None:
+    job, _ = job_of(worker=0, began_with=4)
+    with pytest.raises(FrozenInstanceError):
+        job.context.seed = 1  # type: ignore[misc]
+    before = job.context
+    job.take_task("evaluator")
+    assert job.evaluates
+    assert before.task == "worker"
+    assert job.context == replace(before, task="evaluator")
+
+
+def test_a_block_aside_computes_all_replicas_and_comes_back() -> None:
+    job, _ = job_of(worker=4, began_with=4)
+    before = job.view, job.communicator, job.joins
+    with job.aside():
+        assert list(job.view.replicas_of(4)) == [0, 1, 2, 3]
+        assert job.joins
+    assert (job.view, job.communicator, job.joins) == before
+
+
+@pytest.mark.parametrize(("worker", "done"), [(0, ["first", "second"]), (1, [])])
+def test_the_chief_does_what_is_left_at_the_end(worker: int, done: list[str]) -> None:
+    job, _ = job_of(worker, began_with=4)
+    did: list[str] = []
+    job.at_end(lambda: did.append("first"))
+    job.at_end(lambda: did.append("second"))
+    job.end()
+    assert did == done
+
+
+def test_events_of_the_first_time_are_reported_once() -> None:
+    view, events, heard = place(1, (0,)), Bus(SystemClock(), 0), list[Event]()
+    events.subscribe(lambda published: heard.append(published.event), *WORKER_EVENTS)
+    job = Job(JobContext(0, 0, 1, events), (view, by_itself(view)))
+    for _ in range(2):
+        job.distributes()
+        job.stepped()
+    assert heard == [DistributionBegan(), FirstStepEnded()]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -28,7 +27,8 @@ from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
 from lockstep.errors import LockstepError
 from lockstep.launcher.backend import NAMES
-from lockstep.observability.event_log import EventLog
+from lockstep.observability import events as run_events
+from lockstep.observability.bus import Bus
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import (
     MAX_PACKET,
@@ -75,7 +75,7 @@ class Agent:
         views: what the workers of a view share.
         command: socket to the command; its end means that the command has ended.
         console: the person's terminal.
-        events: what happened.
+        events: the bus of the run.
         clock: for deadlines.
         descendants: every process below this one.
         state: what supervision remembers.
@@ -88,7 +88,7 @@ class Agent:
     views: Views
     command: socket.socket
     console: Console
-    events: EventLog
+    events: Bus
     clock: Clock
     descendants: Descendants
     state: State
@@ -119,7 +119,7 @@ class Agent:
             status = self._conclude(self._outcome)
         except CommandGone:
             status = 128 + signal.SIGKILL
-            self.events.write("finished", status=status, message="the command was killed")
+            self._publish_end(status, "the command was killed")
         finally:
             self.descendants.end(grace=0)
             self._close()
@@ -130,7 +130,7 @@ class Agent:
         self._memory_kills = memory_kills()
         asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
         script = Script(self.spec.target, self.spec.module, self.spec.arguments)
-        self.events.write("job", **provenance(script), **asked)
+        self.events.publish(run_events.JobStarted(**provenance(script), **asked))
         self._selector.register(self.command, selectors.EVENT_READ, self._hear_command)
         self._open_admin()
         if self.arrivals is not None:
@@ -157,7 +157,7 @@ class Agent:
         try:
             admin_socket = self._admin.open(root.name)
         except LockstepError as error:
-            self.console.say(f"remote control is unavailable: {error}")
+            self._warn(f"remote control is unavailable: {error}")
             return
         self._admin_descriptor = admin_socket.fileno()
         self._selector.register(self._admin_descriptor, selectors.EVENT_READ, admin_socket.serve)
@@ -174,7 +174,7 @@ class Agent:
         if segment is not None:
             self._outcome = job_events.JobOutcome(1, message)
             return
-        self.console.say(message)
+        self._warn(message)
         self._decide(job_events.WorkerExited(worker, 1))
 
     def _start(self, worker: int, segment: int | None) -> None:
@@ -187,7 +187,7 @@ class Agent:
         self._members[worker] = member
         self._selector.register(member.handle.control, selectors.EVENT_READ, partial(self._hear, member))
         self._selector.register(member.handle.exited, selectors.EVENT_READ, partial(self._see_exit, member))
-        self.events.write("started", worker=worker, pid=member.handle.pid)
+        self.events.publish(run_events.WorkerStarted(worker, member.handle.pid))
 
     def _turn(self) -> None:
         self._watch_output()
@@ -207,7 +207,7 @@ class Agent:
 
     def _watch_output(self) -> None:
         for text in self.console.lost():
-            self.events.write("output lost", reason=text)
+            self.events.publish(run_events.OutputLost(text))
             self.console.say(text)
         for sink in self.console.sinks:
             self._watch(sink.descriptor, sink.pending > 0, selectors.EVENT_WRITE, sink.flush)
@@ -239,7 +239,7 @@ class Agent:
             # A script that had ended before is known to have.
             for member in self._members.values():
                 self._hear(member)
-            self.events.write("stop", signal=message.signal)
+            self.events.publish(run_events.StopReceived(message.signal))
             self._decide(job_events.StopRequested(message.signal))
 
     def _receive_from_command(self) -> bytes | None:
@@ -258,7 +258,7 @@ class Agent:
         try:
             message = decode(packet)
         except ValueError as error:
-            self.events.write("misunderstood", worker=member.worker, error=str(error))
+            self.events.publish(run_events.MessageMisunderstood(member.worker, str(error)))
             message = None
         if isinstance(message, StateReply):
             self._take_given(message, descriptors)
@@ -269,15 +269,16 @@ class Agent:
         match message:
             case Started():
                 member.ready = True
-                self.events.write("ready", worker=worker)
+                self.events.publish(run_events.WorkerReady(worker))
                 self._note_progress(worker, RUNNING)
-            case EventReport(event, fields):
-                self.events.write(event, **{**fields, "worker": worker})
-                self._take_report(worker, event, fields)
+            case EventReport(event):
+                self.events.publish(event, worker)
+                self._take_event(worker, event)
             case JoinRequest(whole):
-                self.events.write("asks", worker=worker, whole=whole)
+                self.events.publish(run_events.WorkerJoining(worker, whole))
                 self._decide(job_events.JoinRequested(worker, whole))
             case WaitReport(what, workers, seconds):
+                self.events.publish(run_events.WorkerWaiting(worker, what, workers, seconds))
                 self._decide(job_events.WaitReported(worker, what, workers, seconds))
             case FileOpened(path, line):
                 self._tell_of_file(worker, path, line)
@@ -285,49 +286,49 @@ class Agent:
                 member.said = status
                 if not prints:
                     member.log_only(traceback)
-                self.events.write("failed", worker=worker, summary=summary, traceback=traceback)
+                self.events.publish(run_events.WorkerFailed(worker, summary, traceback))
                 self._decide(job_events.ScriptFailed(worker, status, summary, blames, prints))
             case Finished(status):
                 member.said = status
-                self.events.write("done", worker=worker, status=status)
+                self.events.publish(run_events.WorkerDone(worker, status))
                 if status == 0:
                     self._decide(job_events.ScriptEnded(worker))
 
-    def _take_report(self, worker: int, event: str, fields: dict[str, Any]) -> None:
+    def _take_event(self, worker: int, event: run_events.WorkerEvent) -> None:
         match event:
-            case "strategy":
+            case run_events.StrategyInstalled(backend):
                 self._used_strategy = True
                 self._note_progress(worker, PREPARING)
-                self._tell_of_backend(worker, fields.get("backend"))
+                self._tell_of_backend(worker, backend)
                 self._decide(job_events.StrategyCreated(worker))
-            case "distributes":
+            case run_events.DistributionBegan():
                 self._decide(job_events.DistributionStarted())
-            case "call" if self._admin is not None:
-                self._admin.doing = str(fields.get("name", ""))
-                self._note_progress(worker, first_step(self._admin.doing))
-            case "first step" if self._progress is not None:
+            case run_events.CallStarted(name) if self._admin is not None:
+                self._admin.doing = name
+                self._note_progress(worker, first_step(name))
+            case run_events.FirstStepEnded() if self._progress is not None:
                 self._progress.end()
-            case "keeps":
+            case run_events.CheckpointsConfigured():
                 self._decide(job_events.CheckpointingStarted())
-            case "patience":
-                self._decide(job_events.TimeoutChanged(float(fields["seconds"])))
-            case "leaving":
-                self._decide(job_events.FinalStepEnded(int(fields["step"])))
-            case "source":
-                self.console.say(f"worker {worker}: {fields.get('path')} {fields.get('what')}")
-            case "waits for download":
-                self._tell_of_download(worker, str(fields["file"]), str(fields["of"]), fields["seconds"])
-            case "trained" if worker == self.console.chief:
-                self._tally.trained(fields)
-            case "checkpoint":
+            case run_events.TimeoutSet(seconds):
+                self._decide(job_events.TimeoutChanged(seconds))
+            case run_events.LastStepEnded(step):
+                self._decide(job_events.FinalStepEnded(step))
+            case run_events.SourceChanged(path, what):
+                self.console.say(f"worker {worker}: {path} {what}")
+            case run_events.DownloadAwaited(file, of, seconds):
+                self._tell_of_download(worker, file, of, seconds)
+            case run_events.TrainingEnded(steps, model, digest) if worker == self.console.chief:
+                self._tally.trained(steps, model, digest)
+            case run_events.CheckpointWritten(path, step):
                 self._tally.checkpoints += 1
-                self.console.say(f"checkpoint {fields.get('path')}")
-                self._decide(job_events.CheckpointKept(int(fields["step"])))
-            case "checkpoint failed":
-                self._decide(job_events.CheckpointFailed(str(fields["reason"])))
-            case "resumed" if worker == self.console.chief:
-                self._tally.before = int(fields["step"])
-                self.console.say(f"training resumed after {fields.get('where')}")
+                self.console.say(f"checkpoint {path}")
+                self._decide(job_events.CheckpointKept(step))
+            case run_events.CheckpointNotWritten(reason):
+                self._decide(job_events.CheckpointFailed(reason))
+            case run_events.TrainingResumed(where, step) if worker == self.console.chief:
+                self._tally.before = step
+                self.console.say(f"training resumed after {where}")
 
     def _note_progress(self, worker: int, what: str) -> None:
         if self._progress is not None:
@@ -347,15 +348,15 @@ class Agent:
     def _tell_of_file(self, worker: int, path: str, line: str) -> None:
         """Warn of a file that several workers write."""
         if text := self._writers.opened(worker, path, line, self.state.running):
-            self.events.write("written by several", worker=worker, path=path, line=line)
+            self.events.publish(run_events.ConflictingWrite(worker, path, line))
             self.console.say(text)
 
-    def _tell_of_backend(self, worker: int, backend: Any) -> None:
+    def _tell_of_backend(self, worker: int, backend: str) -> None:
         """Correct the job's first line where the script has chosen in a way that its source does not show."""
         if worker == self.console.chief and self.spec.backend in NAMES and backend in NAMES:
             own, chosen = NAMES[backend], NAMES[self.spec.backend]
             if own != chosen:
-                self.console.say(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
+                self._warn(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
 
     def _take_given(self, given: StateReply, descriptors: list[int]) -> None:
         assert self.state.view is not None
@@ -380,7 +381,7 @@ class Agent:
         for stream in member.streams:
             stream.drain()
         status = member.said if status == UNKNOWN_STATUS else status
-        self.events.write("exited", worker=member.worker, status=status)
+        self.events.publish(run_events.ProcessEnded(member.worker, status))
         if status in (-signal.SIGKILL, UNKNOWN_STATUS) and self.state.stage in (Stage.RUNNING, Stage.LOOKING):
             self._look_for_memory_kill(member.worker)
         self._decide(job_events.WorkerExited(member.worker, status))
@@ -389,7 +390,7 @@ class Agent:
         """Report that a worker was probably killed because memory ran out."""
         before, self._memory_kills = self._memory_kills, memory_kills()
         if self._memory_kills > before:
-            self.events.write("no memory", worker=worker, kills=self._memory_kills - before)
+            self.events.publish(run_events.MemoryExhausted(worker, self._memory_kills - before))
             self.console.say(
                 f"the kernel killed a process because memory ran out, probably worker {worker}: use fewer "
                 "workers or smaller batches, or give the container or the machine more memory"
@@ -403,8 +404,8 @@ class Agent:
         while self._happened:
             decision = decide(self.state, self._happened[0], self.clock.now())
             if decision.actions:
-                actions = [type(action).__name__ for action in decision.actions]
-                self.events.write("decision", reason=decision.reason, actions=actions)
+                actions = tuple(type(action).__name__ for action in decision.actions)
+                self.events.publish(run_events.DecisionMade(decision.reason, actions))
             self.state = decision.state
             for action in decision.actions:
                 self._act(action)
@@ -449,11 +450,12 @@ class Agent:
         for worker in sorted(before.difference(view.workers)):
             leaves = worker in self.state.leaving
             self._tally.lost += not leaves
-            self.events.write("left" if leaves else "lost", worker=worker, reason=reason)
+            happened = run_events.WorkerLeft if leaves else run_events.WorkerLost
+            self.events.publish(happened(worker, reason))
         for worker in sorted(set(view.workers) - before):
             self._tally.joined += 1
-            self.events.write("joined", worker=worker, reason=reason)
-        self.events.write("view", number=view.number, workers=view.workers, reason=reason)
+            self.events.publish(run_events.WorkerJoined(worker, reason))
+        self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
         try:
             self.views.renew(view, reason, self._members, self.state.leaving)
         except LockstepError as error:
@@ -475,30 +477,30 @@ class Agent:
             self.console.say(explain(outcome, self._members, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
-            self.console.say(
-                f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own"
-            )
+            self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
         elif self.spec.replicas > 1 and self._used_strategy and not self.state.distributes:
             lines = whose_lines(self.spec.workers, self.spec.replicas)
-            self.console.say(
+            self._warn(
                 f"the script distributed nothing: {lines}; train with model.fit, or "
                 "pass the replica's computation to strategy.run"
             )
         if left:
-            self.console.say(unkillable(left))
+            self._warn(unkillable(left))
         seconds = self.clock.now() - self._begun
         line = self._tally.line(seconds, len(self.state.members))
         if line and outcome.status == 0:
             self.console.say(line)
-        self.events.write(
-            "finished",
-            status=outcome.status,
-            message=outcome.message,
-            workers=outcome.workers,
-            **self._tally.fields(seconds),
-        )
+        self._publish_end(outcome.status, outcome.message, outcome.workers)
         self._flush()
         return outcome.status
+
+    def _publish_end(self, status: int, message: str, workers: tuple[int, ...] = ()) -> None:
+        done = self._tally.fields(self.clock.now() - self._begun)
+        self.events.publish(run_events.JobFinished(status=status, message=message, workers=workers, **done))
+
+    def _warn(self, text: str) -> None:
+        self.events.publish(run_events.WarningShown(text))
+        self.console.say(text)
 
     def _name_log(self, worker: int) -> str:
         return str(RunPaths(self.spec.run_dir).log(worker))

@@ -1,1 +1,1 @@
-"""Durable checkpoints on disk: what they hold, how they are written and read; no framework."""
+"""Durable checkpoints on disk: their contents, writing and reading; independent of any framework."""

@@ -1,4 +1,4 @@
-"""Which checkpoint a job goes on from, and whether it can."""
+"""Which checkpoint a job resumes from, and whether it can."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -17,15 +17,15 @@ from lockstep.system.prose import count
 _OPTIONS = {"threads": "threads-per-worker"}
 
 Facts = Mapping[str, Any]
-"""What a checkpoint says of the job that wrote it: replicas, seed, threads, and versions."""
+"""What a checkpoint records about the job that wrote it: replicas, seed, threads and versions."""
 
 
 def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
-    """Read how often: a number of steps, or a time with its unit.
+    """Parse an interval: a number of steps, or a time with its unit.
 
     Args:
-        text: as a person has written it.
-        what: stands before it in a message.
+        text: as the user wrote it.
+        what: precedes it in error messages.
 
     Raises:
         ConfigError: it is neither.
@@ -38,14 +38,14 @@ def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
 
 
 def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, str] | None:
-    """Return the newest whole checkpoint in `folder`, and what it says of its job; None without one.
+    """Return the newest complete checkpoint in `folder` and the facts about its job; None without one.
 
     Args:
         folder: may not exist yet.
-        report: is told of each damaged one that is newer.
+        report: called with a message for each newer damaged one.
 
     Returns:
-        Its path, the facts, and a note for the person if the job is finished.
+        Its path, the facts, and a note for the user if the job is finished.
 
     Raises:
         CheckpointError: it was not written by a job.
@@ -55,10 +55,10 @@ def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, st
 
 
 def job_facts(path: Path, contents: Contents) -> Facts:
-    """Return what a checkpoint says of the job that wrote it.
+    """Return what a checkpoint records about the job that wrote it.
 
     Raises:
-        CheckpointError: it says nothing of a job.
+        CheckpointError: it does not describe a job.
     """
     facts = contents.manifest.get("job")
     try:
@@ -71,7 +71,7 @@ def job_facts(path: Path, contents: Contents) -> Facts:
 
 
 class _Job(msgspec.Struct):
-    """What `Facts` have."""
+    """The fields of `Facts`."""
 
     replicas: Annotated[int, msgspec.Meta(ge=1)]
     seed: Annotated[int, msgspec.Meta(ge=0)]
@@ -81,7 +81,7 @@ class _Job(msgspec.Struct):
 
 
 def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the person asked for what changes the result that the checkpoint belongs to."""
+    """Raise ConfigError if an option of the user would change the result that the checkpoint belongs to."""
     for name, value in asked.items():
         if value is not None and value != facts[name]:
             option = f"--{_OPTIONS.get(name, name)}"
@@ -92,7 +92,7 @@ def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> No
 
 
 def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
-    """Raise ConfigError if the job would go on with another backend than the one that it had."""
+    """Raise ConfigError if the job would resume on another backend than before."""
     past = facts.get("backend", backend)
     if past != backend:
         raise ConfigError(
@@ -104,7 +104,7 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
 
 
 def refuse_unlike(path: Path, facts: Facts, own: Facts) -> None:
-    """Raise ConfigError if a job that runs, of which `own` tells, is unlike the one that made this."""
+    """Raise ConfigError if the running job, described by `own`, differs from the one that wrote this."""
     names = ("replicas", "seed", "threads", "backend")
     differing = [name for name in names if facts.get(name, own[name]) != own[name]]
     if not differing:
@@ -134,7 +134,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def note_if_finished(folder: Path, step: int) -> str:
-    """Say that the job whose newest checkpoint is of `step` has come to its end; nothing if it has not."""
+    """Return a note that the job whose newest checkpoint is of `step` has finished; empty if it has not."""
     if Store(folder).finished() != step:
         return ""
     return (
@@ -145,11 +145,11 @@ def note_if_finished(folder: Path, step: int) -> str:
 
 
 def note_on_versions(path: Path, facts: Facts) -> str:
-    """Say which libraries have other versions now than when the checkpoint was made; nothing if none has.
+    """Return a note on libraries whose versions differ from the checkpoint's; empty if none does.
 
-    Nothing is imported. A library that no installed distribution is known to bring is left out.
+    Nothing is imported. A library that belongs to no known installed distribution is skipped.
     """
-    # A module's distribution has a name of its own: tensorflow comes from tensorflow-cpu, for example.
+    # A distribution may have another name than its module: tensorflow may come from tensorflow-cpu.
     distributions = metadata.packages_distributions()
     before, now = [], []
     for name, version in facts.get("libraries", {}).items():
@@ -166,5 +166,5 @@ def note_on_versions(path: Path, facts: Facts) -> str:
 
 
 def _release(version: str) -> str:
-    """Return the same for a version as packages and as modules write it: 2.21.0rc1 and 2.21.0-rc1."""
+    """Normalize a version, which packages and modules write differently: 2.21.0rc1 and 2.21.0-rc1."""
     return re.sub(r"[-.]?(rc|dev|a|b)(?=\d)", r"\1", version)

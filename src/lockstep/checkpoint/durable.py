@@ -1,4 +1,4 @@
-"""Files and folders that are still there after a power cut."""
+"""Files and folders that survive a power failure."""
 
 import contextlib
 import errno
@@ -18,10 +18,10 @@ _PATIENCE_SECONDS = 60.0
 
 
 def sync(path: Path) -> None:
-    """Return when what is in this file, or the names that are in this folder, are on the disk.
+    """Flush the contents of a file, or the names in a folder, to the disk.
 
     Raises:
-        OSError: they cannot be brought there.
+        OSError: they cannot be flushed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -31,7 +31,7 @@ def sync(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Make a new file of `data`, on the disk.
+    """Create a new file with `data`, and flush it to the disk.
 
     Raises:
         OSError: it cannot be written.
@@ -47,10 +47,10 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder and those above it where they do not exist; their names are on the disk then.
+    """Create a folder and its missing parents, and flush their names to the disk.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be created.
     """
     if not path.is_dir():
         make_folder(path.parent)
@@ -64,10 +64,10 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on the file at `path` for the block; a process that dies lets go of it.
+    """Hold the lock on the file at `path` for the block; the kernel frees it if the process dies.
 
     Raises:
-        CheckpointError: someone else has held it for a minute.
+        CheckpointError: another process has held it for a minute.
         OSError: the file cannot be opened.
     """
     descriptor = wait_for_lock(path, _PATIENCE_SECONDS)
@@ -79,13 +79,13 @@ def locked(path: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # A process that was forked meanwhile has the descriptor too: closing ours would not be enough.
+        # A process forked in the meantime has the descriptor too: closing this one would not suffice.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 def reason(error: OSError | SafetensorError) -> str:
-    """Say what the system said, such as "No space left on device"."""
+    """Return the system's message, such as "No space left on device"."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
     number = _number(error)
@@ -93,7 +93,7 @@ def reason(error: OSError | SafetensorError) -> str:
 
 
 def is_full(error: OSError | SafetensorError) -> bool:
-    """Whether there was no room."""
+    """Whether the disk was full."""
     return _number(error) in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -35,8 +35,8 @@ class Contents:
     """What a checkpoint holds.
 
     Attributes:
-        step: steps of training taken since the job's beginning; orders checkpoints.
-        manifest: facts that JSON can hold, and floats that are not finite.
+        step: training steps since the start of the job; orders checkpoints.
+        manifest: JSON data, which may include non-finite floats.
         arrays: by name; of bool, integers of 8 to 64 bits, float16, float32, float64 and bfloat16, in any
             shape.
     """
@@ -48,7 +48,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Outline:
-    """What the manifest of a checkpoint says, and the sizes on disk agree with.
+    """The manifest of a checkpoint, with which the sizes on disk agree.
 
     Attributes:
         step: of the contents.
@@ -64,7 +64,7 @@ class Outline:
 
 
 class _Body(msgspec.Struct):
-    """What the manifest's file has to hold, besides the format."""
+    """The required fields of the manifest's file, besides the format."""
 
     step: Annotated[int, msgspec.Meta(ge=0)]
     time: Annotated[float, msgspec.Meta(ge=0, le=_LAST_TIME)]
@@ -74,10 +74,10 @@ class _Body(msgspec.Struct):
 
 
 def check_names(arrays: Mapping[str, Array]) -> None:
-    """See that all arrays can be kept.
+    """Check that all arrays can be saved.
 
     Raises:
-        CheckpointError: one has a name or dtype that the format does not know.
+        CheckpointError: one has a name or dtype that the format does not support.
     """
     for name, array in arrays.items():
         if name == "__metadata__" or not plain(name):
@@ -87,13 +87,13 @@ def check_names(arrays: Mapping[str, Array]) -> None:
 
 
 def write_folder(folder: Path, contents: Contents, time: float) -> None:
-    """Fill an empty folder, the manifest last; then everything is on the disk.
+    """Fill an empty folder, the manifest last, and flush everything to the disk.
 
     Raises:
         OSError, SafetensorError: it cannot be written.
-        TypeError, ValueError: the manifest holds what JSON cannot hold.
+        TypeError, ValueError: the manifest contains values that JSON cannot represent.
     """
-    # Arrays whose elements lie apart are copied; all others are written from where they are.
+    # Only non-contiguous arrays are copied.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     body: dict[str, Any] = {
         "format": _FORMAT,
@@ -102,10 +102,10 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
         "arrays": {name: _facts(array) for name, array in arrays.items()},
         "manifest": dict(contents.manifest),
     }
-    json.dumps(body["manifest"])  # What JSON cannot hold is found before the long part.
+    json.dumps(body["manifest"])  # Finds what JSON cannot represent before the long part.
     state = folder / STATE
     save_file(arrays, state)
-    # The library makes files that only their owner can read.
+    # The library creates files that only their owner can read.
     state.chmod(folder.stat().st_mode & 0o666)
     sync(state)
     body["bytes"] = state.stat().st_size
@@ -114,21 +114,21 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
 
 
 def load(path: Path) -> Contents:
-    """Read the checkpoint in the folder `path`; all of it is verified.
+    """Read the checkpoint in the folder `path`, and verify all of it.
 
     Raises:
-        CheckpointError: it is damaged or incomplete, or cannot be read; the message names the file and says
-            what is wrong.
+        CheckpointError: it is damaged or incomplete, or cannot be read; the message names the file and the
+            fault.
     """
     outline = read_outline(path)
     state = path / STATE
     try:
-        # Not mapped: a disk that fails is to be an error, not the end of the process.
+        # Not mapped: a failing disk must raise an error, not kill the process.
         arrays = load_file(state, backend="pread")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
     except AttributeError as error:
-        # It has a dtype that NumPy does not know.
+        # It has a dtype that NumPy does not support.
         raise CheckpointError(f"{state} cannot be read: {error}") from None
     if arrays.keys() != outline.arrays.keys():
         different = sorted(arrays.keys() ^ outline.arrays.keys())
@@ -175,7 +175,7 @@ def _facts(array: Array) -> tuple[str, list[int], str]:
 
 
 def sealed(text: bytes) -> bytes:
-    """Return what the file of a manifest holds: the checksum of `text`, and `text`."""
+    """Return the contents of a manifest's file: the checksum of `text`, and `text`."""
     return _SEAL + xxhash.xxh3_128_hexdigest(text).encode() + _SEALED + text
 
 
@@ -194,5 +194,5 @@ def _unseal(data: bytes, file: Path) -> _Body:
     except RecursionError:
         raise CheckpointError(f"{file} is not a manifest of Lockstep: it is nested too deeply") from None
     except ValueError as error:
-        # Its checksum is right: it is no damage, but was never written by a Lockstep.
+        # Its checksum is correct: it is not damaged, but Lockstep did not write it.
         raise CheckpointError(f"{file} is not a manifest of Lockstep: {error}") from None

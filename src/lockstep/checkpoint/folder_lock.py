@@ -1,4 +1,4 @@
-"""Who uses a folder of checkpoints: the one job that keeps them there, and whether it still trains."""
+"""Use of a folder of checkpoints: the one job that saves them there, and whether it still trains."""
 
 import os
 from pathlib import Path
@@ -10,9 +10,9 @@ from lockstep.system.paths import RunPaths
 
 
 class FolderLock:
-    """The right to keep checkpoints in a folder, which one job has: the process of it that writes them.
+    """The exclusive lock of the process that writes a job's checkpoints to a folder.
 
-    A process that has it has it until it ends or gives it up. The processes that it forks have no part in it.
+    A process holds the lock until it ends or calls `leave`. Forked processes do not inherit it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -20,10 +20,10 @@ class FolderLock:
         self._descriptor: int | None = None
 
     def take(self) -> None:
-        """Take it, unless this process has it already; the folder exists then.
+        """Acquire the lock, unless this process holds it already; create the folder if it is missing.
 
         Raises:
-            CheckpointError: another job has it, or the folder cannot be written to.
+            CheckpointError: another job holds it, or the folder cannot be written to.
         """
         if self._descriptor is not None:
             return
@@ -42,7 +42,7 @@ class FolderLock:
         os.register_at_fork(after_in_child=self.leave)
 
     def leave(self) -> None:
-        """Give it up, if this process has it."""
+        """Release the lock, if this process holds it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -52,10 +52,9 @@ _NAME = ".training"
 
 
 def announce(folder: Path) -> None:
-    """Let others see, until this process ends, that it trains for a job that keeps checkpoints in `folder`.
+    """Show others, until this process ends, that it trains for a job that saves checkpoints in `folder`.
 
-    Call this before anything else is done there. The folder exists then. Processes that this one forks do
-    not count.
+    Call this before any other use of the folder; it creates a missing folder. Forked processes do not count.
 
     Raises:
         CheckpointError: the folder cannot be used.
@@ -63,7 +62,7 @@ def announce(folder: Path) -> None:
     try:
         make_folder(folder)
         descriptor = share_lock(folder / _NAME)
-        # Only now: who sees that a job has begun, and nobody who trains, takes it that the job has ended.
+        # Only after the lock: an observer of a begun job without a training process considers it ended.
         if not os.fstat(descriptor).st_size:
             os.truncate(descriptor, 1)
         os.utime(descriptor)
@@ -75,7 +74,7 @@ def announce(folder: Path) -> None:
 
 
 def is_training(folder: Path) -> bool:
-    """Whether a process lives that has announced itself.
+    """Whether a process that has called `announce` is running.
 
     Raises:
         CheckpointError: the folder cannot be read.
@@ -87,7 +86,7 @@ def is_training(folder: Path) -> bool:
 
 
 def last_sign(folder: Path) -> float:
-    """Return when a job last began or kept a checkpoint there, in seconds since 1970; 0 if none ever has."""
+    """Return when a job last began or saved a checkpoint there, in seconds since 1970; 0 if none has."""
     try:
         announced = (folder / _NAME).stat()
         return max(announced.st_mtime, folder.stat().st_mtime) if announced.st_size else 0.0

@@ -1,4 +1,4 @@
-"""When a checkpoint is due."""
+"""Scheduling checkpoints: when one is due, and what is still to be written."""
 
 import contextlib
 import os
@@ -17,44 +17,50 @@ from lockstep.checkpoint.folder import Contents
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
+from lockstep.observability.events import (
+    CheckpointNotWritten,
+    CheckpointRemoved,
+    CheckpointWritten,
+    WorkerEvent,
+)
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
 
 _SAY_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0
-"""How long a step waits for the disk."""
+"""How long a step waits for the disk at most."""
 _LAST_SECONDS = 600.0
-"""How long the end of the script waits for it."""
+"""How long the end of the script waits for the disk at most."""
 _TOLERATED_SECONDS = 2.0
-"""How long steps have waited in all when a person is told."""
+"""Total waiting time of steps after which the user gets a note."""
 _REST_SECONDS = 60.0
-"""Between two checkpoints that are written because a call has ended."""
+"""Minimum time between two checkpoints that are written because a call ended."""
 
 
 @dataclass(frozen=True)
 class Every:
-    """How often: after so many steps, or when so many seconds have passed."""
+    """An interval: a number of steps, or of seconds."""
 
     steps: int | None = None
     seconds: float | None = None
 
 
 class CheckpointScheduler:
-    """Has checkpoints written in the background, as often as it was told, and one of the last step.
+    """Writes checkpoints in the background at an interval, and one of the last step.
 
-    A checkpoint that was asked for by a number of steps is always kept: where the one before is still being
-    written, training waits for it.
+    A checkpoint that is due by a number of steps is always saved: if the previous one is still being written,
+    training waits for it.
 
     Args:
         writer: writes them.
-        every: how often.
-        clock: for that.
-        finished: notes on the disk that the job has come to its end with a checkpoint of this step; may raise
+        every: the interval.
+        clock: measures it.
+        finished: records on the disk that the job finished with a checkpoint of this step; may raise
             CheckpointError.
-        failed: is told if the end cannot be kept.
+        failed: called with the reason if the end of the job cannot be recorded.
 
     Attributes:
-        leaving: the process has been told to end: the next step is its last.
+        leaving: the process was asked to end: the next step is its last.
     """
 
     def __init__(
@@ -83,19 +89,19 @@ class CheckpointScheduler:
         self.leaving = False
 
     def resumed(self, taken: int) -> None:
-        """Note that training goes on from a checkpoint of step `taken`, which is on the disk."""
+        """Note that training resumes from a checkpoint of step `taken`, which is on the disk."""
         self._taken = self._safe = taken
 
     def follow(self, taken: int) -> None:
-        """Note a step whose checkpoint is for another process to keep."""
+        """Note a step whose checkpoint another process saves."""
         self._taken = taken
 
     def after_step(self, taken: int, take: Callable[[], Contents]) -> None:
-        """Keep what `take` returns if it is time.
+        """Save the state that `take` returns if a checkpoint is due.
 
         Args:
-            taken: how many steps of training have been taken; may be several more than the last time.
-            take: returns the state, which is copied before this returns; called on this thread if at all.
+            taken: number of training steps so far; may be several more than at the last call.
+            take: returns the state, which is copied before this returns; called on this thread, if at all.
         """
         if not self._ready:
             self._ready = True
@@ -109,41 +115,42 @@ class CheckpointScheduler:
             self._writer.write(self._copied(take()))
 
     def hold(self, taken: int, take: Callable[[], Contents]) -> None:
-        """Hold what `take` returns: the state at the end of step `taken`, which may be the last one.
+        """Hold the state that `take` returns, at the end of step `taken`, which may be the last one.
 
         Args:
             taken: as for `after_step`, which was called for this step.
-            take: returns the state, which is copied before this returns; called if it is not kept already.
+            take: returns the state, which is copied before this returns; called unless a checkpoint of it
+                was already requested.
         """
         if self._held is None and self._asked != taken:
             self._held = self._copied(take())
 
     def hold_late(self, taken: int, take: Callable[[], Contents]) -> None:
-        """Hold what `take` returns when `settle` is called; nothing if `drop` or `after_step` is before."""
+        """Hold what `take` returns at the next `settle`, unless `drop` or `after_step` comes first."""
         if self._asked != taken:
             self._late = take
 
     def settle(self) -> None:
-        """Copy what is held late: it is about to change."""
+        """Copy the state of `hold_late`, which is about to change."""
         if self._late is not None:
             late, self._late = self._late, None
             self._held = self._copied(late())
 
     def drop(self) -> None:
-        """Forget what is held: another step begins."""
+        """Discard the held state: another step begins."""
         self._held = self._late = None
 
     def end_call(self) -> None:
-        """Write what is held, if it has been a while: what the program does after a call may end it."""
+        """Write the held state, unless this was done recently: the program may end after the call."""
         now = self._clock.now()
         if self._held is not None and not self._writer.busy() and now - self._ended >= _REST_SECONDS:
             self._ended = now
             self._writer.write(self._held)
 
     def finish(self) -> None:
-        """Have what is held written, and the job marked as finished: the program has come to its end.
+        """Write the held state and mark the job as finished: the program has ended.
 
-        Returns when that is on the disk, has failed, or takes too long.
+        Return when both are on the disk, have failed, or take too long.
         """
         self.settle()
         if self._held is not None and self._asked != self._taken:
@@ -157,16 +164,16 @@ class CheckpointScheduler:
                 self._failed(str(error))
 
     def close(self, seconds: float) -> bool:
-        """Wait until what was asked for is on disk; return whether it is in time."""
+        """Wait until all requested checkpoints are on the disk; return False if `seconds` pass first."""
         return self._writer.close(seconds)
 
     @property
     def _asked(self) -> int | None:
-        """The step of the checkpoint that was asked for last."""
+        """The step of the checkpoint that was requested last."""
         return self._safe if self._writer.asked is None else self._writer.asked
 
     def _copied(self, contents: Contents) -> Contents:
-        # The memory of the last copy is free when it has been written.
+        # The memory of the last copy is free once it has been written.
         copies = Copies() if self._writer.busy() else self._copies
         return copies.of(contents)
 
@@ -186,7 +193,7 @@ class CheckpointScheduler:
             )
 
     def _wait_for_disk(self, seconds: float, who: str) -> bool:
-        """Wait until nothing is being written; say so now and then; return whether it is in time."""
+        """Wait until nothing is being written, with a note every few seconds; return False on timeout."""
         begun = self._clock.now()
         while not self._writer.close(max(0.0, min(_SAY_EVERY_SECONDS, begun + seconds - self._clock.now()))):
             waited = self._clock.now() - begun
@@ -202,25 +209,25 @@ class CheckpointScheduler:
         return self._every.seconds is not None and self._clock.now() - self._last >= self._every.seconds
 
 
-def open_scheduler(store: Store, every: Every, report: Callable[..., None]) -> CheckpointScheduler:
-    """Return what keeps checkpoints in `store` while its process is the chief.
+def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], None]) -> CheckpointScheduler:
+    """Return the scheduler that saves checkpoints in `store` while its process is the chief.
 
     Args:
-        store: where.
-        every: how often.
-        report: is told, from another thread, of each checkpoint that was written, of each that had to make
-            room for it, and of each failure, as an event with fields.
+        store: of the checkpoints.
+        every: the interval.
+        publish: called on another thread with an event for each checkpoint written, each one removed to free
+            space, and each failure.
     """
 
     def done(path: Path, step: int, seconds: float) -> None:
-        report("checkpoint", path=str(path), step=step, seconds=seconds)
+        publish(CheckpointWritten(str(path), step, seconds))
 
     def failed(reason: str) -> None:
-        report("checkpoint failed", reason=reason)
+        publish(CheckpointNotWritten(reason))
         note(f"a checkpoint was not written: {reason}; training continues")
 
     def removed(path: Path) -> None:
-        report("checkpoint removed", path=str(path), reason="the disk is full")
+        publish(CheckpointRemoved(str(path), "the disk is full"))
         note(
             f"the disk has no space for another checkpoint; removing the oldest: {path}; free space, or "
             "keep fewer checkpoints"
@@ -240,10 +247,10 @@ def end_at_a_step(
     thread.
 
     Args:
-        scheduler: is told that the process leaves.
-        is_chief: whether this process keeps checkpoints at the time.
-        patience: seconds in which a step has to end, or a second signal to come; then the process ends
-            without a checkpoint. None: whoever sends the signal sees to that.
+        scheduler: its `leaving` is set.
+        is_chief: whether this process currently saves checkpoints.
+        patience: after so many seconds, or a second signal, the process ends without a checkpoint. None: the
+            sender of the signal enforces a limit.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -268,21 +275,21 @@ Array = npt.NDArray[Any]
 
 
 class Copies:
-    """Copies contents to the same memory again and again."""
+    """Copies contents, reusing the memory of the last copy."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Array] = {}
         self._thread: threading.Thread | None = None
 
     def make_ready(self, contents: Contents) -> None:
-        """Take memory for contents like these, on a thread; once."""
+        """Allocate memory for contents like these, on a thread; once."""
         if self._thread is None:
             kinds = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
             self._thread = threading.Thread(target=self._take, args=(kinds,), name="copies", daemon=True)
             self._thread.start()
 
     def of(self, contents: Contents) -> Contents:
-        """Return a copy of `contents`, in the place of the one that was returned before."""
+        """Return a copy of `contents`; it overwrites the previous one."""
         ready = self._thread is None or not self._thread.is_alive()
         memory = self._memory if ready else {}
         copies = {name: _copied(array, memory.get(name)) for name, array in contents.arrays.items()}
@@ -293,7 +300,7 @@ class Copies:
     def _take(self, kinds: Mapping[str, Any]) -> None:
         for name, (shape, dtype) in kinds.items():
             memory = np.empty(shape, dtype)
-            # Maps each page, and lets other threads run meanwhile.
+            # Maps each page; other threads can run meanwhile.
             memory.reshape(-1).view(np.uint8).fill(0)
             self._memory[name] = memory
 

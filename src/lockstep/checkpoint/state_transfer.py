@@ -1,6 +1,6 @@
-"""Contents in memory without a name, for another process of this machine: nothing of it outlives them.
+"""State in anonymous memory, for another process of this machine: it vanishes with its processes.
 
-A header, msgpack behind its length, then the arrays one after the other, each at a multiple of 64 bytes.
+The format is a header, as msgpack after its length, then the arrays, each at a multiple of 64 bytes.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ from lockstep.system.memory import available_memory
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 64
 _SPARE = 1 << 20
-"""Bytes for a header that has become longer since the memory was made ready."""
+"""Spare bytes for a header that has grown since the memory was prepared."""
 
 
 class _Header(msgspec.Struct):
-    """What stands before the arrays: [name, dtype, shape] of each."""
+    """The header: [name, dtype, shape] of each array."""
 
     step: int
     manifest: dict[str, object]
@@ -35,7 +35,7 @@ class _Header(msgspec.Struct):
 
 
 class StateMemory:
-    """Memory for a parcel. To take it is slower than to fill it: it can be made ready in the background."""
+    """Memory for a state, allocated in the background: that takes longer than filling it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -47,12 +47,12 @@ class StateMemory:
         self._unwanted = False
 
     def make_ready(self) -> None:
-        """Take the memory, on a thread."""
+        """Allocate the memory, on a thread."""
         self._thread = threading.Thread(target=self._take, name="memory", daemon=True)
         self._thread.start()
 
     def filled(self, contents: Contents) -> int | None:
-        """Write `contents`; return the descriptor, which the caller closes; None if they do not fit.
+        """Write `contents`; return the descriptor, which the caller closes, or None if they do not fit.
 
         Raises:
             CheckpointError: there is too little memory.
@@ -77,7 +77,7 @@ class StateMemory:
         return descriptor
 
     def close(self) -> None:
-        """Give the memory back, if it was not filled; where it is being taken, as soon as it is there."""
+        """Free the memory unless it was filled; if it is being allocated, free it as soon as that is done."""
         with self._closing:
             self._unwanted = True
             if self._descriptor >= 0:
@@ -90,10 +90,10 @@ class StateMemory:
             if self._size > (room := available_memory()):
                 raise MemoryError(f"it needs {self._size} bytes, and {room} are available")
             os.posix_fallocate(descriptor, 0, self._size)
-            # Reading beyond the end of a file that was truncated kills a process.
+            # Reading beyond the end of a truncated file kills the process.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._data = np.frombuffer(mmap.mmap(descriptor, self._size), np.uint8)
-            # Maps each page, and lets other threads run meanwhile.
+            # Maps each page; other threads can run meanwhile.
             self._data.fill(0)
         except (OSError, MemoryError) as error:
             self._failure = str(error)
@@ -105,7 +105,7 @@ class StateMemory:
 
 
 def memory_for(contents: Contents) -> StateMemory:
-    """Return memory in which `contents`, and what grows out of them in the next steps, will fit."""
+    """Return memory that fits `contents` and their growth over the next steps."""
     header, arrays = _parts(contents)
     return StateMemory(_extent(len(header) + _SPARE, arrays))
 
@@ -118,8 +118,8 @@ def pack_state(contents: Contents, ready: StateMemory | None = None) -> int:
         ready: memory to use if they fit.
 
     Raises:
-        CheckpointError: there is too little memory, or an array has a name or dtype that the format of
-            checkpoints does not know.
+        CheckpointError: there is too little memory, or an array has a name or dtype that the checkpoint
+            format does not support.
     """
     check_names(contents.arrays)
     descriptor = ready.filled(contents) if ready is not None else None
@@ -130,13 +130,13 @@ def pack_state(contents: Contents, ready: StateMemory | None = None) -> int:
 
 
 def unpack_state(descriptor: int) -> Contents:
-    """Read what `pack_state` has written; takes over `descriptor`.
+    """Read contents that `pack_state` wrote; takes ownership of `descriptor`.
 
     Returns:
-        The contents; the arrays are read-only, and stay where they are.
+        The contents; the arrays are read-only and not copied.
 
     Raises:
-        CheckpointError: it has not written that.
+        CheckpointError: the memory is not from `pack_state`.
     """
     try:
         with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)):
@@ -158,7 +158,7 @@ def unpack_state(descriptor: int) -> Contents:
 def _mapped(
     memory: mmap.mmap, start: int, dtype: "np.dtype[Any] | None", shape: tuple[int, ...]
 ) -> "np.ndarray[Any, np.dtype[Any]]":
-    """Return the array at `start`; raise ValueError if there is none."""
+    """Return the array at `start`; raise ValueError if it is invalid."""
     if dtype is None or min(shape, default=0) < 0:
         raise ValueError(f"an array of the dtype {dtype} and the shape {shape}")
     size = math.prod(shape)
@@ -167,7 +167,7 @@ def _mapped(
 
 def _parts(contents: Contents) -> tuple[bytes, list["np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
     """Return the header with its length, and the bytes of each array."""
-    # Arrays whose elements lie apart are copied; all others are written from where they are.
+    # Only non-contiguous arrays are copied.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     kinds = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
     header = msgspec.msgpack.encode(_Header(contents.step, dict(contents.manifest), kinds))

@@ -1,4 +1,4 @@
-"""The checkpoints of a job: a folder with a folder for each."""
+"""The checkpoints of a job: a folder that contains a folder for each."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ _FINISHED = "finished.json"
 
 
 class _Finished(msgspec.Struct):
-    """What the file says that the job has come to its end."""
+    """The file that marks the job as finished."""
 
     step: int
     time: float
@@ -38,10 +38,10 @@ class Entry:
 
     Attributes:
         path: its folder.
-        step: steps of training taken before it.
+        step: training steps before it.
         time: when it was written, in seconds since 1970.
-        bytes: of its files.
-        fault: why it is damaged or incomplete, and which file; None if it is whole.
+        bytes: total size of its files.
+        fault: why it is damaged or incomplete, with the file; None if it is complete.
     """
 
     path: Path
@@ -54,14 +54,14 @@ class Entry:
 class Store:
     """Writes and finds the checkpoints in one folder.
 
-    A checkpoint appears under its name, `step-<step>`, when it is whole and on the disk. Everything before
-    goes on in folders whose names begin with a dot, under a lock that lasts no longer than the process: what
-    a killed writer leaves behind, the next one removes.
+    A checkpoint appears under its name, `step-<step>`, once it is complete and on the disk. Before that, it
+    is written in a folder whose name begins with a dot, under a lock that ends with the process; the next
+    writer removes the remains of a killed one.
 
     Args:
         folder: may not exist yet.
-        keep: how many are kept.
-        claim: on the folder, which is taken before anything is written; None where somebody else has it.
+        keep: number of checkpoints to keep.
+        claim: the folder's lock, acquired before the first write; None if another object holds it.
     """
 
     def __init__(self, folder: Path, keep: int = 3, claim: FolderLock | None = None) -> None:
@@ -70,23 +70,24 @@ class Store:
         self._claim = claim
 
     def write(self, contents: Contents, removed: Callable[[Path], None] = lambda path: None) -> Path:
-        """Write a checkpoint, in the place of one of the same step, if there is one.
+        """Write a checkpoint; it replaces one of the same step.
 
-        Then those are removed that are older than the newest `keep` whole ones; the one just written stays in
-        any case. Where there is no room for it, they are removed before, one by one, the oldest first, but
-        never the newest whole one. Whenever the process is killed, the others stay whole.
+        Then remove those that are older than the newest `keep` complete ones, but never the one just written.
+        If the disk is full, first remove checkpoints one by one, the oldest first, but never the newest
+        complete one. The others stay complete even if the process is killed at any time.
 
         Args:
             contents: to write.
-            removed: takes each whole one that is removed first, though it is among the newest `keep`.
+            removed: called for each complete one that is removed to free space although it is among the
+                newest `keep`.
 
         Returns:
             The folder of the checkpoint; it is on the disk.
 
         Raises:
-            CheckpointError: it cannot be written; nothing of it is left, and the newest whole one is as it
-                was, as are all others unless there is no room.
-            TypeError, ValueError: the manifest holds what JSON cannot hold.
+            CheckpointError: it cannot be written; nothing of it is left, and the newest complete one is
+                unchanged, as are all others unless the disk is full.
+            TypeError, ValueError: the manifest contains values that JSON cannot represent.
         """
         check_names(contents.arrays)
         if self._claim is not None:
@@ -116,9 +117,9 @@ class Store:
                     raise
 
     def _make_room(self, needed: int, removed: Callable[[Path], None]) -> bool:
-        """Remove the oldest for one of `needed` bytes; return whether that was done.
+        """Remove the oldest one for a new one of `needed` bytes; return whether one was removed.
 
-        None is removed where no whole one is newer, or where all those together would not be enough.
+        None is removed if no complete one is newer, or if removing all such ones would not free enough.
         """
         paths = self._paths()
         whole = [path for path in paths if _looks_whole(path)]
@@ -132,9 +133,9 @@ class Store:
         return True
 
     def newest(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
-        """Return the folder of the newest whole checkpoint and what it holds; None if there is none.
+        """Return the folder of the newest complete checkpoint and its contents; None if there is none.
 
-        Each damaged or incomplete one that is newer is told to `report`.
+        `report` is called with a message for each newer one that is damaged or incomplete.
 
         Raises:
             CheckpointError: the folder exists and cannot be read.
@@ -147,7 +148,7 @@ class Store:
         return None
 
     def entries(self) -> list[Entry]:
-        """Return all checkpoints, the oldest first; each is read and verified.
+        """Return all checkpoints, the oldest first; reads and verifies each.
 
         Raises:
             CheckpointError: the folder exists and cannot be read.
@@ -155,7 +156,7 @@ class Store:
         return [_entry(path) for path in self._paths()]
 
     def steps(self) -> dict[int, Path]:
-        """Return the folders of all checkpoints by their steps, the oldest first; none is looked into.
+        """Return the folders of all checkpoints by their steps, the oldest first, without reading them.
 
         Raises:
             CheckpointError: the folder exists and cannot be read.
@@ -163,7 +164,7 @@ class Store:
         return {_step(path): path for path in self._paths()}
 
     def finish(self, step: int) -> None:
-        """Note on the disk that the job has come to its end with its checkpoint of `step`.
+        """Record on the disk that the job finished with its checkpoint of `step`.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -179,9 +180,9 @@ class Store:
             raise CheckpointError(f"cannot write {path}: {reason(error)}; free space there") from None
 
     def finished(self) -> int | None:
-        """Return the step of the checkpoint with which the job has come to its end; None if it has not.
+        """Return the step of the checkpoint with which the job finished; None if it has not.
 
-        A checkpoint of a later step is one of a job that has gone on since.
+        A checkpoint of a later step means that the job has been resumed since.
         """
         try:
             return msgspec.json.decode(read_regular(self._folder / _FINISHED), type=_Finished).step
@@ -202,14 +203,14 @@ class Store:
                 f"the checkpoints in {self._folder} cannot be read: {reason(error)}"
             ) from None
         found: dict[int, Path] = {}
-        # Names with a dot come first: they count only where a writer was killed before the new one was named.
+        # Names with a dot sort first: they count only if a writer was killed before it renamed the new one.
         for path in sorted(paths):
             if _NAME.fullmatch(path.name):
                 found[_step(path)] = path
         return [path for _, path in sorted(found.items())]
 
     def _clean(self) -> None:
-        """Remove what killed writers have left, and put back what they were replacing."""
+        """Remove the remains of killed writers, and restore checkpoints that they were replacing."""
         for path in self._paths():
             if path.name.startswith("."):
                 path.rename(self._path(_step(path)))
@@ -229,7 +230,7 @@ class Store:
             placed = True
             sync(self._folder)
         except BaseException:
-            # What cannot be undone here, the next writer undoes.
+            # The next writer undoes what cannot be undone here.
             with contextlib.suppress(OSError):
                 if placed:
                     path.rename(temporary)
@@ -240,15 +241,15 @@ class Store:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, written: Path) -> None:
-        """Remove what is older than the newest `keep` whole ones, and older than the one just written.
+        """Remove what is older than the newest `keep` complete ones and than the one just written.
 
-        Damaged ones that are newer stay: they may be readable another day, or are replaced.
+        Newer damaged ones stay: they may become readable, or are replaced.
         """
         whole = [path for path in self._paths() if _looks_whole(path)]
         oldest = min(_step(path) for path in [*whole[-max(self._keep, 1) :], written])
         for path in self._paths():
             if _step(path) < oldest:
-                # One that cannot be removed harms nobody; the next writer tries again.
+                # One that cannot be removed does no harm; the next writer tries again.
                 with contextlib.suppress(OSError):
                     self._remove(path)
 
@@ -265,7 +266,7 @@ def _step(path: Path) -> int:
 
 
 def _looks_whole(path: Path) -> bool:
-    """Tell whether a checkpoint is whole, as far as that can be seen without reading its arrays."""
+    """Whether a checkpoint is complete, as far as that shows without reading its arrays."""
     try:
         read_outline(path)
     except CheckpointError:

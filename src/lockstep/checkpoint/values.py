@@ -1,6 +1,6 @@
 """Nested Python values as JSON-able data and named arrays, and back, with the same types and bits.
 
-What JSON has stands for itself: None, bool, str, list, dict with string keys, floats that are finite and ints
+JSON's own types are stored as they are: None, bool, str, list, dict with string keys, finite floats, and ints
 of up to 63 bits and a sign. Everything else is an object with one key, which begins with `$`:
 
     {"$tuple": [...]}                    {"$dict": [[key, value], ...]}     other keys than plain strings
@@ -25,19 +25,19 @@ Array = npt.NDArray[Any]
 
 
 def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
-    """Take `value` apart.
+    """Split `value` into JSON-able data and arrays.
 
     Args:
-        value: made of None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars.
-            Instances of subclasses are refused, as they would come back as something else.
-        prefix: what the names of the arrays begin with, and where `value` is in messages.
+        value: consists of None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars.
+            Instances of subclasses are rejected because `unpack` would not restore their type.
+        prefix: the prefix of the arrays' names, and the location of `value` in messages.
 
     Returns:
-        JSON-able data, and the arrays by name: `prefix`, then the keys and positions that lead to them, with
-        slashes between. They are those of `value`, not copies.
+        JSON-able data, and the arrays by name: `prefix` and the path of keys and positions, separated by
+        slashes. They are those of `value`, not copies.
 
     Raises:
-        TypeError: something cannot be packed; the message says where it is and what.
+        TypeError: something cannot be packed; the message names it and its location.
     """
     packer = _Packer()
     try:
@@ -47,10 +47,10 @@ def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
 
 
 def unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
-    """Put together what `pack` took apart; arrays are taken from `arrays`, not copied.
+    """Restore a value from the result of `pack`, with the arrays of `arrays` themselves, not copies.
 
     Raises:
-        CheckpointError: this is nothing that `pack` made, or an array is missing.
+        CheckpointError: this is not a result of `pack`, or an array is missing.
     """
     try:
         return _unpacked(packed, arrays)
@@ -73,7 +73,7 @@ class _Packer:
         make = self._MAKERS.get(kind)
         if make is None:
             raise TypeError(
-                f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be kept in a checkpoint"
+                f"{where}: a {kind.__module__}.{kind.__qualname__} cannot be saved in a checkpoint"
             )
         return make(self, value, where)
 
@@ -100,7 +100,7 @@ class _Packer:
     def _dict(self, value: dict[Any, Any], where: str) -> Any:
         for key in value:
             if type(key) not in (str, int):
-                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be kept")
+                raise TypeError(f"{where}: a key is {key!r}, but only str and int keys can be saved")
         if all(type(key) is str and plain(key) and not key.startswith("$") for key in value):
             return {key: self.pack(item, f"{where}/{key}") for key, item in value.items()}
         return {
@@ -126,7 +126,7 @@ class _Packer:
     @staticmethod
     def _check(dtype: "np.dtype[Any]", where: str) -> None:
         if not storable(dtype):
-            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be kept in a checkpoint")
+            raise TypeError(f"{where}: NumPy's dtype {dtype} cannot be saved in a checkpoint")
 
     _MAKERS: Mapping[type, Callable[["_Packer", Any, str], Any]] = {
         int: _int,
@@ -212,12 +212,12 @@ def named(name: str) -> "np.dtype[Any] | None":
 
 
 def storable(dtype: "np.dtype[Any]") -> bool:
-    """Tell whether a checkpoint can hold arrays of this dtype, which includes its order of bytes."""
+    """Whether a checkpoint can hold arrays of this dtype, including its byte order."""
     return dtype == _DTYPES.get(dtype.name)
 
 
 def plain(text: str) -> bool:
-    """Tell whether JSON keeps `text`: lone surrogates that follow each other would become one character."""
+    """Whether JSON preserves `text`: adjacent lone surrogates would become one character."""
     try:
         text.encode()
     except UnicodeEncodeError:

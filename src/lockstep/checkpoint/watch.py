@@ -1,4 +1,4 @@
-"""What an evaluator does from one look at a folder of checkpoints to the next. Pure."""
+"""How an evaluator polls a folder of checkpoints. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from pathlib import Path
 from lockstep.errors import PeerLostError, PeerStuckError
 
 PATIENCE = 600.0
-"""Seconds without a job and without a new checkpoint after which nobody is waited for any more."""
+"""Seconds without a job and without a new checkpoint after which the evaluator gives up."""
 
 _EVERY = 5.0
 _EVERY_WHILE_TRAINING = 60.0
@@ -17,13 +17,13 @@ _TRIES = 2
 
 @dataclass(frozen=True)
 class Look:
-    """What is to be seen in a folder.
+    """The state of a folder at one time.
 
     Attributes:
-        now: seconds, on a clock that never goes back.
-        trains: whether a job runs that keeps checkpoints there; looked at before `steps`.
-        begun: whether a job has shown itself since the evaluator's process began.
-        steps: of the checkpoints that are there.
+        now: seconds on a monotonic clock.
+        trains: whether a running job saves checkpoints there; read before `steps`.
+        begun: whether a job has started or saved a checkpoint since the evaluator's process started.
+        steps: the steps of the checkpoints in the folder.
     """
 
     now: float
@@ -34,12 +34,12 @@ class Look:
 
 @dataclass
 class CheckpointWatch:
-    """Chooses the checkpoints to evaluate, and knows when there will be no other.
+    """Chooses the checkpoints to evaluate, and determines when there will be no more.
 
     Attributes:
         folder: for messages.
-        since: when something last happened; at first, when the watch begins.
-        newest: the step of the newest checkpoint that was evaluated; None before the first.
+        since: the time of the last activity; at first, the start of the watch.
+        newest: the step of the newest evaluated checkpoint; None before the first.
     """
 
     folder: Path
@@ -50,11 +50,11 @@ class CheckpointWatch:
     _failed: Counter[int] = field(default_factory=Counter)
 
     def choose(self, look: Look) -> int | None:
-        """Return the step of the checkpoint to load now: the newest that is new; None if none is.
+        """Return the step of the checkpoint to load now, the newest not yet evaluated; None if there is none.
 
         Raises:
-            PeerLostError: training has ended, and left nothing that could be evaluated.
-            PeerStuckError: no job has come for `PATIENCE`.
+            PeerLostError: training has ended without a checkpoint that could be evaluated.
+            PeerStuckError: no job has started for `PATIENCE` seconds.
         """
         if look.trains:
             self.since = look.now
@@ -77,7 +77,7 @@ class CheckpointWatch:
         return None
 
     def is_over(self, look: Look) -> bool:
-        """Whether training has ended; all that it has left is there to be seen in `look`."""
+        """Whether training has ended; `look` then shows all of its checkpoints."""
         return self._begun and not look.trains
 
     def evaluated(self, step: int, now: float) -> None:
@@ -87,13 +87,13 @@ class CheckpointWatch:
     def could_not_read(self, step: int) -> bool:
         """Note that a checkpoint could not be read; return whether it is damaged.
 
-        The first time, it may have been replaced meanwhile: it is tried again.
+        The first time, it may just have been replaced, so it is tried again.
         """
         self._failed[step] += 1
         return self._failed[step] >= _TRIES
 
     def line(self, look: Look) -> str:
-        """Return for what to say that the evaluator waits; nothing if it is not time to say so."""
+        """Return the line that says what the evaluator waits for; empty if none is due."""
         every = _EVERY_WHILE_TRAINING if look.trains else _EVERY
         if self._said is not None and look.now - self._said < every:
             return ""

@@ -1,4 +1,4 @@
-"""Writing checkpoints while training goes on."""
+"""Writing checkpoints while training continues."""
 
 import threading
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from lockstep.system.clock import SystemClock
 
 
 class Writer:
-    """Writes one checkpoint at a time on a thread, which lives while there is something to write.
+    """Writes one checkpoint at a time on a thread, which runs while there is something to write.
 
-    On that thread, `done(path, step, seconds)` is called for each checkpoint that is on the disk,
-    `failed(message)` for each that could not be written, and `removed(path)` for each older one that had to
-    make room; they must not raise. The thread does not keep the process from ending.
+    That thread calls `done(path, step, seconds)` for each checkpoint that is on the disk, `failed(message)`
+    for each that could not be written, and `removed(path)` for each older one removed to free space; these
+    must not raise. The thread does not keep the process from ending.
 
     Attributes:
-        asked: the step of the checkpoint that was asked for last; None before the first.
+        asked: the step of the checkpoint that was requested last; None before the first.
         written: the step of the one that was written last; None before the first.
-        seconds: that its writing took.
+        seconds: how long writing that one took.
     """
 
     def __init__(
@@ -42,11 +42,10 @@ class Writer:
         self.seconds = 0.0
 
     def write(self, contents: Contents) -> None:
-        """Ask for a checkpoint and return at once.
+        """Request a checkpoint and return at once.
 
-        If one is being written, this one waits for it, in the place of one that has waited before, which is
-        dropped: nothing is called for that. The arrays must stay as they are until this one is done, has
-        failed or is dropped.
+        If one is being written, this one waits; it replaces one that already waits, for which nothing is
+        called. The arrays must not change until this one is written, has failed or is replaced.
         """
         self.asked = contents.step
         with self._changed:
@@ -56,11 +55,11 @@ class Writer:
                 self._running = True
 
     def busy(self) -> bool:
-        """Tell whether something is being written or waits for it."""
+        """Whether a checkpoint is being written or waits to be."""
         return self._running
 
     def close(self, seconds: float) -> bool:
-        """Wait until all that was asked for is on the disk or has failed; False if not within `seconds`."""
+        """Wait until all requested checkpoints are written or have failed; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._running, seconds)
 
@@ -79,7 +78,7 @@ class Writer:
         with self._changed:
             contents, self._waiting = self._waiting, None
             if contents is None:
-                # From here on, whoever asks for a checkpoint starts another thread.
+                # From here on, the next request starts another thread.
                 self._stop()
             return contents
 

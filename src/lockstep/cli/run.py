@@ -358,7 +358,9 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     from lockstep.agent.starter import LocalStarter
     from lockstep.agent.views import Views
     from lockstep.collectives.shared.pool import SharedPool
+    from lockstep.observability.bus import Bus
     from lockstep.observability.event_log import EventLog
+    from lockstep.observability.events import RUN_EVENTS
     from lockstep.supervisor.state import JobSize, State, TimeLimits
     from lockstep.system.clock import SystemClock
     from lockstep.system.descendants import LinuxDescendants
@@ -366,7 +368,9 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
 
     paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    with EventLog.open(paths.events, SystemClock(), console.say) as events:
+    events = Bus(SystemClock(), complain=console.say)
+    with EventLog.open(paths.events, console.say) as log:
+        events.subscribe(log.append, *RUN_EVENTS)
         agent = Agent(
             spec=spec,
             paths=paths,
@@ -377,13 +381,11 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
             events=events,
             clock=SystemClock(),
             descendants=LinuxDescendants(),
-            state=State(
-                frozenset(range(spec.workers)),
+            state=State.of(
+                spec.view,
                 TimeLimits(timeout=spec.timeout, save=spec.grace),
-                view=spec.view,
+                JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
                 keeps=spec.checkpoints is not None,
-                size=JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
-                next_worker=spec.workers,
             ),
         )
         return agent.run()

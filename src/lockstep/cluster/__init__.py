@@ -1,1 +1,1 @@
-"""Which tasks a cluster has, at which addresses, and where that is said: `TF_CONFIG`, Slurm, Kubernetes."""
+"""The tasks of a cluster and their addresses, from `TF_CONFIG`, Slurm or Kubernetes."""

@@ -117,7 +117,7 @@ def _pods(client: Any, selector: str) -> Any:
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
-    # A pair, because clients up to 35 at least take no notice of a single float.
+    # A pair, because clients up to at least version 35 ignore a single float.
     patience = (_PATIENCE, _PATIENCE)
     asked = f"asked for the pods with the label {selector!r}"
     try:

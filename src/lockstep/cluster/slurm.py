@@ -70,7 +70,7 @@ class SlurmClusterResolver(ClusterResolver):
         self._rpc_layer = rpc_layer
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the step's tasks; sets `CUDA_VISIBLE_DEVICES` if that was asked for."""
+        """Return the step's tasks; with `auto_set_gpu`, set `CUDA_VISIBLE_DEVICES`."""
         if self._own_gpus is not None:
             show_gpus(self._own_gpus)
         return self._cluster
@@ -96,7 +96,7 @@ class SlurmClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> Mapping[str, int]:
-        """Return the number of GPUs of each task; the arguments choose nothing."""
+        """Return the number of GPUs of each task; the arguments have no effect."""
         return {"GPU": self._gpus_per_task}
 
 
@@ -192,11 +192,11 @@ _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 def expand_hosts(text: str) -> list[str]:
     """Return the hosts of a list such as `node[01-03,7]`, in its order: node01, node02, node03, node7.
 
-    A range has as many digits at least as its first number. Where a name has several brackets, the last one
-    varies first.
+    The numbers of a range have at least as many digits as its first one. If a name has several brackets, the
+    last one varies fastest.
 
     Raises:
-        ConfigError: it is not a list of hosts, or one of more than 65,536.
+        ConfigError: it is not a list of hosts, or has more than 65,536.
     """
     names = _split(text)
     hosts = list(islice((host for name in names for host in _expand(text, name)), _MOST + 1))
@@ -209,7 +209,7 @@ def expand_counts(text: str) -> list[int]:
     """Return the numbers of a list such as `2(x3),1`: 2, 2, 2, 1.
 
     Raises:
-        ConfigError: it is not such a list, or one of more than 65,536 numbers.
+        ConfigError: it is not such a list, or has more than 65,536 numbers.
     """
     found = [_COUNT.fullmatch(part) for part in text.split(",")]
     runs = [(int(match[1]), int(match[2] or 1)) for match in found if match]

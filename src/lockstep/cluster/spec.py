@@ -25,7 +25,7 @@ class ClusterSpec:
 
         Raises:
             TypeError: it is none of these.
-            ValueError: an index is not a whole number, 0 or more.
+            ValueError: an index is not a whole number of at least 0.
         """
         jobs = cluster.as_dict() if hasattr(cluster, "as_dict") else cluster
         if not isinstance(jobs, Mapping):
@@ -101,7 +101,7 @@ class ClusterSpec:
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Return the addresses of a job's tasks by index, None for an index that is left out.
+        """Return the addresses of a job's tasks by index, None for an omitted index.
 
         Raises:
             ValueError: there is no such job.

@@ -1,4 +1,4 @@
-"""`TF_CONFIG`: a cluster, and which of its tasks this process is."""
+"""`TF_CONFIG`: a cluster, and the task of this process."""
 
 import json
 import re
@@ -19,14 +19,14 @@ _LAST_PORT = 65535
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """What `TF_CONFIG` says.
+    """A parsed `TF_CONFIG`.
 
     Attributes:
-        cluster: all tasks; indices are not left out, each address is there once and has a port.
-        task_type: one of `TASK_TYPES`; this process's own.
-        task_id: its index in the job of that type; of an evaluator that the cluster does not list, any.
-        rpc_layer: such as "grpc"; None if it is not said.
-        environment: such as "cloud"; None if it is not said.
+        cluster: all tasks; no index is omitted, and each address is unique and has a port.
+        task_type: the type of this process's task, one of `TASK_TYPES`.
+        task_id: its index in the job of that type; any index for an evaluator that the cluster does not list.
+        rpc_layer: such as "grpc"; None if it is not specified.
+        environment: such as "cloud"; None if it is not specified.
     """
 
     cluster: ClusterSpec
@@ -40,8 +40,8 @@ def parse(text: str) -> TaskConfig:
     """Parse a `TF_CONFIG`.
 
     Raises:
-        ConfigError: it is not JSON, lacks something, or contradicts itself; the message says what was found,
-            what was expected and how to write it.
+        ConfigError: it is not JSON, is incomplete, or contradicts itself; the message names what was found
+            and what was expected, and shows a correct value.
     """
     fields = load(text)
     if "cluster" not in fields:
@@ -58,7 +58,7 @@ def parse(text: str) -> TaskConfig:
 
 
 def training_tasks(cluster: ClusterSpec) -> tuple[tuple[str, int, str], ...]:
-    """Return type, index and address of the tasks that train, in the order of their replicas.
+    """Return the type, index and address of each training task, in the order of the replicas.
 
     The chief comes first, then the workers by index; parameter servers and evaluators are not replicas.
     """
@@ -71,7 +71,7 @@ def training_tasks(cluster: ClusterSpec) -> tuple[tuple[str, int, str], ...]:
 
 
 def load(text: str) -> dict[str, Any]:
-    """Return the fields of a `TF_CONFIG`, without looking into them.
+    """Return the fields of a `TF_CONFIG`, without checking them.
 
     Raises:
         ConfigError: it is not a JSON object.
@@ -86,7 +86,7 @@ def load(text: str) -> dict[str, Any]:
 
 
 def parse_cluster(value: object) -> ClusterSpec:
-    """Return the cluster that a `TF_CONFIG` describes, without judging it.
+    """Return the cluster that a `TF_CONFIG` describes, without checking it.
 
     Raises:
         ConfigError: it does not describe one.
@@ -105,7 +105,7 @@ def parse_index(value: object) -> int:
     Raises:
         ConfigError: it is not a whole number.
     """
-    # TensorFlow reads "1" as 1 too, and people's templates write it so.
+    # TensorFlow accepts "1" too, and templates use it.
     number = _whole(value if isinstance(value, str) else json.dumps(value))
     if number is None:
         raise _wrong(f"has {_short(value)} for the 'index' of 'task', expected a whole number, 0 or more")
@@ -121,7 +121,7 @@ def _check_jobs(cluster: ClusterSpec) -> None:
         if indices != list(range(len(indices))):
             raise _wrong(f"has the {job} tasks {indices} in 'cluster', expected all from 0 on")
         if job in ("chief", "evaluator") and len(indices) > 1:
-            raise _wrong(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected one at most")
+            raise _wrong(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected at most one")
 
 
 def _check_addresses(cluster: ClusterSpec) -> None:
@@ -133,7 +133,7 @@ def _check_addresses(cluster: ClusterSpec) -> None:
             if place in seen:
                 raise _wrong(
                     f"gives {cluster.task_address(job, index)!r} to {seen[place]} and to {task}, "
-                    "expected an address of its own for each task"
+                    "expected a different address for each task"
                 )
             seen[place] = task
 

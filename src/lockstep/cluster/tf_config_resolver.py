@@ -78,7 +78,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_type(self) -> str | None:
-        """What was given or set, else the type of the task in `TF_CONFIG`."""
+        """The value given or set, otherwise the type of the task in `TF_CONFIG`."""
         task_type = _task().get("type") if self._task_type is None else self._task_type
         return None if task_type is None else str(task_type)
 
@@ -88,7 +88,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def task_id(self) -> int | None:
-        """What was given or set, else the index of the task in `TF_CONFIG`."""
+        """The value given or set, otherwise the index of the task in `TF_CONFIG`."""
         if self._task_id is not None:
             return int(self._task_id)
         task = _task()
@@ -100,7 +100,7 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def rpc_layer(self) -> str | None:
-        """What was given or set, else what `TF_CONFIG` says."""
+        """The value given or set, otherwise that of `TF_CONFIG`."""
         return _fields().get("rpc_layer") if self._rpc_layer is None else self._rpc_layer
 
     @rpc_layer.setter

@@ -1,1 +1,1 @@
-"""Sums along one fixed tree, over several ways to move bytes."""
+"""Sums along one fixed tree, with interchangeable transports."""

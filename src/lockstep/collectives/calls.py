@@ -1,4 +1,4 @@
-"""What members say when they arrive in a call, checked before anyone waits, and whether it agrees. Pure."""
+"""Descriptions of collective calls: local checks before a member waits, and comparison. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -13,14 +13,14 @@ Key = TypeVar("Key")
 
 
 class CollectiveCall(NamedTuple):
-    """What a member says of the call that it makes.
+    """A member's description of the call that it makes.
 
     Attributes:
         kind: the method.
         what: the caller's name for this call; not compared.
         check: must be equal on all members.
-        root: of a broadcast.
-        layout: 16 bytes, the digest of the leaves' shapes and dtypes; zeros where there are no leaves.
+        root: position of the root of a broadcast.
+        layout: 16 bytes, the digest of the leaves' shapes and dtypes; zeros if there are no leaves.
     """
 
     kind: str
@@ -41,21 +41,21 @@ def compare(
     Args:
         calls: one for each member.
         workers: the members' worker ids.
-        describe: gives each member's leaves, a line each; asked for only where layouts differ.
+        describe: returns each member's leaves, a line each; called only if layouts differ.
 
     Raises:
-        DisagreementError: they do not; names the workers in each camp and what differs. Its `workers` are
-            those that are not in the first member's camp.
+        DisagreementError: the calls differ; names the workers in each group and what differs. Its `workers`
+            are those outside the first member's group.
     """
     if all(call == calls[0] for call in calls[1:]):
         return
-    kinds = _camps([(call.kind, call.root) for call in calls], workers)
+    kinds = _groups([(call.kind, call.root) for call in calls], workers)
     if len(kinds) > 1:
         raise DisagreementError(_different_calls(calls, workers, kinds), _others(kinds))
-    layouts = _camps([call.layout for call in calls], workers)
+    layouts = _groups([call.layout for call in calls], workers)
     if len(layouts) > 1:
         raise DisagreementError(_different_leaves(calls[0], workers, describe()), _others(layouts))
-    checks = _camps([call.check for call in calls], workers)
+    checks = _groups([call.check for call in calls], workers)
     if len(checks) > 1:
         texts = [f"{name_workers(ids)} from {check.hex() or 'nothing'}" for check, ids in checks]
         raise DisagreementError(
@@ -67,10 +67,10 @@ def compare(
 
 
 def _different_calls(
-    calls: Sequence[CollectiveCall], workers: Sequence[int], camps: list[tuple[tuple[str, int], list[int]]]
+    calls: Sequence[CollectiveCall], workers: Sequence[int], groups: list[tuple[tuple[str, int], list[int]]]
 ) -> str:
     texts = []
-    for (kind, root), ids in camps:
+    for (kind, root), ids in groups:
         call = calls[list(workers).index(ids[0])]
         origin = f" from worker {workers[root]}" if kind == "broadcast" else ""
         texts.append(f"{name_workers(ids)} {'calls' if len(ids) == 1 else 'call'} {call}{origin}")
@@ -85,41 +85,41 @@ def _different_leaves(
 ) -> str:
     longest = max(len(lines) for lines in described)
     for leaf in range(longest):
-        camps = _camps([lines[leaf] if leaf < len(lines) else "missing" for lines in described], workers)
-        if len(camps) > 1:
+        groups = _groups([lines[leaf] if leaf < len(lines) else "missing" for lines in described], workers)
+        if len(groups) > 1:
             break
-    texts = " while ".join(f"{line} on {name_workers(ids)}" for line, ids in camps)
+    texts = " while ".join(f"{line} on {name_workers(ids)}" for line, ids in groups)
     return (
         f"the workers give different arrays to {call}: array {leaf} is {texts}. "
         "Every worker must build the same model and feed it batches of the same shape"
     )
 
 
-def _camps(keys: Sequence[Key], workers: Sequence[int]) -> list[tuple[Key, list[int]]]:
-    camps: dict[Key, list[int]] = {}
+def _groups(keys: Sequence[Key], workers: Sequence[int]) -> list[tuple[Key, list[int]]]:
+    groups: dict[Key, list[int]] = {}
     for key, worker in zip(keys, workers, strict=True):
-        camps.setdefault(key, []).append(worker)
-    return list(camps.items())
+        groups.setdefault(key, []).append(worker)
+    return list(groups.items())
 
 
-def _others(camps: Sequence[tuple[object, list[int]]]) -> tuple[int, ...]:
-    """Return the workers that are not in the first member's camp."""
-    return tuple(sorted(worker for _, ids in camps[1:] for worker in ids))
+def _others(groups: Sequence[tuple[object, list[int]]]) -> tuple[int, ...]:
+    """Return the workers that are not in the first member's group."""
+    return tuple(sorted(worker for _, ids in groups[1:] for worker in ids))
 
 
-def farewell(worker: int, call: CollectiveCall, error: BaseException) -> str:
-    """Say why `worker` ended its view in the middle of a call."""
+def abort_reason(worker: int, call: CollectiveCall, error: BaseException) -> str:
+    """Return the reason why `worker` ended its view in the middle of a call."""
     if isinstance(error, LockstepError):
         return f"worker {worker} gave up: {error}"
     return f"worker {worker} left {call} with {type(error).__name__}: {error}"
 
 
 CHECK_LIMIT = 64
-"""Bytes that `check` may have."""
+"""Maximum bytes of `check`."""
 
 
 def check_length(check: bytes) -> None:
-    """Make sure that `check` has a size that every implementation can carry.
+    """Make sure that `check` is not longer than every implementation can carry.
 
     Raises:
         InternalError: it is too long.
@@ -132,8 +132,8 @@ def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leave
     """Return the layout that all partials of one member share.
 
     Raises:
-        InternalError: they do not share one, or do not make up what the member owns.
-        ModelError: they cannot be summed.
+        InternalError: the layouts differ, or the partials do not make up the span that the member owns.
+        ModelError: the leaves cannot be summed.
     """
     plan.merges(position, partials)
     layout, *others = map(Layout.of, partials.values())
@@ -144,10 +144,10 @@ def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leave
 
 
 def outgoing(blob: bytes | None, *, is_root: bool) -> bytes:
-    """Return what a member sends in a broadcast: nothing, unless it is the root.
+    """Return the bytes that a member sends in a broadcast: none, unless it is the root.
 
     Raises:
-        InternalError: the root has nothing to send, or another member has.
+        InternalError: the root passes no blob, or another member passes one.
     """
     if is_root != (blob is not None):
         raise InternalError("in a broadcast the root gives a blob and the others give None")

@@ -1,4 +1,4 @@
-"""What every way to exchange data between workers promises."""
+"""The contract of every implementation of the exchange between workers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Waiting:
-    """A member has been waiting for `seconds` in `what` for `workers` (ids), which have not arrived."""
+    """A member has waited `seconds` in the call `what` for `workers` (ids), which have not arrived."""
 
     what: str
     workers: tuple[int, ...]
@@ -27,15 +27,15 @@ class Waiting:
 
 
 class WaitObserver(Protocol):
-    """Hears, every few seconds, for whom a member waits."""
+    """Receives a report, every few seconds, on the workers that a member waits for."""
 
     def __call__(self, waiting: Waiting) -> None:
-        """Take note of one report; called on the waiting thread, must not block."""
+        """Handle one report; called on the waiting thread, must not block."""
 
 
 @dataclass
 class WaitPolicy:
-    """How long a member waits for its peers; whoever has made it may change it.
+    """How long a member waits for its peers; its creator may change it.
 
     Attributes:
         report_every: seconds between two reports to the observer.
@@ -53,30 +53,34 @@ class Communicator(Protocol):
     of fit 1") and is not compared. Every method except `abort` and `close` waits for the other members
     and raises
 
-    * `DisagreementError` when the members call different methods, or what they bring does not fit
-      together; raised on every member, naming the workers, and calls can go on afterwards;
+    * `DisagreementError` when the members call different methods or pass arguments that do not match;
+      raised on every member, naming the workers, and further calls are possible;
     * `PeerLostError` once the view was aborted (a worker ended, its script raised), with the reason;
-    * `PeerStuckError` when the policy's timeout has passed, naming the workers that did not arrive (of
-      several members that give up, the later ones may raise `PeerLostError` with the same text).
+    * `PeerStuckError` when the policy's timeout has passed, naming the workers that did not arrive (if
+      several members give up, the later ones may raise `PeerLostError` with the same text).
 
-    A member that leaves a call halfway (a timeout, an interrupt) ends the view for all.
+    A member that leaves a call before it completes (a timeout, an interrupt) ends the view for all.
     """
 
     @property
     def notice(self) -> int:
-        """A number that whoever made the view has left for its members; 0 at first.
+        """A number that the creator of the view sets for its members; 0 at first.
 
-        It is what the first member saw when it came to the last call, and so the same on all members
-        between two calls.
+        It is the value that the first member read when it entered the last call, so it is the same on all
+        members between two calls.
         """
+
+    @property
+    def waited(self) -> float:
+        """Seconds that this member has waited for others to arrive, in all calls so far."""
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas along the plan's tree.
 
         Args:
-            partials: for spans that together are exactly the replicas this member owns, each a subtree
-                of the plan's tree: the sum over that span. All members give leaves of equal shapes and
-                dtypes (float16, bfloat16, float32, float64 or integers; sizes of 0 are fine).
+            partials: the sum over each span. The spans are subtrees of the plan's tree and together are
+                exactly the replicas that this member owns. All members pass leaves of equal shapes and
+                dtypes (float16, bfloat16, float32, float64 or integers; sizes of 0 are allowed).
             check: at most 64 bytes that must be equal on all members.
             what: names the call in messages.
 
@@ -87,7 +91,7 @@ class Communicator(Protocol):
         Raises:
             DisagreementError: `check`, shapes or dtypes differ.
             ModelError: a dtype cannot be summed.
-            SharedMemoryError: the memory for the exchange cannot be had; raised on every member.
+            SharedMemoryError: the memory for the exchange cannot be allocated; raised on every member.
         """
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
@@ -100,7 +104,7 @@ class Communicator(Protocol):
         """Return once every member has called it."""
 
     def abort(self, reason: str) -> None:
-        """End this view for all members: whoever waits, or calls later, raises `PeerLostError(reason)`.
+        """End this view for all members: those that wait, or call later, raise `PeerLostError(reason)`.
 
         Safe to call from any thread, more than once (the first reason stays), and after `close`.
         """

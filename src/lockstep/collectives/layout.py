@@ -1,4 +1,4 @@
-"""What the leaves of a partial look like, where they lie in memory, and who sums which of them. Pure."""
+"""Shapes and dtypes of a partial's leaves, their place in memory, and which member sums which part. Pure."""
 
 import hashlib
 import itertools
@@ -15,7 +15,7 @@ from lockstep.errors import ModelError
 from lockstep.topology import split_evenly
 
 ALIGNMENT = 64
-"""Bytes: a cache line, the widest vector, and what backends ask for to take an array without a copy."""
+"""Bytes: a cache line, the widest vector, and the alignment at which backends take arrays without a copy."""
 
 _SUMMABLE = frozenset(
     ["float16", "bfloat16", "float32", "float64"]
@@ -24,7 +24,7 @@ _SUMMABLE = frozenset(
 
 
 class Stretch(NamedTuple):
-    """The leaves `first <= i < last`, neighbours of one dtype, and their bytes; never empty."""
+    """The adjacent leaves `first <= i < last` of one dtype, and their bytes; never empty."""
 
     dtype: np.dtype[Any]
     first: int
@@ -43,9 +43,9 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Shapes and dtypes of leaves, and their places in one stretch of memory.
+    """Shapes and dtypes of leaves, and their offsets in contiguous memory.
 
-    Equal layouts are one object, so that to look something up by a layout costs nothing: use `of`.
+    Equal layouts are one object, so a lookup by layout is cheap: use `of`.
 
     Attributes:
         shapes: a shape for each leaf.
@@ -57,7 +57,7 @@ class Layout:
 
     @staticmethod
     def of(leaves: Leaves) -> "Layout":
-        """Describe `leaves`; what was worked out for equal leaves is found again."""
+        """Return the layout of `leaves`; equal leaves share one object and its cached properties."""
         # Lists are faster than generators.
         return _intern(tuple([leaf.shape for leaf in leaves]), tuple([leaf.dtype for leaf in leaves]))
 
@@ -65,7 +65,7 @@ class Layout:
         """Make sure that all leaves can be summed.
 
         Raises:
-            ModelError: a dtype is none of those the contract lists.
+            ModelError: a dtype is not among those that the contract lists.
         """
         if self._unsummable is not None:
             raise ModelError(
@@ -103,7 +103,7 @@ class Layout:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """All leaves, in as few stretches as possible; what is between two leaves belongs to the first."""
+        """All leaves, in as few stretches as possible; padding between two leaves belongs to the first."""
         stretches, leaf = list[Stretch](), 0
         for dtype, group in itertools.groupby(self.dtypes):
             first, leaf = leaf, leaf + len(list(group))
@@ -119,7 +119,7 @@ class Layout:
         return hashlib.blake2b("\n".join(self.describe()).encode(), digest_size=16).digest()
 
     def describe(self) -> list[str]:
-        """Say for each leaf, in a line, what it is."""
+        """Return a line for each leaf with its dtype and shape."""
         return [f"{dtype.name} {shape}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
 
     def bounds(self, members: int) -> tuple[tuple[int, int], ...]:
@@ -131,7 +131,7 @@ class Layout:
         return tuple(ends)
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Return the elements that lie in the bytes `[start, stop)`, multiples of `ALIGNMENT`."""
+        """Return the elements in the bytes `[start, stop)`, multiples of `ALIGNMENT`."""
         pieces = []
         for leaf, (offset, size, dtype) in enumerate(zip(self.offsets, self.sizes, self.dtypes, strict=True)):
             first, last = max(start - offset, 0), min(stop - offset, size)

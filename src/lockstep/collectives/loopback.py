@@ -1,6 +1,7 @@
-"""The exchange between members that are threads of one process, or a single member on its own."""
+"""The exchange between members that are threads of one process, or for a single member."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -9,10 +10,10 @@ import numpy as np
 
 from lockstep.collectives.calls import (
     CollectiveCall,
+    abort_reason,
     check_length,
     common_layout,
     compare,
-    farewell,
     outgoing,
 )
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
@@ -28,7 +29,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Entry:
-    """What a member brings to a meeting; `load` depends on the kind of the call."""
+    """One member's arguments of a call; `load` depends on the kind of the call."""
 
     call: CollectiveCall
     describe: Callable[[], list[str]]
@@ -36,8 +37,8 @@ class _Entry:
 
 
 @dataclass
-class _Meeting:
-    """One call of all members: what they brought, and what came out."""
+class _Round:
+    """One call of all members: their entries and the outcome."""
 
     entries: dict[int, _Entry] = field(default_factory=dict)
     notice: int = 0
@@ -47,10 +48,10 @@ class _Meeting:
 
 
 class Hub:
-    """Joins the members of one view that are threads of this process.
+    """Connects the members of one view that are threads of this process.
 
-    The last member to arrive does the work of a call while the others wait; a single member never
-    waits, and its total is a view of its partial where that is the whole sum.
+    The last member to arrive executes the call while the others wait; a single member never waits, and
+    its total is a view of its partial if that is the whole sum.
     """
 
     def __init__(
@@ -65,14 +66,15 @@ class Hub:
         self._observe = observe
         self._clock = clock or SystemClock()
         self._changed = threading.Condition()
-        self._meeting = _Meeting()
+        self._round = _Round()
         self._reason: str | None = None
         self._left: set[int] = set()
         self._total = _Total()
         self._notice = 0
+        self.waited = [0.0] * plan.members
 
     def member(self, position: int) -> "LoopbackCommunicator":
-        """Return the end of the member at `position` among the view's workers."""
+        """Return the communicator of the member at `position` among the view's workers."""
         return LoopbackCommunicator(self, position)
 
     def abort(self, reason: str) -> None:
@@ -83,83 +85,86 @@ class Hub:
             self._changed.notify_all()
 
     def leave_notice(self, notice: int) -> None:
-        """Leave a number for the members, who all see it from the same call on."""
+        """Set the notice of the view; all members see it from the same call on."""
         self._notice = notice
 
     def leave(self, position: int) -> None:
-        """Let the others know that this member makes no more calls."""
+        """Mark this member as making no more calls."""
         with self._changed:
             self._left.add(position)
             self._changed.notify_all()
 
-    def meet(
+    def exchange(
         self, position: int, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]
     ) -> tuple[Result, int]:
-        """Wait for all members; return what `work` made of what they brought, and the notice.
+        """Wait for all members; return the result of `work` on their entries, and the notice.
 
         Raises:
             InternalError: this member was closed.
-            LockstepError: as the contract says, or what `work` raised, on every member.
+            LockstepError: as the contract states, or the error that `work` raised, on every member.
         """
         with self._changed:
             if position in self._left:
                 raise InternalError(f"{entry.call} on a communicator that was closed")
             if self._reason is not None:
                 raise PeerLostError(self._reason)
-            meeting = self._meeting
-            meeting.entries[position] = entry
+            current = self._round
+            current.entries[position] = entry
             if position == 0:
-                meeting.notice = self._notice
-            if len(meeting.entries) == self.plan.members:
-                self._work(meeting, work)
+                current.notice = self._notice
+            if len(current.entries) == self.plan.members:
+                self._work(current, work)
             else:
-                self._wait(meeting, position, entry.call)
-        if meeting.error is not None:
-            raise type(meeting.error)(*meeting.error.args)
-        outcome: Result = meeting.outcome
-        return outcome, meeting.notice
+                self._wait(current, position, entry.call)
+        if current.error is not None:
+            raise type(current.error)(*current.error.args)
+        outcome: Result = current.outcome
+        return outcome, current.notice
 
-    def _work(self, meeting: _Meeting, work: Callable[[Sequence[_Entry]], Result]) -> None:
-        self._meeting = _Meeting()
-        entries = [meeting.entries[position] for position in range(self.plan.members)]
+    def _work(self, current: _Round, work: Callable[[Sequence[_Entry]], Result]) -> None:
+        self._round = _Round()
+        entries = [current.entries[position] for position in range(self.plan.members)]
         try:
             calls = [entry.call for entry in entries]
             compare(calls, self.plan.workers, lambda: [entry.describe() for entry in entries])
-            meeting.outcome = work(entries)
+            current.outcome = work(entries)
         except LockstepError as error:
-            meeting.error = error
+            current.error = error
         except BaseException as error:
             self.abort(f"{entries[0].call} ended in {type(error).__name__}: {error}")
             raise
-        meeting.over = True
-        meeting.entries.clear()
+        current.over = True
+        current.entries.clear()
         self._changed.notify_all()
 
-    def _wait(self, meeting: _Meeting, position: int, call: CollectiveCall) -> None:
+    def _wait(self, current: _Round, position: int, call: CollectiveCall) -> None:
         workers = self.plan.workers
         patience = ObservedWait(lambda: str(call), self._policy, self._observe, self._clock)
+        begun = time.perf_counter()
         try:
-            while not meeting.over:
+            while not current.over:
                 if self._reason is not None:
                     raise PeerLostError(self._reason)
-                missing = [other for other in range(len(workers)) if other not in meeting.entries]
+                missing = [other for other in range(len(workers)) if other not in current.entries]
                 for other in missing:
                     if other in self._left:
                         raise PeerLostError(f"worker {workers[other]} has left while others wait in {call}")
                 self._changed.wait(patience.spend(tuple(workers[other] for other in missing)))
         except BaseException as error:
-            # This member's part of the call can't be taken back, so the view can't go on without it.
-            self.abort(farewell(workers[position], call, error))
+            # This member's entry cannot be withdrawn, so the view cannot continue without the member.
+            self.abort(abort_reason(workers[position], call, error))
             raise
+        finally:
+            self.waited[position] += time.perf_counter() - begun
 
     def add_up(self, entries: Sequence[_Entry]) -> Leaves:
-        """Sum the partials of all members along the tree."""
+        """Sum the partials of all members in tree order."""
         given = {span: leaves for entry in entries for span, leaves in entry.load.items()}
         return self._total.of(Sum.of(self.plan.whole, given), given)
 
 
 class _Total:
-    """Makes totals; keeps the memory of the last one for the next of the same layout."""
+    """Computes totals; reuses the memory of the last one for the next of the same layout."""
 
     def __init__(self) -> None:
         self._adder = Adder()
@@ -183,7 +188,7 @@ class _Total:
 
 
 class LoopbackCommunicator:
-    """One member's end of a `Hub`; a `Communicator`."""
+    """One member's end of a `Hub`; implements `Communicator`."""
 
     def __init__(self, hub: Hub, position: int) -> None:
         self._hub = hub
@@ -192,8 +197,13 @@ class LoopbackCommunicator:
 
     @property
     def notice(self) -> int:
-        """What was left for the members; see `Communicator`."""
+        """The notice of the view; see `Communicator`."""
         return self._notice
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for others; see `Communicator`."""
+        return self._hub.waited[self._position]
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas; see `Communicator`.
@@ -203,7 +213,7 @@ class LoopbackCommunicator:
         check_length(check)
         layout = common_layout(self._hub.plan, self._position, partials)
         call = CollectiveCall("reduce", what, check, layout=layout.digest)
-        return self._meet(_Entry(call, layout.describe, partials), self._hub.add_up)
+        return self._exchange(_Entry(call, layout.describe, partials), self._hub.add_up)
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members; see `Communicator`."""
@@ -219,10 +229,10 @@ class LoopbackCommunicator:
         self._swap(CollectiveCall("barrier", what), b"")
 
     def _swap(self, call: CollectiveCall, blob: bytes) -> list[bytes]:
-        return self._meet(_Entry(call, list, blob), lambda entries: [each.load for each in entries])
+        return self._exchange(_Entry(call, list, blob), lambda entries: [each.load for each in entries])
 
-    def _meet(self, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]) -> Result:
-        outcome, self._notice = self._hub.meet(self._position, entry, work)
+    def _exchange(self, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]) -> Result:
+        outcome, self._notice = self._hub.exchange(self._position, entry, work)
         return outcome
 
     def abort(self, reason: str) -> None:

@@ -1,9 +1,9 @@
-"""Who sums what, in which order. Pure: no I/O, no clock.
+"""Which member sums what, and in which order. Pure: no I/O, no clock.
 
 All sums follow one binary tree over the replicas `[0, R)`. A span of more than one replica is the sum
 of its two halves, split at the largest power of two smaller than its length; so every left half is a
-perfect tree, and the tree depends on R alone. A worker may add up beforehand only what is a whole
-subtree: that is what keeps the bits of the total free of the number of workers.
+perfect tree, and the tree depends on R alone. A worker may pre-sum only whole subtrees, so the bits of
+the total do not depend on the number of workers.
 """
 
 from collections.abc import Collection
@@ -50,13 +50,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """The additions that make one span from its parts, in tree order.
+    """The additions that compute the sum over one span from its parts, in tree order.
 
     Attributes:
         operands: the parts, in order of their replicas; part `i` is register `i`.
-        steps: additions; the last one makes the whole span. Empty where the only part is the span.
-        scratch: how many registers the steps use after the operands'. The last step's `out` is the
-            register that follows these.
+        steps: additions; the last one yields the whole span. Empty if the only part is the span itself.
+        scratch: the number of registers that the steps use after the operands'. The last step's `out` is
+            the register after these.
     """
 
     operands: tuple[Span, ...]
@@ -108,13 +108,13 @@ def _text(spans: Collection[Span]) -> str:
 
 @dataclass(frozen=True)
 class ReducePlan:
-    """How the members of one view make a total.
+    """How the members of one view compute a total.
 
     Attributes:
         replicas: R, the number of replicas.
         workers: ids of the members' workers, in the order of their positions.
         owned: the contiguous span of replicas of each member.
-        published: the subtrees each member sums on its own and publishes: the cover of its span.
+        published: the subtrees that each member sums locally and publishes: the cover of its span.
     """
 
     replicas: int
@@ -150,24 +150,24 @@ class ReducePlan:
         return Span(0, self.replicas)
 
     def foreign(self, position: int) -> tuple[Span, ...]:
-        """Return the spans that the others publish, in order."""
+        """Return the spans that the other members publish, in order."""
         others = [spans for other, spans in enumerate(self.published) if other != position]
         return tuple(span for spans in others for span in spans)
 
     def total(self, position: int, partials: Collection[Span]) -> Sum:
-        """Plan the total from one member's own `partials` and what the others publish.
+        """Plan the total from one member's own `partials` and the spans that the others publish.
 
         Raises:
-            InternalError: `partials` do not make up what the member owns.
+            InternalError: `partials` do not make up the span that the member owns.
         """
         foreign = [span for other, spans in enumerate(self.published) if other != position for span in spans]
         return Sum.of(self.whole, [*partials, *foreign])
 
     def merges(self, position: int, partials: Collection[Span]) -> tuple[Sum, ...]:
-        """Plan the sums that make each span a member publishes from its `partials`.
+        """Plan the sum of each span that a member publishes, from its `partials`.
 
         Raises:
-            InternalError: `partials` do not make up what the member owns.
+            InternalError: `partials` do not make up the span that the member owns.
         """
         return _merges(self.owned[position], self.published[position], tuple(partials))
 

@@ -1,4 +1,4 @@
-"""Adds arrays along a planned sum, in blocks that stay in the cache."""
+"""Executes planned sums of arrays, in blocks that stay in the cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
 
 BLOCK = 1 << 17
-"""Bytes a register holds: a handful of registers fit into a core's own cache."""
+"""Bytes per register: a handful of registers fit into a core's own cache."""
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -27,14 +27,14 @@ class Adder:
     def add(self, plan: Sum, operands: Sequence[Array], out: Array) -> None:
         """Write the sum of `operands` to `out`, all flat and of one dtype and length.
 
-        `out` may be one of the operands, but may not overlap one otherwise: only the last addition
-        writes to it. Integers wrap; infinities and NaNs are results like others. Callers silence
-        NumPy's floating-point warnings (`np.errstate`), once for many sums.
+        `out` may be one of the operands, but must not overlap one otherwise: only the last addition
+        writes to it. Integers wrap; infinities and NaNs are ordinary results. Callers silence NumPy's
+        floating-point warnings (`np.errstate`), once for many sums.
 
-        The bits of an element do not depend on where in an array it stands, if arrays are divided at
-        multiples of `ALIGNMENT` bytes. This takes care because the sum of two different NaNs is one of
-        them, and NumPy picks another one in the few elements that do not fill a vector than elsewhere.
-        So these are put into a whole line.
+        The bits of an element do not depend on its position in an array, if arrays are divided at
+        multiples of `ALIGNMENT` bytes. This needs care because the sum of two different NaNs is one of
+        them, and in the last elements, which do not fill a vector, NumPy picks a different one than
+        elsewhere. So these are padded to a whole line.
         """
         if not plan.steps:
             if out is not operands[0]:
@@ -83,12 +83,12 @@ def flat(leaves: Leaves) -> list[Array]:
 
 
 def merge(plan: ReducePlan, position: int, partials: Mapping[Span, Leaves]) -> dict[Span, Leaves]:
-    """Add up one member's partials, in tree order, to the spans it publishes.
+    """Sum one member's partials, in tree order, into the spans that it publishes.
 
-    A span that is given already is passed on as it is.
+    A span that is already given is passed through unchanged.
 
     Raises:
-        InternalError: `partials` do not make up what the member owns.
+        InternalError: `partials` do not make up the span that the member owns.
     """
     adder, merged = Adder(), dict[Span, Leaves]()
     with np.errstate(all="ignore"):

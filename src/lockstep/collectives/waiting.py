@@ -1,4 +1,4 @@
-"""A wait that tells for whom it waits, and ends."""
+"""A bounded wait that reports which workers it waits for."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from lockstep.system.clock import Clock
 from lockstep.system.prose import name_workers
 
 SLICE = 0.2
-"""Seconds that a member blocks at most before it looks again whether its view has been aborted."""
+"""Maximum seconds that a member blocks before it checks again whether its view was aborted."""
 
 
 class ObservedWait:
-    """One wait of one member: reports and gives up as the policy says."""
+    """One wait of one member; reports and times out according to the policy."""
 
     def __init__(
         self, what: Callable[[], str], policy: WaitPolicy, observe: WaitObserver | None, clock: Clock
@@ -25,7 +25,7 @@ class ObservedWait:
         self._reports = 0
 
     def spend(self, missing: tuple[int, ...]) -> float:
-        """Report if that is due; return the seconds to block before the next call, at most `SLICE`.
+        """Report if a report is due; return the seconds to block before the next call, at most `SLICE`.
 
         Args:
             missing: ids of the workers that have not arrived.

@@ -8,7 +8,7 @@ from lockstep.coordinator.admin_socket import AdminSocket
 from lockstep.protocol.admin import Order, Refused, Reply, ScaleRequest, Status, StatusRequest, StopRequest
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.supervisor import events
-from lockstep.supervisor.elasticity import refusal
+from lockstep.supervisor.decide import refusal
 from lockstep.supervisor.state import Stage, State
 
 
@@ -73,7 +73,7 @@ class AdminService:
             since=self.since,
             replicas=self.spec.replicas,
             workers=tuple(worker for worker in state.members if worker in state.present),
-            joining=tuple(joiner.worker for joiner in state.joiners),
+            joining=state.joiners,
             wanted=state.size.wanted,
             where=self.doing,
         )

@@ -1,6 +1,5 @@
 """What a job has done: for its last line, and its last event."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,10 +28,9 @@ class JobSummary:
     model: str = ""
     digest: str = ""
 
-    def trained(self, fields: Mapping[str, Any]) -> None:
+    def trained(self, steps: int, model: str, digest: str) -> None:
         """Take what the chief says at the end of its script."""
-        self.steps = int(fields["steps"])
-        self.model, self.digest = str(fields.get("model", "")), str(fields.get("digest", ""))
+        self.steps, self.model, self.digest = steps, model, digest
 
     def fields(self, seconds: float) -> dict[str, Any]:
         """Return all of it as an event's fields; the job has taken `seconds`."""

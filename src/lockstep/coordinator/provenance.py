@@ -12,16 +12,12 @@ from lockstep.system.environment import usable_cores
 from lockstep.system.files import read_regular
 from lockstep.worker.script import Script
 
-FORMAT = 1
-"""Of `events.jsonl`; docs/run-folder.md describes it."""
-
 _DISTRIBUTIONS = ("keras-lockstep", "keras", "numpy")
 
 
 def provenance(script: Script) -> dict[str, Any]:
-    """Return the format of the events, versions, the script's hash, and the machine; nothing is imported."""
+    """Return versions, the script's hash, and the machine; nothing is imported."""
     return {
-        "format": FORMAT,
         "versions": {"python": platform.python_version(), **_installed()},
         "script": _hashed(script),
         "cores": usable_cores(),

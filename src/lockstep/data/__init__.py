@@ -1,1 +1,1 @@
-"""Which examples a replica sees: pure arithmetic, without Keras."""
+"""Which examples each replica gets: pure arithmetic, without Keras."""

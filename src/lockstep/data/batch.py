@@ -1,4 +1,4 @@
-"""A global batch and the share of it that each replica sees."""
+"""A global batch, and the share of it that each replica gets."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ class Share(NamedTuple):
 
     Attributes:
         replica: the replica's id.
-        examples: how many; 0 where the batch is smaller than the number of replicas.
+        examples: their number; may be 0 if the batch is smaller than the number of replicas.
         weight: `examples` divided by the examples of the global batch.
-        seed: 64 bits, the same for all replicas of a step: random numbers that no generator of the model's
-            gives follow from it and the replica.
+        seed: 64 bits, the same for all replicas of a step: with the replica's id, it determines the random
+            numbers that do not come from a generator of the model.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
     """
 
@@ -28,12 +28,12 @@ class Share(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GlobalBatch:
-    """The examples of one step. Nobody changes one: to be frozen would cost as much as sharing it out.
+    """The examples of one step. Immutable by convention: a frozen class would take as long as the split.
 
     Attributes:
-        examples: how many, over all replicas.
+        examples: their number, over all replicas.
         read: reads the rows `start <= row < stop` of this batch.
-        check: bytes that are equal on all workers that see the same batch.
+        check: bytes that are equal on all workers that have the same batch.
     """
 
     examples: int
@@ -51,10 +51,10 @@ class GlobalBatch:
 
 @dataclass(eq=False, slots=True)
 class JoinedBatch(GlobalBatch):
-    """The examples of one step, of which each replica brings its own.
+    """The examples of one step, to which each replica contributes its own.
 
     Attributes:
-        counts: how many examples each replica has; `examples` is their sum.
+        counts: the number of examples of each replica; `examples` is their sum.
         part: reads the examples of a replica.
     """
 
@@ -65,11 +65,11 @@ class JoinedBatch(GlobalBatch):
     def of(
         cls, counts: Sequence[int], part: Callable[[int], Any], check: Callable[[], bytes]
     ) -> "JoinedBatch":
-        """Return the batch of which replica r has `counts[r]` examples, which `part(r)` reads."""
+        """Return the batch in which replica r has `counts[r]` examples, which `part(r)` reads."""
         return cls(sum(counts), _scattered, check, counts, part)
 
     def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
-        """Return what `replica` has brought."""
+        """Return the examples of `replica`."""
         count = self.counts[replica]
         return Share(replica, count, count / self.examples, seed, lambda: self.part(replica))
 

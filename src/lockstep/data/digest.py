@@ -1,4 +1,4 @@
-"""Fast hashes by which workers find out that they read different data (not for security)."""
+"""Fast hashes with which workers detect that they read different data (not for security)."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -10,11 +10,11 @@ import xxhash
 
 SAMPLED_ROWS = 64
 _PLAIN = frozenset(np.dtype(code) for code in "?" + np.typecodes["AllInteger"] + np.typecodes["AllFloat"])
-"""Dtypes of numbers, whose memory NumPy shows to anybody as it is."""
+"""Numeric dtypes, whose memory NumPy exposes through the buffer protocol."""
 
 
 def digest_arrays(arrays: Iterable[npt.NDArray[Any]], prefix: bytes = b"") -> bytes:
-    """Hash `prefix` and the shapes, dtypes and bytes of `arrays`, which may be of strings (16 bytes)."""
+    """Hash `prefix` and the shapes, dtypes and bytes of `arrays`, which may contain strings (16 bytes)."""
     state = xxhash.xxh3_128(prefix)
     for array in arrays:
         state.update(_described(array.dtype, array.shape))
@@ -30,11 +30,11 @@ def digest_arrays(arrays: Iterable[npt.NDArray[Any]], prefix: bytes = b"") -> by
 
 
 def sample_rows(count: int) -> npt.NDArray[np.int64]:
-    """Choose at most `SAMPLED_ROWS` of `count` rows, evenly spaced, the first and the last included."""
+    """Return at most `SAMPLED_ROWS` of `count` rows, evenly spaced, including the first and the last."""
     return np.unique(np.linspace(0, max(count - 1, 0), min(count, SAMPLED_ROWS)).astype(np.int64))
 
 
 @lru_cache
 def _described(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """To write a dtype takes longer than to hash a small array."""
+    """Return a description; cached, because formatting a dtype takes longer than hashing a small array."""
     return f"{dtype}{shape}".encode()

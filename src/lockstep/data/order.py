@@ -1,7 +1,7 @@
-"""The order in which a job visits its examples: a function of (seed, pass), never of a global state.
+"""The order in which a job visits its examples: a function of (seed, pass), never of global state.
 
-Every worker computes the same order from the same numbers, and a position in it can be found again
-without having drawn what came before.
+Every worker computes the same order from the same numbers, and can compute any pass without the earlier
+ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ class Order:
         batch_size: items in a batch; the last batch of a pass may be smaller.
         shuffle: False keeps the items' order, True permutes all of them in each pass, "batch" permutes
             them inside each batch.
-        seed: numbers from which the permutations follow.
+        seed: numbers that determine the permutations.
     """
 
     count: int
@@ -39,7 +39,7 @@ class Order:
         return -(-self.count // self.batch_size)
 
     def visit(self, number: int) -> Iterator[Indices]:
-        """Yield the items of each batch of pass `number`; slices where nothing is shuffled."""
+        """Yield the items of each batch of pass `number`; slices if nothing is shuffled."""
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([*self.seed, number])))
         everything = generator.permutation(self.count) if self.shuffle is True else None
         for start in range(0, self.count, self.batch_size):
@@ -53,14 +53,14 @@ class Order:
 
 
 def reader_of(array: Any) -> Callable[[Indices], Any]:
-    """Return what reads the rows of `array` at indices that it has; those of a slice may be a view."""
+    """Return a function that reads the rows of `array` at valid indices; it may return a view for a slice."""
     plain = type(array) is np.ndarray and array.flags.c_contiguous and array.flags.aligned
     return partial(_taken, array) if plain else array.__getitem__
 
 
 def _taken(array: np.ndarray[Any, Any], indices: Indices) -> Any:
-    """Copy whole rows at once, which NumPy does not where it is given indices in brackets.
+    """Copy whole rows at once, which indexing with brackets does not do.
 
-    Of other memory than this `take` would copy all rows first.
+    For arrays with another memory layout, `take` would first copy all rows.
     """
     return array[indices] if isinstance(indices, slice) else array.take(indices, 0, mode="clip")

@@ -1,4 +1,4 @@
-"""Which replica reads which examples, step by step: for a person to look at."""
+"""A table of which replica reads which examples, step by step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -7,16 +7,16 @@ from itertools import accumulate, pairwise
 from lockstep.topology import View, split_evenly
 
 _SHOWN = 8
-"""How many row numbers are printed in full."""
+"""Maximum row numbers to print in full."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The rows of one step, in the order in which the replicas divide them up.
+    """The rows of one step, in the order in which they are split over the replicas.
 
     Attributes:
-        numbers: of the rows: of arrays; or within a batch, where a dataset gives batches.
-        batch: the place of the batch in the dataset, from 0; None where rows are those of arrays.
+        numbers: row numbers, in the arrays or, for a dataset of batches, within the batch.
+        batch: the index of the batch in the dataset, from 0; None for arrays.
     """
 
     numbers: Sequence[int]
@@ -25,13 +25,13 @@ class Rows:
 
 @dataclass(frozen=True)
 class Reading:
-    """What one replica reads in one step.
+    """The rows that one replica reads in one step.
 
     Attributes:
         step: of the epoch, from 1.
         replica: its id.
-        worker: that computes it.
-        rows: that it reads.
+        worker: id of the worker that computes it.
+        rows: the rows that it reads.
     """
 
     step: int
@@ -42,7 +42,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class InputTable:
-    """What every replica reads; prints as a table, with a line for each replica of each step."""
+    """The rows that every replica reads; prints as a table, with a line for each replica of each step."""
 
     readings: tuple[Reading, ...]
 
@@ -62,7 +62,7 @@ class InputTable:
 
 
 def input_table(steps: Iterable[Rows], view: View) -> InputTable:
-    """Divide the rows of each step up over the replicas of `view`, as training does."""
+    """Split the rows of each step over the replicas of `view`, as training does."""
     readings = []
     for step, rows in enumerate(steps, 1):
         starts = accumulate(split_evenly(len(rows.numbers), view.replicas), initial=0)
@@ -73,7 +73,7 @@ def input_table(steps: Iterable[Rows], view: View) -> InputTable:
 
 
 def described(rows: Rows) -> str:
-    """Name rows shortly."""
+    """Return a short description of rows."""
     numbers = list(rows.numbers)
     if not numbers:
         text = "none"

@@ -1,5 +1,6 @@
-"""`lockstep doctor`: whether this machine can run a job, and what to do where it cannot.
+"""`lockstep doctor`: whether this machine can run a job, and how to fix it if not.
 
-Each check looks at one thing and returns findings. What judges is pure; what looks takes the places where it
-looks as arguments. No framework is imported into the command: what needs one runs in a process of its own.
+Each check examines one thing and returns findings. Functions that judge are pure; functions that examine take
+the paths to examine as arguments. The command imports no framework: checks that need one run in a separate
+process.
 """

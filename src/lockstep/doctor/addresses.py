@@ -1,6 +1,6 @@
-"""What the `TF_CONFIG` of a shell does to what is started there, and whether its addresses serve.
+"""The effect of a shell's `TF_CONFIG` on programs started there, and whether its addresses are usable.
 
-Nothing is sent to any other machine but the questions of the name service.
+The only network traffic is queries to the name service.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ from lockstep.system.prose import count
 _ROWS = Section("environment")
 
 Resolve = Callable[[str], str]
-"""Returns the number of a host; raises OSError or UnicodeError where it has none."""
+"""Returns the IP address of a host; raises OSError or UnicodeError if it has none."""
 
 LONGEST_WAIT = 600
-"""Seconds that a process which a person has started waits for the others."""
+"""Maximum seconds that a process started by hand waits for the others."""
 _PATIENCE = 3.0
 _MOST_THREADS = 16
 _MOST_NAMED = 4
@@ -36,15 +36,15 @@ _NAME = "TF_CONFIG"
 
 @dataclass(frozen=True)
 class Place:
-    """What is known of the address of a task.
+    """The address of a task, and what is known about it.
 
     Attributes:
         task: such as "worker 1".
-        address: as `TF_CONFIG` has it.
-        number: of the host; empty if it is not known.
+        address: as in `TF_CONFIG`.
+        number: the IP address of the host; empty if it is unknown.
         fault: why the address cannot be used at all; empty if it can.
-        here: whether it is one of this machine.
-        user: who uses the port; empty if nobody does.
+        here: whether it belongs to this machine.
+        user: the program that uses the port; empty if none does.
     """
 
     task: str
@@ -56,7 +56,7 @@ class Place:
 
 
 def resolve_host(host: str) -> str:
-    """Return the number that a script which is started by hand would take; a `Resolve`."""
+    """Return the IP address that a script started by hand would use; a `Resolve`."""
     infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     infos.sort(key=lambda info: info[0] != socket.AF_INET)
     return str(infos[0][4][0])
@@ -65,12 +65,12 @@ def resolve_host(host: str) -> str:
 def examine_tf_config(
     text: str | None, resolve: Resolve = resolve_host, patience: float = _PATIENCE
 ) -> list[Finding]:
-    """Return the findings on a `TF_CONFIG`; nothing if it is not set.
+    """Return the findings on a `TF_CONFIG`; none if it is not set.
 
     Args:
         text: its value; None if it is not set.
-        resolve: finds the number of a host.
-        patience: seconds that this may take for all hosts together.
+        resolve: finds the IP address of a host.
+        patience: maximum seconds for all hosts together.
     """
     if text is None:
         return []
@@ -89,7 +89,7 @@ def examine_tf_config(
 
 
 def look(config: TaskConfig, resolve: Resolve, patience: float) -> list[Place]:
-    """Look at the addresses of all tasks; of a job's own children, which use none, at no address."""
+    """Examine the addresses of all tasks; none for children of a job's workers, which use no address."""
     if config.environment == RUN:
         return []
     cluster = config.cluster
@@ -103,14 +103,14 @@ def look(config: TaskConfig, resolve: Resolve, patience: float) -> list[Place]:
 
 
 def judge(config: TaskConfig, places: Sequence[Place]) -> list[Finding]:
-    """Return the findings on a whole `TF_CONFIG`. Pure.
+    """Return the findings on a complete `TF_CONFIG`. Pure.
 
     Args:
-        config: what it says.
-        places: of its tasks.
+        config: the parsed value.
+        places: the addresses of its tasks.
     """
     trainers = tuple(f"{job} {index}" for job, index, _ in training_tasks(config.cluster))
-    # A task that trains alone asks for no address; parameter servers and evaluators have no use for theirs.
+    # A single training task needs no address; parameter servers and evaluators do not use theirs.
     used = trainers if len(trainers) > 1 else ()
     judged = [_of_place(place, place.task in used) for place in places]
     faults = [finding for finding in judged if finding is not None]
@@ -160,7 +160,7 @@ def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example
 
 
 def _of_place(place: Place, used: bool) -> Finding | None:
-    """Return the finding on the address of a task, None if nothing is wrong with it."""
+    """Return the finding on the address of a task; None if it has no fault."""
     refuse = "workers that are started by hand refuse to train"
     if place.fault:
         reason = f"{place.address}: {place.fault}"
@@ -189,7 +189,7 @@ def _of_good_places(places: Sequence[Place]) -> Finding:
 
 
 def _resolved(hosts: Sequence[str], resolve: Resolve, patience: float) -> dict[str, tuple[str, str]]:
-    """Return for each host its number, or, after nothing, why it is not known."""
+    """Return for each host its IP address, or "" and the reason why it is unknown."""
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[str, tuple[str, str]]] = queue.SimpleQueue()
     for host in hosts:
@@ -201,7 +201,7 @@ def _resolved(hosts: Sequence[str], resolve: Resolve, patience: float) -> dict[s
                 host = asked.get_nowait()
                 answers.put((host, _answer(host, resolve)))
 
-    # A name server that is gone is waited for much longer by the system.
+    # The system waits much longer for a name server that does not answer.
     for _ in range(min(_MOST_THREADS, len(hosts))):
         threading.Thread(target=ask, daemon=True).start()
     known = dict.fromkeys(hosts, ("", f"the host could not be resolved within {patience:g} s"))
@@ -228,7 +228,7 @@ def _look(task: str, address: str, number: str, why: str) -> Place:
         return Place(task, address, number, here=False)
     if fault is not None:
         return Place(task, address, number, fault=f"cannot be used here ({fault.strerror or fault})")
-    # Nothing of Lockstep listens there: only what shows that the address is another program's counts.
+    # Lockstep does not listen there: only a sign that another program uses the address counts.
     port = _split(address)[1]
     taken = _fault_of_taking(number, port)
     user = _user_of(number, port) if taken is not None and taken.errno == errno.EADDRINUSE else ""
@@ -236,7 +236,7 @@ def _look(task: str, address: str, number: str, why: str) -> Place:
 
 
 def _fault_of_taking(number: str, port: int) -> OSError | None:
-    """Take a port of this machine, and give it back; return what went wrong."""
+    """Bind a port of this machine and release it; return the error, if any."""
     family = socket.AF_INET6 if ":" in number else socket.AF_INET
     try:
         with socket.socket(family) as probe:
@@ -255,7 +255,7 @@ def _user_of(number: str, port: int) -> str:
             for connection in psutil.net_connections("tcp")
             if connection.laddr and connection.laddr.port == port and connection.laddr.ip in names
         ]
-        # Who listens there comes before who only speaks from there.
+        # Listening sockets come before connections from that port.
         found.sort(key=lambda connection: connection.status != psutil.CONN_LISTEN)
         pid = next((connection.pid for connection in found if connection.pid), None)
         if pid is not None:

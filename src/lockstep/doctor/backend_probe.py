@@ -1,10 +1,10 @@
-"""Whether a backend works on this machine, found out in a process that may crash or hang.
+"""Tests whether a backend works on this machine, in a process that may crash or hang.
 
     python -m lockstep.doctor.backend_probe BACKEND
 
-It writes a JSON object a line to stdout, as soon as each is known, so that the last one tells how far it
-came: `{"built": {"version", "cuda", "cudnn"}}`, `{"devices": [...]}`, and for each device
-`{"device", "fault", "same"}`: what went wrong when it computed, empty if nothing did, and whether the same
+It writes one JSON object per line to stdout, each as soon as it is known, so that the last one shows how far
+the process got: `{"built": {"version", "cuda", "cudnn"}}`, `{"devices": [...]}`, and for each device
+`{"device", "fault", "same"}`: the error of the computation, empty if there was none, and whether the same
 computation gave the same bits.
 """
 
@@ -22,20 +22,20 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 _SIZE = 256
 _ROWS = 4096
-"""Many for few places, so that a device which adds them in any order shows it."""
+"""Many rows for few sums, so that a device with a nondeterministic order of additions shows it."""
 
 
 class Probe(Protocol):
     """A backend."""
 
     def built(self) -> dict[str, str | None]:
-        """Return its version, and the CUDA and cuDNN that it was built for; None where it was for none."""
+        """Return its version, and the CUDA and cuDNN that it was built for; None if built without."""
 
     def devices(self) -> Sequence[Any]:
-        """Return what it can compute on, the CPU first."""
+        """Return its devices, the CPU first."""
 
     def compute(self, device: Any, matrix: Array, places: npt.NDArray[np.int32]) -> Array:
-        """Return sums of rows of `tanh(matrix @ matrix)`: each row is added to the row at its place."""
+        """Return sums of rows of `tanh(matrix @ matrix)`: a place selects a row and the sum to add it to."""
 
 
 class JaxProbe:
@@ -45,7 +45,7 @@ class JaxProbe:
         self._jax = importlib.import_module("jax")
 
     def built(self) -> dict[str, str | None]:
-        """See `Probe`; JAX computes with CUDA through a plugin, whose needs say which cuDNN it takes."""
+        """See `Probe`; JAX uses CUDA through a plugin, whose requirements name the cuDNN version."""
         for major in ("13", "12"):
             plugin = _version(f"jax-cuda{major}-plugin")
             if plugin:
@@ -139,7 +139,7 @@ PROBES: dict[str, Callable[[], Probe]] = {
 
 
 def probe(backend: Probe, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Tell of everything about a backend that the module's docstring lists."""
+    """Report everything about a backend that the module's docstring lists."""
     tell({"built": backend.built()})
     devices = backend.devices()
     tell({"devices": [str(device) for device in devices]})
@@ -148,14 +148,14 @@ def probe(backend: Probe, tell: Callable[[dict[str, Any]], None]) -> None:
 
 
 def tried(backend: Probe, device: Any) -> dict[str, Any]:
-    """Compute twice on a device; return whether that worked, and gave the same bits."""
+    """Compute twice on a device; return the error, if any, and whether the bits were the same."""
     drawn = np.random.default_rng(0)
     matrix = drawn.standard_normal((_SIZE, _SIZE), np.float32)
     places = drawn.integers(0, 64, _ROWS, np.int32)
     try:
         first, second = (backend.compute(device, matrix, places) for _ in range(2))
     except Exception as error:
-        # Each backend has exceptions of its own for this.
+        # Each backend raises its own exceptions.
         return {"fault": f"{type(error).__name__}: {error}", "same": False}
     if not np.allclose(first, _expected(matrix, places), rtol=1e-2, atol=1e-1):
         return {"fault": "it computes other numbers than NumPy", "same": False}

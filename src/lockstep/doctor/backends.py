@@ -1,4 +1,4 @@
-"""What each installed backend does on this machine, found out by processes that import and use it."""
+"""How each installed backend works on this machine, as reported by processes that import and use it."""
 
 import json
 import shlex
@@ -15,19 +15,19 @@ from lockstep.doctor.programs import Ended
 _SECTION = "backends"
 _COMMAND = shlex.join([sys.executable, "-P", "-m", "lockstep.doctor.backend_probe"])
 SLOW_SECONDS = 14.0
-"""A backend that needs more to be imported and to compute is slow."""
+"""A backend that takes longer to import and compute is slow."""
 _AGAIN = f"run it yourself to see its whole output: {_COMMAND} {{}}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a process has told of a backend, before it ended.
+    """What a process reported about a backend before it ended.
 
     Attributes:
         ended: how it ended.
-        built: the backend's version, and the CUDA and cuDNN it was built for; None if it came not so far.
-        devices: what the backend sees; None if it came not so far.
-        tried: for each device that was used, in order, what came of it.
+        built: the backend's version, and the CUDA and cuDNN it was built for; None if not reported.
+        devices: the devices that the backend sees; None if not reported.
+        tried: the result for each device that was tried, in order.
     """
 
     ended: Ended
@@ -37,7 +37,7 @@ class Answer:
 
     @classmethod
     def of(cls, ended: Ended) -> "Answer":
-        """Read what `lockstep.doctor.backend_probe` has written."""
+        """Parse the output of `lockstep.doctor.backend_probe`."""
         built: dict[str, str | None] | None = None
         devices: tuple[str, ...] | None = None
         tried: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ class Answer:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it came to its end, and that well."""
+        """Whether it finished successfully."""
         devices = () if self.devices is None else self.devices
         return self.ended.status == 0 and 0 < len(devices) <= len(self.tried)
 
@@ -63,9 +63,9 @@ def judge(backend: str, answer: Answer, reading: GpuReading, gpus: int, *, chose
 
     Args:
         backend: its name.
-        answer: what was found out.
-        reading: what the driver says of GPUs.
-        gpus: how many of them CUDA shows.
+        answer: the report of its process.
+        reading: the driver's report on GPUs.
+        gpus: the number of GPUs that CUDA shows.
         chosen: whether a job would use this backend.
     """
     bad = Rating.FAILURE if chosen else Rating.WARNING
@@ -145,7 +145,7 @@ def _end(backend: str, answer: Answer, bad: Rating) -> Finding:
 
 
 def _parts(output: str) -> Iterator[Any]:
-    """Return what can be read: it may have been ended in the middle of a line, and others write there too."""
+    """Yield the valid lines: a killed process leaves part of a line, and libraries write there too."""
     for line in output.splitlines():
         with suppress(ValueError, RecursionError):
             yield json.loads(line)

@@ -1,8 +1,8 @@
-"""Becomes a program that is killed with the process that has started it.
+"""Becomes a program that is killed when the process that started it ends.
 
     python -P -m lockstep.doctor.bound PID COMMAND ...
 
-To ask for that between fork and exec would be less: but a process with threads must run nothing there.
+Setting this between fork and exec would be simpler, but a process with threads must not run code there.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from lockstep.system.prctl import die_with
 
 
 def main(parent: int, command: list[str]) -> None:
-    """Become `command`, which ends with the process `parent`."""
-    # Where the kernel does not know that wish, the program is ended by whoever has started it.
+    """Become `command`, which is killed when the process `parent` ends."""
+    # If the kernel does not support this, the process that started the program ends it.
     with contextlib.suppress(OSError):
         die_with(parent)
     os.execv(command[0], command)

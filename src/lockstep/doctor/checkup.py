@@ -1,4 +1,4 @@
-"""The whole examination: what looks, in which order, and until when."""
+"""The complete examination: which checks run, in which order, and with which time limits."""
 
 import sys
 import tempfile
@@ -25,7 +25,7 @@ from lockstep.system.environment import device_variables, job_environment, visib
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 PROBE_SECONDS = 60.0
-"""For all backends, which are asked at once: the first import after an installation may take most of it."""
+"""For all backends together: the first import after an installation may take most of it."""
 TRAINING_SECONDS = 60.0
 _GRACE = 1.0
 _UNTRAINED = Finding(
@@ -39,14 +39,14 @@ _UNTRAINED = Finding(
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where the examination looks.
+    """The input of the examination.
 
     Attributes:
         environment: variables.
-        wish: which backend is wanted.
+        wish: the requested backend.
         installed: whether a module can be imported.
-        reading: what the driver says of GPUs.
-        say: hears what is being waited for.
+        reading: the driver's report on GPUs.
+        say: called with a line on what the examination waits for.
     """
 
     environment: Mapping[str, str]
@@ -60,8 +60,8 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
     """Return all findings, section by section.
 
     Args:
-        around: where to look.
-        train: whether to train for a second at the end, if nothing speaks against it.
+        around: what to examine.
+        train: whether to train for a second at the end, if no check has failed.
     """
     findings, chosen = examine_versions(
         Packages.installed(), sys.executable, python_version(), around.wish, around.installed
@@ -77,7 +77,7 @@ def examine(around: Surroundings, *, train: bool) -> list[Finding]:
                 stack.callback(probe.end)
         listed = around.environment.get(_LISTED)
         findings += judge_gpus(around.reading, listed, around.environment.get("CUDA_DEVICE_ORDER"))
-        # While the backends are imported.
+        # These run while the backends are imported.
         surroundings = [
             *examine_machine(),
             *examine_environment(around.environment),
@@ -145,7 +145,7 @@ def _probe(backend: str) -> list[str]:
 
 
 def _as_in_a_job(environment: Mapping[str, str], backend: str) -> dict[str, str]:
-    """Return the environment in which a worker would compute on all GPUs that are visible."""
+    """Return the environment of a worker that uses all visible GPUs."""
     variables = job_environment(0, 1, environment, backend=backend)
     if gpus := visible_gpus(environment):
         variables |= device_variables(environment, environment.get(_LISTED, ",".join(gpus)), shared=False)

@@ -1,4 +1,4 @@
-"""`lockstep doctor`, as the command line calls it. No logic: it composes and calls."""
+"""The functions behind the command `lockstep doctor`. No logic: they compose and call."""
 
 import importlib.util
 import io
@@ -22,11 +22,11 @@ from lockstep.system.notes import note
 
 
 def check(*, as_json: bool, train: bool) -> int:
-    """Examine the machine, show what was found, and return the exit status.
+    """Examine the machine, show the findings, and return the exit status.
 
     Raises:
-        UnfitError: it cannot be shown.
-        InternalError: a check has failed in a way that it does not know.
+        UnfitError: the findings cannot be written.
+        InternalError: a check raised an unexpected error.
     """
     fill_standard_descriptors()
     around = Surroundings(
@@ -42,7 +42,7 @@ def check(*, as_json: bool, train: bool) -> int:
     except LockstepError:
         raise
     except Exception as error:
-        # Python's own status for this is 1, which says that jobs work.
+        # Python's own status for this is 1, which would mean that jobs work.
         traceback.print_exception(error)
         raise InternalError(f"the check itself failed: {error}") from error
     if as_json:
@@ -55,7 +55,7 @@ def check(*, as_json: bool, train: bool) -> int:
 
 
 def follow(seconds: float | None, log: Path | None) -> None:
-    """Show what GPUs and cores do, every so many seconds until Ctrl-C, and log it; if none are given, once.
+    """Show and log the load of GPUs and cores every `seconds` until Ctrl-C; if it is None, only log it once.
 
     Raises:
         LockstepError: see `watch`.
@@ -78,7 +78,7 @@ def follow(seconds: float | None, log: Path | None) -> None:
 
 
 def _write(text: str) -> None:
-    # None is what Python makes of a stdout that the caller has closed.
+    # It is None if the caller has closed it.
     if sys.stdout is None:
         return
     try:
@@ -90,6 +90,6 @@ def _write(text: str) -> None:
 
 def _let_go(error: OSError) -> None:
     let_go_of_stdout()
-    # Who reads no further, as head does, has what it wants.
+    # A reader such as head closes the pipe once it has enough.
     if not isinstance(error, BrokenPipeError):
         raise UnfitError(f"cannot write the report: {error.strerror}") from None

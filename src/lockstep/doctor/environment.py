@@ -1,4 +1,4 @@
-"""What the variables of a shell do to jobs that are started there."""
+"""The effect of a shell's variables on jobs started there."""
 
 import re
 import site
@@ -41,7 +41,7 @@ EFFECTS: Mapping[str, str] = {
     "TF_DETERMINISTIC_OPS": "Lockstep keeps it for workers with a GPU",
     "CUBLAS_WORKSPACE_CONFIG": "Lockstep keeps it for workers with a GPU",
 }
-"""What variables do that are as good as any other value of theirs."""
+"""The effects of variables for which every value is fine."""
 
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 _PLATFORMS = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME")
@@ -55,13 +55,13 @@ _STEP = ("PROCID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE")
 
 @dataclass(frozen=True)
 class Shell:
-    """What is judged.
+    """The environment to examine.
 
     Attributes:
         environ: all variables.
-        folder: in which jobs would be started.
+        folder: the current folder of jobs started there.
         installed: folders where packages are installed.
-        driver: where the driver lists GPUs.
+        driver: the folder where the driver lists GPUs.
     """
 
     environ: Mapping[str, str]
@@ -70,7 +70,7 @@ class Shell:
     driver: Path
 
     def shown(self, name: str) -> str:
-        """Return the value of a variable for people."""
+        """Return the value of a variable for display."""
         return plain(self.environ[name])
 
 
@@ -80,13 +80,13 @@ def examine_environment(
     installed: Sequence[Path] | None = None,
     driver: Path = _DRIVER,
 ) -> list[Finding]:
-    """Return the findings on all variables but `TF_CONFIG`, one for each thing that acts on a job.
+    """Return the findings on all variables except `TF_CONFIG`, one for each effect on a job.
 
     Args:
         environ: the variables.
-        folder: in which jobs would be started.
+        folder: the current folder of jobs started there.
         installed: folders where packages are installed; by default those of this Python.
-        driver: where the driver lists GPUs.
+        driver: the folder where the driver lists GPUs.
     """
     shell = Shell(environ, folder, _site_folders() if installed is None else installed, driver)
     findings = [finding for check in _CHECKS for finding in check(shell)]
@@ -96,18 +96,18 @@ def examine_environment(
 
 
 def plain(text: str) -> str:
-    """Return a text without what a terminal would obey, and not too long."""
+    """Return a text without control characters, shortened if it is long."""
     text = printable(text)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def without_secrets(proxy: str) -> str:
-    """Return the address of a proxy without the name and the password of its user."""
+    """Return the address of a proxy without user name and password."""
     return _SECRET.sub(lambda found: f"{found[1] or ''}***@", proxy)
 
 
 def leaves_out(no_proxy: str) -> list[str]:
-    """Return which names of this machine a `no_proxy` leaves out."""
+    """Return the names of this machine that a `no_proxy` does not cover."""
     entries = [entry.strip().lower() for entry in no_proxy.split(",")]
     return [name for name in _LOCAL if not any(_covers(entry, name) for entry in entries)]
 
@@ -366,12 +366,12 @@ _METADATA = (".dist-info", ".egg-info")
 
 
 def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
-    """Return which of `NAMES` a program finds in a folder that comes before those of installed packages.
+    """Return the modules of `NAMES` that a folder hides if it precedes those of installed packages.
 
-    A folder where packages are installed hides nothing unless the same is installed elsewhere.
+    A folder where packages are installed hides a module only if the module is also installed elsewhere.
 
     Args:
-        folder: to look in.
+        folder: to search.
         installed: where packages are installed.
     """
     try:
@@ -379,7 +379,7 @@ def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
         if any(folder == each.resolve() for each in installed):
             return ()
     except OSError:
-        # The current folder may be gone.
+        # The current folder may have been removed.
         return ()
     found = [name for name in NAMES if _finds(name, folder)]
     return tuple(

@@ -1,4 +1,4 @@
-"""What a check has found: a row of the report, with a verdict, the reason and the remedy. Pure."""
+"""A finding of a check: a row of the report, with a rating, the reason and the remedy. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Rating(IntEnum):
-    """How well a job would go; the worst of a report is the exit status of the command."""
+    """How well a job would work; the worst of a report is the exit status of the command."""
 
     FINE = 0
     WARNING = 1
@@ -23,11 +23,10 @@ class Finding:
 
     Attributes:
         section: the part of the report: "versions", "gpus", "backends", "machine", "environment", "training".
-        name: what was looked at.
-        rating: `FAILURE` where a job would not work, `WARNING` where it works but something is not as it
-            should be.
-        reason: what was found, in one sentence or less.
-        remedy: what to do about it; empty where nothing is to be done.
+        name: what was examined.
+        rating: `FAILURE` if a job would not work, `WARNING` if it works with a problem.
+        reason: what was found, in at most one sentence.
+        remedy: what to do about it; empty if nothing needs to be done.
         facts: the same in numbers and names, for programs; JSON.
     """
 
@@ -41,23 +40,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report, which makes its findings."""
+    """A part of the report; creates its findings."""
 
     name: str
 
     def fine(self, name: str, reason: str, **facts: Any) -> Finding:
-        """Return a row on what is as it should be."""
+        """Return a row without a problem."""
         return Finding(self.name, name, Rating.FINE, reason, "", facts)
 
     def warning(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:
-        """Return a row on what is not as it should be."""
+        """Return a row on a problem with which jobs work."""
         return Finding(self.name, name, Rating.WARNING, reason, remedy, facts)
 
     def failure(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:
-        """Return a row on what keeps jobs from working."""
+        """Return a row on a problem that keeps jobs from working."""
         return Finding(self.name, name, Rating.FAILURE, reason, remedy, facts)
 
 
 def worst(findings: Iterable[Finding]) -> Rating:
-    """Return the worst verdict, `FINE` if there is none."""
+    """Return the worst rating; `FINE` if there is none."""
     return max((finding.rating for finding in findings), default=Rating.FINE)

@@ -1,4 +1,4 @@
-"""What the driver tells of GPUs, and whether jobs can use them. Pure."""
+"""The driver's report on GPUs, and whether jobs can use them. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -13,15 +13,15 @@ _LISTED = "CUDA_VISIBLE_DEVICES"
 _ORDER = "PCI_BUS_ID"
 _GIB = 2**30
 _LITTLE = 0.1
-"""The part of a GPU's memory that is too little for training."""
+"""A fraction of a GPU's memory that is too little for training."""
 _ON_CPU = "workers compute on the CPU"
 _OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
-"""For each CUDA the first driver on which all of its minor versions work."""
+"""For each CUDA version, the first driver that supports all of its minor versions."""
 _MINORS_SINCE = 11
 _OLDEST_KINDS = {11: (3, 5), 12: (5, 0), 13: (7, 5)}
-"""For each CUDA the first kind of GPU that it makes code for."""
+"""For each CUDA version, the lowest compute capability that it supports."""
 _OLDEST_INSTALLED = 12
-"""The oldest CUDA that backends are still built for."""
+"""The oldest CUDA version that backends are still built for."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Process:
 
     Attributes:
         pid: its id.
-        name: empty where nobody tells.
-        memory: bytes of the GPU's memory; None where nobody tells.
+        name: empty if it is unknown.
+        memory: bytes of the GPU's memory; None if unknown.
     """
 
     pid: int
@@ -50,28 +50,28 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; None stands for what it does not tell.
+    """One GPU; None stands for a value that it does not report.
 
     Attributes:
-        index: NVML's number of it, in the order of the PCI bus.
-        name: of its kind.
-        uuid: as `CUDA_VISIBLE_DEVICES` takes it.
+        index: its NVML index, in the order of the PCI bus.
+        name: of its model.
+        uuid: as `CUDA_VISIBLE_DEVICES` accepts it.
         bus: its PCI address.
-        memory: its own, also called FB.
-        bar1: the part of it that others on the PCI bus can address.
+        memory: its own memory, also called FB.
+        bar1: the part of it that other devices on the PCI bus can address.
         temperature: degrees Celsius.
         power: watts.
         power_limit: watts.
-        utilization: percent of the time that something computed.
-        processes: those that have it open, as far as this process may see them.
+        utilization: percent of the time in which a program computed on it.
+        processes: the processes that use it, as far as this process may see them.
         fault: why it cannot be used; empty if it can.
-        denied: whether the fault is only that this process may not use it.
-        slowdown: degrees Celsius from which on it slows down.
-        hot: whether it slows down because of heat.
-        repair_pending: whether a defective part of its memory waits to be replaced.
+        denied: whether the only fault is a lack of permission.
+        slowdown: the temperature, in degrees Celsius, from which on it throttles.
+        hot: whether it throttles because of heat.
+        repair_pending: whether a defective part of its memory is waiting to be replaced.
         repair_failed: whether a defective part of its memory could not be replaced.
-        capability: CUDA's version of its kind.
-        instances: the UUIDs of its MIG instances; None if it is not divided.
+        capability: its CUDA compute capability.
+        instances: the UUIDs of its MIG instances; None if it is not partitioned.
     """
 
     index: int
@@ -100,8 +100,8 @@ class Driver:
     """NVIDIA's driver.
 
     Attributes:
-        version: its own.
-        cuda: the newest CUDA that it supports entirely; None if it does not tell.
+        version: of the driver.
+        cuda: the newest CUDA version that it fully supports; None if it does not report one.
     """
 
     version: str
@@ -110,13 +110,13 @@ class Driver:
 
 @dataclass(frozen=True)
 class GpuReading:
-    """All that the driver tells.
+    """The driver's report.
 
     Attributes:
-        driver: None if there is none that answers.
+        driver: None if none answers.
         gpus: in the order of their indices.
-        missing: why there is no driver, or no GPU.
-        remedy: what to do about that; empty where nothing is to be done.
+        missing: why there is no driver or no GPU.
+        remedy: what to do about that; empty if nothing needs to be done.
     """
 
     driver: Driver | None
@@ -126,12 +126,12 @@ class GpuReading:
 
 
 def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> list[Finding]:
-    """Return a row for the driver, one for `CUDA_VISIBLE_DEVICES` where it is set, and one for each GPU.
+    """Return a row for the driver, one for `CUDA_VISIBLE_DEVICES` if it is set, and one for each GPU.
 
     Args:
-        reading: what the driver tells.
-        listed: the value of `CUDA_VISIBLE_DEVICES`, None if it is not set.
-        order: the value of `CUDA_DEVICE_ORDER`, None if it is not set.
+        reading: the driver's report.
+        listed: the value of `CUDA_VISIBLE_DEVICES`; None if it is not set.
+        order: the value of `CUDA_DEVICE_ORDER`; None if it is not set.
     """
     findings = []
     if (driver := reading.driver) is not None:
@@ -140,7 +140,7 @@ def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> 
     if not reading.gpus:
         rating = Rating.WARNING if reading.remedy else Rating.FINE
         return [*findings, Finding(_SECTION, "GPUs", rating, absence(reading), reading.remedy)]
-    # CUDA does not count those that this process may not use.
+    # CUDA does not count GPUs that this process may not use.
     counted = [gpu for gpu in reading.gpus if not gpu.denied]
     places, problem, by_number = shown(counted, listed)
     indices = [counted[place].index for place in places]
@@ -153,15 +153,16 @@ def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> 
 
 
 def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str | None) -> Finding:
-    """Say whether a backend that was built for this CUDA can use the GPUs.
+    """Return whether a backend that was built for this CUDA version can use the GPUs.
 
-    A driver runs programs for its own CUDA, for every older one, and for newer ones of the same major version
-    if they need no code that the driver makes. Otherwise the backend computes on the CPU, a warning.
+    A driver runs programs for its own CUDA version, for every older one, and for newer ones of the same major
+    version if the driver need not compile code for them. Otherwise the backend computes on the CPU, which is
+    a warning.
 
     Args:
-        reading: what the driver tells.
+        reading: the driver's report.
         backend: its name.
-        cuda: such as "12.8", or "12" where the minor version does not matter; None if it was built without.
+        cuda: such as "12.8", or "12" if the minor version does not matter; None if it was built without.
         cudnn: such as "9.10.2" or "91002"; None if it was built without.
     """
     usable = [gpu for gpu in reading.gpus if not gpu.fault]
@@ -181,7 +182,7 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
 
 
 def absence(reading: GpuReading) -> str:
-    """Say that there is no GPU, and why; empty if there is one."""
+    """Return a text that there is no GPU, and why; empty if there is one."""
     if reading.gpus:
         return ""
     if reading.remedy:
@@ -190,7 +191,7 @@ def absence(reading: GpuReading) -> str:
 
 
 def quantities(gpu: Gpu) -> dict[str, str]:
-    """Return in words what a GPU tells of memory, temperature and so on; empty what it does not tell."""
+    """Return a GPU's memory, temperature and so on as texts; empty for values that it does not report."""
     limit = "" if gpu.power_limit is None else f" of {gpu.power_limit:.0f}"
     return {
         "memory": _show_memory(gpu.memory),
@@ -203,7 +204,7 @@ def quantities(gpu: Gpu) -> dict[str, str]:
 
 
 def describe(gpu: Gpu) -> str:
-    """Return all that a GPU tells, or its fault, in a sentence."""
+    """Return all that a GPU reports, or its fault, in a sentence."""
     if gpu.fault:
         return ": ".join(filter(None, (title(gpu), gpu.fault)))
     told = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
@@ -211,7 +212,7 @@ def describe(gpu: Gpu) -> str:
 
 
 def title(gpu: Gpu) -> str:
-    """Return the kind of a GPU, and where it is if it has a fault; empty if it tells neither."""
+    """Return the model of a GPU, with its location if it has a fault; empty if it reports neither."""
     return " at ".join(filter(None, (gpu.name, gpu.bus if gpu.fault else None)))
 
 
@@ -245,7 +246,7 @@ def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
     rating, reasons = Rating.FINE, [describe(gpu)]
     remedies: list[str] = []
     if gpu.denied:
-        # That is how a cluster gives some of a machine's GPUs to a job.
+        # This is how a cluster assigns some of a machine's GPUs to a job.
         if not usable:
             rating = Rating.WARNING
             remedies.append(f"ask for access to /dev/nvidia{gpu.index}, or for GPUs for the job")
@@ -265,7 +266,7 @@ def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
 
 
 def _problems(gpu: Gpu) -> list[tuple[str, str]]:
-    """Return what is not as it should be, and what to do about it."""
+    """Return the problems of a GPU with their remedies."""
     found: list[tuple[str, str]] = []
     if gpu.instances == ():
         switch = (

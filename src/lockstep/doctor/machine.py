@@ -29,20 +29,20 @@ _ENOUGH_FILES, _MANY_FILES = 1024, 2**16
 _ENOUGH_THREADS = 256
 _ENOUGH_DISK = 10**9
 _FAST_CLOCKS = ("tsc", "tsc-early", "arch_sys_counter", "kvm-clock", "hyperv_clocksource_tsc_page")
-"""Those that a program reads without asking the kernel."""
+"""Clock sources that a program can read without a system call."""
 _TOLERANCE = 600.0
-"""Seconds by which the clock of another machine, which keeps the files, may be ahead."""
+"""Seconds by which the clock of a file server may be ahead."""
 _TOO_FAR_BACK = 1e-3
-"""Seconds. The clocks of a virtual machine's cores differ by microseconds, for which nobody waits."""
+"""Seconds. Clocks of a virtual machine's cores differ by microseconds, which does no harm."""
 _CLOCK = SystemClock()
 
 
 def examine_machine(places: SystemPaths = HERE, clock: Clock = _CLOCK) -> list[Finding]:
-    """Look at this machine, and judge it; where it is no Linux, that is all that is said.
+    """Examine this machine; if it does not run Linux, return only that finding.
 
     Args:
-        places: where to look.
-        clock: to look at.
+        places: the paths to examine.
+        clock: the clock to examine.
     """
     system = look_at_system()
     return judge(look(system, places, clock)) if system.name == "Linux" else [judge_system(system)]
@@ -65,7 +65,7 @@ def judge(machine: Machine) -> list[Finding]:
 
 
 def judge_system(system: System) -> Finding:
-    """Return the finding on a system, of whatever kind. Pure."""
+    """Return the finding on a system of any kind. Pure."""
     facts = {"system": system.name, "processor": system.processor, "kernel": system.kernel}
     if system.name != "Linux" or system.processor not in _PROCESSORS:
         return _ROWS.failure(

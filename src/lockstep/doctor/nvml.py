@@ -1,4 +1,4 @@
-"""What the GPUs of this machine tell through NVML, NVIDIA's library that comes with the driver."""
+"""Readings of this machine's GPUs through NVML, NVIDIA's library that comes with the driver."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
@@ -15,9 +15,9 @@ PCI = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
 _FOR_GUESTS = "vfio-pci"
-"""The driver of GPUs that are for virtual machines."""
+"""The driver of GPUs that are passed through to virtual machines."""
 _HEAT = 0x20 | 0x40
-"""The reasons for slow clocks that are heat, found out by software and by hardware."""
+"""The throttle reasons for heat, detected by software and by hardware."""
 _UNTOLD = 2**64 - 1
 _REFUSALS = {
     "NVMLError_LibraryNotFound": (
@@ -38,7 +38,7 @@ _REFUSALS = {
     ),
 }
 _WITHOUT_DEVICE = ("NVMLError_LibraryNotFound", "NVMLError_DriverNotLoaded")
-"""What is as it should be on a machine that has no GPU."""
+"""Errors that are normal on a machine without a GPU."""
 _NONE = "none on the PCI bus"
 _LOST = {
     "NVMLError_GpuIsLost": "it has fallen off the bus",
@@ -47,7 +47,7 @@ _LOST = {
 
 
 def load() -> Any | None:
-    """Return the module pynvml, None if it is not installed."""
+    """Return the module pynvml; None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ImportError:
@@ -55,10 +55,10 @@ def load() -> Any | None:
 
 
 def read(library: Any | None, pci: Path = PCI) -> GpuReading:
-    """Ask for everything once.
+    """Take one reading.
 
     Args:
-        library: the module pynvml, None if it is not installed.
+        library: the module pynvml; None if it is not installed.
         pci: the folder of the devices on the PCI bus.
     """
     devices = _devices(pci)
@@ -81,7 +81,7 @@ def read(library: Any | None, pci: Path = PCI) -> GpuReading:
 
 @contextmanager
 def reader(library: Any | None, pci: Path = PCI) -> Iterator[Callable[[], GpuReading]]:
-    """Give a function that does what `read` does; in between the driver stays awake, so that it is quick."""
+    """Yield a function that works like `read`, but fast: the driver stays initialized between readings."""
     awake = False
     if library is not None:
         with suppress(library.NVMLError):
@@ -96,20 +96,20 @@ def reader(library: Any | None, pci: Path = PCI) -> Iterator[Callable[[], GpuRea
 
 
 class _Questions:
-    """Asks NVML.
+    """Queries NVML.
 
     Attributes:
-        fault: why the GPU that is asked cannot be used, as far as its answers have shown.
+        fault: why the GPU cannot be used, as far as its answers show.
     """
 
     def __init__(self, library: Any) -> None:
         self.fault = ""
         self._library = library
-        # What is raised where the library is newer than the driver.
+        # The second is raised if the library is newer than the driver.
         self._errors = (library.NVMLError, getattr(library, "NVMLLibraryMismatchError", library.NVMLError))
 
     def ask(self, function: str, *arguments: Any) -> Any:
-        """Return what a function gives; None where this device, driver or library does not tell."""
+        """Return the result of a function; None if this device, driver or library does not support it."""
         if not hasattr(self._library, function):
             return None
         try:
@@ -121,7 +121,7 @@ class _Questions:
         return None
 
     def text(self, function: str, *arguments: Any) -> str | None:
-        """Return an answer that is a text, in one line that is safe to print."""
+        """Return a text result as one line that is safe to print."""
         told = self.ask(function, *arguments)
         return None if told is None else _plain(told)
 
@@ -143,7 +143,7 @@ def _nothing(devices: tuple[str, ...], why: str, remedy: str, driver: Driver | N
 def _with_driver(library: Any, devices: tuple[str, ...]) -> GpuReading:
     questions = _Questions(library)
     version = questions.text("nvmlSystemGetDriverVersion") or "of an unknown version"
-    # The first asks the CUDA that programs would find, which may be a newer one than the driver came with.
+    # The first returns the CUDA version that programs would find, which may be newer than the driver's own.
     names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
     number = next((told for told in map(questions.ask, names) if told), None)
     driver = Driver(version, None if number is None else (number // 1000, number % 1000 // 10))
@@ -186,20 +186,20 @@ def _gpu(library: Any, index: int) -> Gpu:
         repair_failed=bool(failed),
         capability=None if kind is None else (int(kind[0]), int(kind[1])),
         instances=_instances(questions, handle),
-        # The last one: all that is asked above may show it.
+        # The last argument, because each query above may set it.
         fault=questions.fault,
     )
 
 
 def _processes(questions: _Questions, handle: Any) -> tuple[Process, ...] | None:
-    """Return those that compute and those that draw, by their ids; None if the GPU tells of neither."""
+    """Return compute and graphics processes, by their ids; None if the GPU reports neither."""
     kinds = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
     told = [running for running in (questions.ask(kind, handle) for kind in kinds) if running is not None]
     if not told:
         return None
     memory: dict[int, int | None] = {}
     for process in (process for running in told for process in running):
-        # One that does both is told of twice, with the same memory.
+        # A process that does both is listed twice, with the same memory.
         used = None if process.usedGpuMemory == _UNTOLD else process.usedGpuMemory
         memory[process.pid] = _most((memory.get(process.pid), used))
     return tuple(Process(pid, _name(questions, pid), used) for pid, used in sorted(memory.items()))
@@ -235,13 +235,13 @@ def _watts(milliwatts: int | None) -> float | None:
 
 
 def _plain(told: str | bytes) -> str:
-    # What a process is called is up to whoever started it.
+    # Any user can choose the name of a process.
     text = told.decode(errors="replace") if isinstance(told, bytes) else told
     return printable(text)
 
 
 def _devices(pci: Path) -> tuple[str, ...]:
-    """Return the addresses of NVIDIA's GPUs on the PCI bus that are not for virtual machines."""
+    """Return the PCI addresses of NVIDIA's GPUs that are not passed through to virtual machines."""
     if not pci.is_dir():
         return ()
     return tuple(sorted(device.name for device in pci.iterdir() if _is_gpu(device)))

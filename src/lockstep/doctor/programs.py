@@ -1,4 +1,4 @@
-"""Programs that may crash, hang or write anything: each is a process of its own, with a time limit."""
+"""Programs that may crash, hang or write anything: each runs in its own process, with a time limit."""
 
 import contextlib
 import os
@@ -24,19 +24,19 @@ _LOOK_EVERY = 0.05
 _SAY_EVERY = 5.0
 _PART = 2**16
 _MOST_KEPT = 2**20
-"""Bytes of the beginning, and as many of the end, of what a program writes."""
+"""Bytes to keep of the beginning of a program's output, and as many of its end."""
 _SHOWN = 300
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program has ended.
+    """How a program ended.
 
     Attributes:
-        status: its exit status, negative for a signal; None if the time was over, or it was not started.
-        output: what it wrote to stdout; of very much the beginning and the end.
-        errors: what it wrote to stderr; the same.
-        seconds: how long it has had.
+        status: its exit status, negative for a signal; None if it timed out or was not started.
+        output: what it wrote to stdout; of a long output, the beginning and the end.
+        errors: what it wrote to stderr; likewise.
+        seconds: how long it ran.
         fault: why it could not be started; empty if it could.
     """
 
@@ -47,7 +47,7 @@ class Ended:
     fault: str = ""
 
     def how(self) -> str:
-        """Say how it has ended, as the end of a sentence."""
+        """Describe how it ended, as the end of a sentence."""
         if self.fault:
             return f"could not be started: {self.fault}"
         if self.status is None:
@@ -64,7 +64,7 @@ class Ended:
 
 
 class ProbeProgram:
-    """A process that runs, and is killed with this one."""
+    """A running process that is killed when this one ends."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", begun: float, grace: float) -> None:
         self._process = process
@@ -77,17 +77,17 @@ class ProbeProgram:
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str], grace: float = 0.0) -> Self:
-        """Start it, in a session of its own, so that all of it can be ended.
+        """Start it in a new session, so that it can be ended with its children.
 
         Args:
             command: the program's path and its arguments.
             environment: its variables.
-            grace: seconds that it has after SIGTERM to end what it has started.
+            grace: seconds that it has after SIGTERM to end its children.
 
         Raises:
             OSError: the machine cannot.
         """
-        # Else what hangs would outlive a command that is killed.
+        # Otherwise a hanging program would outlive a killed command.
         bound = [sys.executable, "-P", "-m", "lockstep.doctor.bound", str(os.getpid())]
         process = subprocess.Popen(
             [*bound, *command],
@@ -100,14 +100,14 @@ class ProbeProgram:
         return cls(process, time.monotonic(), grace)
 
     def result(self, deadline: float, say: Callable[[float], object] = lambda seconds: None) -> Ended:
-        """Wait for the end, until `deadline` on the monotonic clock, and tell how it was; call it once.
+        """Wait for the end, until `deadline` on the monotonic clock, and return how it ended; call this once.
 
-        `say` hears every few seconds for how long this has waited.
+        `say` is called every few seconds with the seconds waited so far.
         """
         return results([self], deadline, lambda places, seconds: say(seconds))[0]
 
     def end(self) -> None:
-        """End it, if it runs, and what it has left in its session."""
+        """End it, if it runs, and the remaining processes of its session."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -116,7 +116,7 @@ class ProbeProgram:
             with contextlib.suppress(psutil.Error):
                 below = psutil.Process(self._process.pid).children(recursive=True)
             if self._grace:
-                # `lockstep run` ends its workers then, which have sessions of their own.
+                # `lockstep run` then ends its workers, which have their own sessions.
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(self._grace)
@@ -128,7 +128,7 @@ class ProbeProgram:
         self._process.wait()
 
     def told(self, status: int | None, seconds: float) -> Ended:
-        """Return how it was, once it has ended."""
+        """Return how it ended, once it has."""
         output, errors = (stream.rest() for stream in self.streams)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
@@ -136,11 +136,11 @@ class ProbeProgram:
         return Ended(status, output, errors, seconds)
 
     def seconds(self) -> float:
-        """Return for how long it has been there."""
+        """Return how long it has been running."""
         return time.monotonic() - self._begun
 
     def status(self) -> int | None:
-        """Return its exit status, None if it runs."""
+        """Return its exit status; None if it runs."""
         return self._process.poll()
 
 
@@ -149,16 +149,16 @@ def results(
     deadline: float,
     say: Callable[[Sequence[int], float], object] = lambda places, seconds: None,
 ) -> list[Ended]:
-    """Wait for all at once, and tell of each how it has ended.
+    """Wait for all at once, and return how each ended.
 
     Args:
         programs: to wait for.
         deadline: on the monotonic clock.
-        say: hears every few seconds at which places those are that still run, and how long this has waited.
+        say: called every few seconds with the indices of those that still run and the seconds waited so far.
     """
     begun = said = time.monotonic()
     ways: dict[int, tuple[int | None, float]] = {}
-    # Nobody reads for a program that waits: what it writes must never fill the memory, nor hold it up.
+    # The output of a program must neither fill the memory nor block the program.
     with selectors.PollSelector() as selector:
         for stream in (stream for program in programs for stream in program.streams):
             selector.register(stream.descriptor, selectors.EVENT_READ, stream)
@@ -186,7 +186,7 @@ def results(
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """End all that was started within, also what has left its session, and also after SIGTERM and SIGHUP."""
+    """End all processes started within, in any session, also after SIGTERM and SIGHUP."""
     spare = children_now()
     with contextlib.suppress(OSError):
         adopt_orphans()
@@ -208,7 +208,7 @@ def nothing_left() -> Iterator[None]:
 
 
 class _ProbeOutput:
-    """What a program writes to a pipe: the beginning and the end of it."""
+    """The beginning and the end of a program's output to a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -218,7 +218,7 @@ class _ProbeOutput:
         self._has_lost = False
 
     def read(self) -> bool:
-        """Read what is there; return whether more may come."""
+        """Read the available data; return whether more may come."""
         try:
             part = os.read(self.descriptor, _PART)
         except BlockingIOError:
@@ -232,8 +232,8 @@ class _ProbeOutput:
         return bool(part)
 
     def rest(self) -> str:
-        """Read what the pipe still holds, and return all that was kept."""
-        # A process that has escaped may still write: no more than a pipe holds is waited for.
+        """Read the rest of the pipe, and return all kept output."""
+        # An escaped process may still write: this reads no more than a pipe holds.
         for _ in range(_MOST_KEPT // _PART):
             if not self.read():
                 break

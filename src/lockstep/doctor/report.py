@@ -1,4 +1,4 @@
-"""The findings as a table for a person, and as JSON for a program."""
+"""The findings as a table, and as JSON for programs."""
 
 import json
 from collections.abc import Sequence
@@ -25,11 +25,11 @@ _SUMMARY = {
 _LINES = "\n"
 _NAME_WIDTH = 34
 _PLAIN_WIDTH = 120
-"""Columns where the output is no terminal."""
+"""Columns if the output is not a terminal."""
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Write a table a section, with a last line that sums up."""
+    """Write a table per section, and a summary in the last line."""
     for section, group in groupby(findings, key=lambda finding: finding.section):
         table = Table(title=section, title_justify="left", title_style="bold", show_header=False, box=None)
         table.add_column(width=4)
@@ -37,7 +37,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         table.add_column(overflow="fold")
         for finding in group:
             text, style = _MARKS[finding.rating]
-            # Programs that failed may have written parts of it.
+            # It may contain output of failed programs.
             reason = Text(printable(finding.reason, _LINES))
             if finding.remedy:
                 reason.append("\n-> " + printable(finding.remedy, _LINES), style="cyan")
@@ -47,13 +47,13 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 
 
 def console(out: TextIO, is_terminal: bool) -> Console:
-    """Return what `show` writes to: `out`, as the terminal of this process takes it, or plain."""
+    """Return the console of `show` for `out`: styled as the terminal allows, or plain."""
     width = None if is_terminal else _PLAIN_WIDTH
     return Console(file=out, highlight=False, force_terminal=is_terminal, width=width)
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Say in a line what all findings come to."""
+    """Return a summary of all findings in one line."""
     numbers = {
         rating: sum(finding.rating == rating for finding in findings)
         for rating in (Rating.FAILURE, Rating.WARNING)

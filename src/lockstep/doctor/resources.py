@@ -1,4 +1,4 @@
-"""What this machine is and has, and what of it this process may use. Looks, and judges nothing."""
+"""The resources of this machine, and the part that this process may use. Examines without judging."""
 
 import fcntl
 import mmap
@@ -19,7 +19,7 @@ from lockstep.system.memory import cgroup_rooms
 from lockstep.system.process_limits import processes_of_user_left
 
 _PROBE = 2**24
-"""Bytes of shared memory that are taken and given back."""
+"""Bytes of shared memory to allocate and free as a test."""
 _LEAST_PROBE = mmap.PAGESIZE
 _PART_FOR_PROBE = 8
 _READINGS = 5000
@@ -27,15 +27,15 @@ _READINGS = 5000
 
 @dataclass(frozen=True)
 class SystemPaths:
-    """Where `look` looks.
+    """The paths that `look` examines.
 
     Attributes:
-        proc: the file system of processes.
+        proc: the mount point of procfs.
         cgroups: where the cgroup file systems are mounted.
-        shm: where programs make files in memory.
-        clock_source: the file that names it.
-        folder: in which jobs would be started.
-        installed: files that were written when Lockstep and what it needs were installed.
+        shm: the folder of files in shared memory.
+        clock_source: the file that names the clock source.
+        folder: the current folder of jobs.
+        installed: files written by the installation of Lockstep and its dependencies.
     """
 
     proc: Path = Path("/proc")
@@ -58,7 +58,7 @@ class System:
         name: such as "Linux".
         processor: such as "x86_64".
         kernel: its version.
-        unwatched: why a process cannot be watched by a pidfd; empty if it can.
+        unwatched: why pidfds do not work; empty if they do.
     """
 
     name: str
@@ -72,9 +72,9 @@ class Cores:
     """Cores.
 
     Attributes:
-        all: of the machine.
-        usable: on which this process may run.
-        quota: the cores whose time its cgroups allow, None for no limit.
+        all: number of cores of the machine.
+        usable: number on which this process may run.
+        quota: the CPU quota of its cgroups in cores; None for no limit.
     """
 
     all: int
@@ -88,8 +88,8 @@ class HostMemory:
 
     Attributes:
         total: of the machine.
-        available: that the machine has left.
-        room: that is left under the limits of the cgroups, None where there are none.
+        available: free memory of the machine.
+        room: memory left under the limits of the cgroups; None if there are none.
     """
 
     total: int
@@ -98,7 +98,7 @@ class HostMemory:
 
     @property
     def usable(self) -> int:
-        """What this process may still take."""
+        """The memory that this process can still allocate."""
         return max(0, self.available if self.room is None else min(self.available, self.room))
 
 
@@ -107,10 +107,10 @@ class Shared:
     """Shared memory.
 
     Attributes:
-        probed: bytes that were tried.
-        fault: why they cannot be had, empty if they can.
-        files_fault: why no file can be made in the place for files in memory, empty if it can.
-        files: bytes that are left there, None for no limit.
+        probed: bytes of the test allocation.
+        fault: why the allocation failed; empty if it did not.
+        files_fault: why no file can be created in shared memory; empty if one can.
+        files: bytes left for such files; None for no limit.
     """
 
     probed: int
@@ -121,13 +121,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class UserLimits:
-    """How many there may be; None for no limit.
+    """Limits; None for no limit.
 
     Attributes:
-        files: that a process may open.
-        most_files: to how many it may raise that.
-        user_left: processes and threads that this user may still start.
-        group_left: those that the cgroups allow.
+        files: number of files that a process may open.
+        most_files: the highest value to which it may raise that limit.
+        user_left: number of processes and threads that this user may still start.
+        group_left: the same for the cgroups of this process.
     """
 
     files: int | None
@@ -138,12 +138,12 @@ class UserLimits:
 
 @dataclass(frozen=True)
 class Disk:
-    """Where runs keep their files.
+    """The disk for the files of runs.
 
     Attributes:
-        has_runs: whether there is something of the name "runs" already.
-        fault: why nothing can be written, empty if it can.
-        free: bytes, None where that is not known.
+        has_runs: whether a file or folder named "runs" exists.
+        fault: why nothing can be written; empty if it can.
+        free: bytes; None if unknown.
     """
 
     has_runs: bool
@@ -156,11 +156,11 @@ class Clocks:
     """Clocks.
 
     Attributes:
-        source: what the kernel reads the time from; empty if it is not known.
+        source: the clock source of the kernel; empty if unknown.
         cost: seconds that a reading takes.
-        back: seconds by which the clock for differences went back; 0 if it did not.
+        back: seconds by which the monotonic clock went back; 0 if it did not.
         wall: seconds since 1970.
-        installed: the same for the newest file of the installation; 0 if there is none.
+        installed: the modification time of the newest file of the installation; 0 if there is none.
     """
 
     source: str
@@ -172,7 +172,7 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Machine:
-    """All that `look` finds."""
+    """The result of `look`."""
 
     system: System
     cores: Cores
@@ -184,12 +184,12 @@ class Machine:
 
 
 def look_at_system() -> System:
-    """Look at what every system can say of itself."""
+    """Examine what any kind of system reports about itself."""
     return System(platform.system(), platform.machine(), platform.release(), _unwatched())
 
 
 def look(system: System, places: SystemPaths = HERE, clock: Clock = _CLOCK) -> Machine:
-    """Look at a Linux."""
+    """Examine a Linux system."""
     membership = places.proc / "self" / "cgroup"
     memory = _memory(membership, places.cgroups)
     return Machine(
@@ -213,20 +213,20 @@ def _unwatched() -> str:
 
 def _memory(membership: Path, mount: Path) -> HostMemory:
     machine = psutil.virtual_memory()
-    # Version 1 writes a limit that is none as the greatest number.
+    # Version 1 represents "no limit" by a very large number.
     rooms = [room for room in cgroup_rooms(membership, mount) if room < machine.total]
     return HostMemory(int(machine.total), int(machine.available), min(rooms, default=None))
 
 
 def _shared(shm: Path, usable: int) -> Shared:
-    # What takes the last memory of a cgroup may be killed for it.
+    # A process that takes the last memory of a cgroup may be killed.
     size = max(_LEAST_PROBE, min(_PROBE, usable // _PART_FOR_PROBE))
     files_fault, files = _files_in_memory(shm)
     return Shared(size, _fault_of_sharing(size), files_fault, files)
 
 
 def _fault_of_sharing(size: int) -> str:
-    """Take memory as the exchange between workers does, and give it back."""
+    """Allocate memory as the exchange between workers does, free it, and return the error, if any."""
     try:
         descriptor = os.memfd_create("lockstep-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which GPUs CUDA shows to a program that has `CUDA_VISIBLE_DEVICES`. Pure."""
+"""Which GPUs CUDA shows to a program for a value of `CUDA_VISIBLE_DEVICES`. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -10,24 +10,24 @@ _NUMBER = re.compile(r"\+?[0-9]+")
 
 
 class Named(Protocol):
-    """What a GPU can be called in the list, besides its number."""
+    """The names by which the list can refer to a GPU, besides its number."""
 
     @property
     def uuid(self) -> str | None:
-        """Return its UUID, None if it does not tell."""
+        """Return its UUID; None if it does not report one."""
 
     @property
     def instances(self) -> tuple[str, ...] | None:
-        """Return the UUIDs of its MIG instances, None if it is not divided."""
+        """Return the UUIDs of its MIG instances; None if it is not partitioned."""
 
 
 class Shown(NamedTuple):
-    """What CUDA makes of the list.
+    """CUDA's interpretation of the list.
 
     Attributes:
-        places: of the GPUs that it shows, in its order.
-        problem: what it does not take; empty if it takes all.
-        by_number: whether the list has numbers.
+        places: indices of the GPUs that it shows, in its order.
+        problem: the entry that it does not accept; empty if it accepts all.
+        by_number: whether the list contains numbers.
     """
 
     places: tuple[int, ...]
@@ -36,9 +36,9 @@ class Shown(NamedTuple):
 
 
 def shown(gpus: Sequence[Named], listed: str | None) -> Shown:
-    """Return what CUDA shows of these GPUs, which are all that it has.
+    """Return which of `gpus`, all GPUs of the machine, CUDA shows.
 
-    It stops at the first name that it does not know, and shows none if one is there twice.
+    CUDA stops at the first unknown name, and shows none if a GPU is listed twice.
     """
     if listed is None:
         return Shown(tuple(range(len(gpus))), "", False)
@@ -46,7 +46,7 @@ def shown(gpus: Sequence[Named], listed: str | None) -> Shown:
     by_number = _kind(names[0]) == "number"
     found: dict[str, int] = {}
     problem = ""
-    # "-1" and "" are how people hide GPUs.
+    # "-1" and "" are common ways to hide GPUs.
     hidden = next((at for at, name in enumerate(names) if name.startswith("-")), len(names))
     for name in names[:hidden] if any(names) else ():
         if _kind(name) != _kind(names[0]):
@@ -64,9 +64,9 @@ def shown(gpus: Sequence[Named], listed: str | None) -> Shown:
 
 
 def _find(name: str, gpus: Sequence[Named]) -> tuple[str, int] | None:
-    """Return what the GPU that a name means is known by, and its place; None if it means none, or several."""
+    """Return the full name and the index of the GPU that `name` refers to; None if none or several match."""
     if digits := _NUMBER.match(name):
-        # As CUDA does, which takes the number that a name begins with.
+        # Like CUDA, which uses the number at the beginning of a name.
         place = int(digits[0])
         return (str(place), place) if place < len(gpus) else None
     known = [

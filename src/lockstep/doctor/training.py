@@ -1,4 +1,4 @@
-"""A training of a second with two workers: whether everything works together."""
+"""A trial training of one second with two workers, as a test of the whole installation."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ SLOW_SECONDS = 13.0
 
 
 def command(backend: str, folder: Path) -> list[str]:
-    """Return the command of the training, which keeps all that it writes in `folder`."""
+    """Return the command of the training, which writes all its files to `folder`."""
     options = ["-n", str(WORKERS), "--replicas", str(WORKERS), "--threads-per-worker", "1"]
     options += ["--backend", backend, "--run-dir", str(folder / "run")]
     return [
@@ -24,7 +24,7 @@ def command(backend: str, folder: Path) -> list[str]:
 
 
 def judge(backend: str, ended: Ended, folder: Path) -> Finding:
-    """Return what came of the training."""
+    """Return the finding on the training."""
     name = f"{WORKERS} workers on {backend}"
     if ended.status != 0:
         return Finding(

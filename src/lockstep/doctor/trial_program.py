@@ -1,9 +1,9 @@
-"""A program as a person would write it, which trains for a second: to see that everything works together.
+"""An ordinary training program that runs for a second, as a test of the whole installation.
 
     lockstep run ... -m lockstep.doctor.trial_program FILE
 
-The chief writes a JSON object to FILE: images a second in the second epoch, since the first compiles, and the
-hash of what came out.
+The chief writes a JSON object to FILE: the images per second of the second epoch, since the first compiles,
+and the hash of the result.
 """
 
 import json
@@ -22,7 +22,7 @@ _STEPS = 20
 
 
 def main(file: Path) -> None:
-    """Train, and write what came out to `file`."""
+    """Train, and write the result to `file`."""
     drawn = np.random.default_rng(0)
     strategy = lockstep.MultiWorkerMirroredStrategy()
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""Whether Python, Lockstep, Keras and the backends fit together, and which backend a job would use."""
+"""Whether Python, Lockstep, Keras and the backends are compatible, and which backend a job would use."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,18 +16,18 @@ _ROWS = Section("versions")
 
 LOCKSTEP = "keras-lockstep"
 _CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")}
-"""The distributions that bring a backend, where there are several."""
+"""The distributions that provide a backend, if there are several."""
 _FOLLOWED = ("keras", "jaxlib", "tf-keras")
 _PLUGINS = "jax-cuda"
 
 
 @dataclass(frozen=True)
 class Packages:
-    """What is installed for one Python.
+    """The packages that are installed for one Python.
 
     Attributes:
-        versions: by canonical names.
-        requirements: what each asks for, as its metadata say it.
+        versions: by canonical name.
+        requirements: of each package, as in its metadata.
     """
 
     versions: Mapping[str, str]
@@ -35,11 +35,11 @@ class Packages:
 
     @classmethod
     def installed(cls) -> "Packages":
-        """Look at those of this process."""
+        """Return the packages of this process."""
         found: dict[str, metadata.Distribution] = {}
         for distribution in metadata.distributions():
-            # The first one on the path is the one that is imported.
-            # An installation that was broken off leaves a folder without a name or a version.
+            # The first one on the path is imported.
+            # An interrupted installation leaves a folder without a name or a version.
             told = distribution.metadata
             if told["Name"] and told["Version"]:
                 found.setdefault(canonicalize_name(told["Name"]), distribution)
@@ -49,12 +49,12 @@ class Packages:
         )
 
     def brings(self, backend: str) -> str | None:
-        """Return the distribution that brings a backend, None if none is installed."""
+        """Return the distribution that provides a backend; None if none is installed."""
         names = _CPU_BUILDS.get(backend, (backend,))
         return next((name for name in names if name in self.versions), None)
 
     def unmet(self, names: Iterable[str]) -> Iterator[str]:
-        """Say of these distributions, each in a sentence, what they ask for and do not find."""
+        """Yield a sentence for each unmet requirement of these distributions."""
         for name in names:
             try:
                 yield from self._unmet(name)
@@ -75,7 +75,7 @@ class Packages:
                 )
 
     def lowest(self, name: str) -> Requirement | None:
-        """Return what Lockstep asks of a distribution, be it optional; None if nothing."""
+        """Return Lockstep's requirement of a distribution, optional or not; None if it has none."""
         for requirement in map(Requirement, self.requirements.get(LOCKSTEP, ())):
             if canonicalize_name(requirement.name) == canonicalize_name(name) and requirement.specifier:
                 return requirement
@@ -89,7 +89,7 @@ class Packages:
 
 @dataclass(frozen=True)
 class Wish:
-    """What says which backend is wanted.
+    """The user's choice of a backend.
 
     Attributes:
         variable: `KERAS_BACKEND`; None if it is not set.
@@ -106,10 +106,10 @@ def examine_versions(
     """Return the findings, and the backend that a job would use, None if it could not use any.
 
     Args:
-        packages: what is installed.
+        packages: the installed packages.
         python: the interpreter's path.
         version: of Python.
-        wish: which backend is wanted.
+        wish: the user's choice of a backend.
         installed: whether a backend can be imported.
     """
     findings = [

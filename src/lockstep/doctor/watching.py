@@ -1,4 +1,4 @@
-"""What GPUs and cores do, shown again and again, and logged as CSV."""
+"""Periodic display of the load of GPUs and cores, and a log of it as CSV."""
 
 import csv
 import io
@@ -42,12 +42,12 @@ _COLUMNS = (
     "fault",
 )
 _HEADINGS = ("GPU", "", "memory", "BAR1", "temp", "power", "util", "processes")
-"""Short ones for what `quantities` gives, since a terminal may have eighty columns."""
+"""Short headings for the result of `quantities`, since a terminal may have 80 columns."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What this machine does besides: percent of its cores' time since the last look, and bytes of memory."""
+    """The load of the host: percent of its cores' time since the last sample, and bytes of memory."""
 
     cpu: float
     used: int
@@ -56,7 +56,7 @@ class Host:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was seen at one time.
+    """The values at one time.
 
     Attributes:
         wall: seconds since 1970.
@@ -73,7 +73,7 @@ Show = Callable[[Sample], None]
 
 
 class GpuLog:
-    """A CSV file to which a line a GPU is added at each look."""
+    """A CSV file with a line per GPU and sample."""
 
     def __init__(self, file: AppendFile) -> None:
         self._file = file
@@ -81,7 +81,7 @@ class GpuLog:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator["GpuLog"]:
-        """Open or make the file at `path`, with a line of headings if it is empty.
+        """Open or create the file at `path`, with a line of headings if it is empty.
 
         Raises:
             ConfigError: it cannot be opened, or has other columns.
@@ -102,7 +102,7 @@ class GpuLog:
         """Add a line for each GPU, in one write.
 
         Args:
-            reading: what the driver tells.
+            reading: the driver's report.
             wall: seconds since 1970.
 
         Raises:
@@ -113,7 +113,7 @@ class GpuLog:
 
 
 def log_once(log: Path, reading: GpuReading, clock: Clock = _CLOCK) -> None:
-    """Add what the GPUs do now to a CSV file.
+    """Append the current values of the GPUs to a CSV file.
 
     Raises:
         ConfigError: it cannot be opened, or has other columns.
@@ -124,7 +124,7 @@ def log_once(log: Path, reading: GpuReading, clock: Clock = _CLOCK) -> None:
 
 
 def host_now() -> Host:
-    """Look at this machine."""
+    """Return the load of this machine."""
     memory = psutil.virtual_memory()
     return Host(float(psutil.cpu_percent()), int(memory.used), int(memory.total))
 
@@ -139,19 +139,19 @@ def watch(
     clock: Clock = _CLOCK,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show what GPUs and cores do, in place on a terminal and line after line elsewhere, until Ctrl-C.
+    """Show the load of GPUs and cores until Ctrl-C, in place on a terminal, line by line elsewhere.
 
     Args:
-        seconds: from one look to the next.
-        log: the CSV file to which each look is added, if any.
-        read: asks the driver.
-        out: where to write.
-        host: looks at the machine.
-        clock: tells when the next look is due, and the time in the log.
-        sleep: waits for so many seconds.
+        seconds: between two samples.
+        log: the CSV file for all samples, if any.
+        read: queries the driver.
+        out: the stream to write to.
+        host: returns the load of the machine.
+        clock: determines when the next sample is due, and the time in the log.
+        sleep: waits for a number of seconds.
 
     Raises:
-        ConfigError: so many seconds cannot be waited for, or the log cannot be opened, or has other columns.
+        ConfigError: `seconds` is not positive or too long, or the log cannot be opened or has other columns.
         UnfitError: the log cannot be written.
     """
     if not 0 < seconds <= _LONGEST:
@@ -165,7 +165,7 @@ def watch(
             show(sample)
             if file is not None:
                 file.add(sample.reading, sample.wall)
-            # Looks that are late are left out, not made up for.
+            # Late samples are skipped.
             now = clock.now()
             due = max(due + seconds, now)
             sleep(due - now)
@@ -208,7 +208,7 @@ def _show_host(sample: Sample) -> str:
 
 
 def _values(gpu: Gpu) -> tuple[str | int, ...]:
-    """Return the columns of a GPU, without the time; empty what it does not tell."""
+    """Return the columns of a GPU, without the time; empty for values that it does not report."""
     memory: tuple[str, ...] = ("", "", "")
     if gpu.memory is not None:
         memory = tuple(str(part // _MIB) for part in (gpu.memory.total, gpu.memory.used, gpu.memory.free))
@@ -236,7 +236,7 @@ def _local(wall: float) -> datetime:
 
 
 def _missing_start(file: AppendFile) -> bytes:
-    """Return what must be written before the first line that is added.
+    """Return the bytes to write before the first added line.
 
     Raises:
         ConfigError: the file has other columns.
@@ -249,7 +249,7 @@ def _missing_start(file: AppendFile) -> bytes:
         raise ConfigError(
             f"{file.path} has other columns: expected the first line {expected}; name another file"
         )
-    # A disk that was full may have cut the last line off.
+    # A full disk may have cut off the last line.
     return b"" if os.pread(file.descriptor, 1, file.start - 1) == b"\n" else b"\n"
 
 

@@ -108,7 +108,7 @@ class CallStack:
         finally:
             self.stack.pop()
 
-    def seed_here(self) -> int:
+    def next_seed(self) -> int:
         """Return a seed for a place in the program: another for each time it asks.
 
         It follows from the job's seed, the script's, and the place, and is the same in a process that passes

@@ -8,6 +8,7 @@ Everything else of the loops (callbacks, logs, epochs) stays Keras's.
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -23,24 +24,24 @@ from lockstep.keras.backends.steps import (
 from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
-from lockstep.keras.exactness import introduction, per_replica, said_of
+from lockstep.keras.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
 from lockstep.keras.input.distributed_input import distributed_input
-from lockstep.keras.input.distribution import DistributedDataset
+from lockstep.keras.input.distribution import DistributedDataset, explain_sharding
 from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
-from lockstep.keras.input.sharding import explain_sharding
 from lockstep.keras.input.visits import order_seed
-from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.replica_run.step_loop import Driving
-from lockstep.keras.replica_step import ReplicaStep
+from lockstep.keras.replica_step import ReplicaStep, Watched
 from lockstep.keras.sidecar_evaluator import Evaluating
-from lockstep.keras.single_replica import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
-from lockstep.keras.state.checkpoint_callback import Keeping, apart
+from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
 from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.journal import FinishedCall
+from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
-from lockstep.keras.state.snapshots import Snapshots, Superseded
+from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.state.variables import model_state
+from lockstep.observability.events import CallStarted, TrainingEnded
+from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -53,8 +54,6 @@ class FitLoops:
     """The distributed calls of one process. Each method stands for one of Keras's, which is its `original`.
 
     Attributes:
-        depth: how many strategy scopes the program is in.
-        adopts_all: whether models are adopted outside of all scopes too: the script has no strategy.
         driving: drives loops of the program's own.
     """
 
@@ -65,19 +64,21 @@ class FitLoops:
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
-        self._calls = CallStack(job.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
+        self._calls = CallStack(job.context.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
         self._snapshots = Snapshots(job, backend, self._calls)
+        self._models, self._resumable = self._snapshots.models, self._snapshots.resumable
         self._keeping = Keeping(job, self._calls, self._snapshots)
         self._evaluating = Evaluating()
         self._last = LastModel(job)
         self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
-        self.depth = 0
-        self.adopts_all = False
+        self._scopes = 0
+        self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
-        job.trained = self.trained
-        if job.resumed is not None:
-            self._snapshots.begin(job.resumed)
+        self._timer = StepTimer(job.events, lambda: job.communicator.waited)
+        job.at_end(lambda: job.events.publish(self.trained()))
+        if job.checkpoints.resumed is not None:
+            self._resumable.begin(job.checkpoints.resumed)
 
     @property
     def forwarding(self) -> bool:
@@ -92,18 +93,35 @@ class FitLoops:
     @property
     def behind(self) -> bool:
         """Whether the script has not come yet to where the process before this one was."""
-        return self._snapshots.behind
+        return self._resumable.behind
 
-    def seed_here(self) -> int:
-        """Return a seed for this place in the program; see `lockstep.keras.call_stack.Calls.seed_here`."""
-        return self._calls.seed_here()
+    def next_seed(self) -> int:
+        """Return another seed for this place in the program; see `CallStack.next_seed`."""
+        return self._calls.next_seed()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within the block models are adopted: the program is in the scope of a strategy."""
+        self._scopes += 1
+        try:
+            yield
+        finally:
+            self._scopes -= 1
+
+    def adopt_all(self) -> None:
+        """Adopt models outside of all scopes too: the script has no strategy."""
+        self._adopts_all = True
+
+    def adopt_in_scopes(self) -> None:
+        """Adopt models in scopes only: the script has a strategy."""
+        self._adopts_all = False
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
-        if self.depth or self.adopts_all:
+        if self._scopes or self._adopts_all:
             self._adopted.add(model)
             self._snapshots.adopt(model)
         return result
@@ -119,11 +137,12 @@ class FitLoops:
         if self._job.evaluates:
             return self._evaluating.fit(model, given)
         self._last.trains(model)
-        asked, callbacks = apart(given["callbacks"])
-        with self._snapshots.call("fit") as call:
+        asked = asked_in(given["callbacks"])
+        callbacks = take_out(asked, given["callbacks"])
+        with self._resumable.call("fit") as call:
             if asked is not None:
                 self._keeping.begin(asked)
-            if finished := self._snapshots.finished():
+            if finished := self._resumable.resume():
                 return past_fit(model, callbacks, finished)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
@@ -144,7 +163,7 @@ class FitLoops:
             try:
                 result = original(*bound.args, **bound.kwargs)
             except Superseded:
-                return past_fit(model, callbacks, self._snapshots.replayed())
+                return past_fit(model, callbacks, self._resumable.replay())
             self._finish(result)
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
@@ -157,9 +176,9 @@ class FitLoops:
             call.marks.append(marks(call.callbacks))
             call.leaves = _callbacks_of
 
-    def trained(self) -> dict[str, Any]:
+    def trained(self) -> TrainingEnded:
         """Return how many steps of training there were, and the name and digest of the last trained model."""
-        return {"steps": self._calls.taken + self._plain_steps, **self._last.facts()}
+        return TrainingEnded(self._calls.taken + self._plain_steps, **self._last.facts())
 
     def steps_ended(self) -> None:
         """Hold the state at the end of the last step of an epoch: no other step may follow it."""
@@ -170,12 +189,13 @@ class FitLoops:
 
     def decide(self, event: str) -> None:
         """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        self._timer.lap("other")
         call = self._calls.current
         if self._plain and call.model is not None and event == "on_train_batch_end":
             self._plain_steps += call.model.steps_per_execution
         if (
             call.model is None
-            or self._snapshots.catches_up
+            or self._resumable.catches_up
             or self.forwarding
             or len(self._job.view.workers) == 1
         ):
@@ -193,15 +213,15 @@ class FitLoops:
             if self.forwarding:
                 return {}
             self.steps_ended()
-            with self._snapshots.call("validation") as call:
+            with self._resumable.call("validation") as call:
                 self._compare(call, model, dict)
                 return original(model, *args, **kwargs)
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
-        with self._snapshots.call("evaluate") as call:
-            if finished := self._snapshots.finished():
+        with self._resumable.call("evaluate") as call:
+            if finished := self._resumable.resume():
                 return finished.result
-            if self._alone and not self._snapshots.awaits(model):
+            if self._alone and not self._models.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
@@ -216,14 +236,14 @@ class FitLoops:
         self._job.distributes()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
-        with self._snapshots.call("predict") as call:
-            if finished := self._snapshots.finished():
+        with self._resumable.call("predict") as call:
+            if finished := self._resumable.resume():
                 return finished.result
-            if self._alone and not self._snapshots.awaits(model):
+            if self._alone and not self._models.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
             looks = keras.backend.backend() == "jax"
-            self._snapshots.build(model, "predict", lambda: self._look(data, model) if looks else data.peek())
+            self._models.build(model, "predict", lambda: self._look(data, model) if looks else data.peek())
             if keras.backend.backend() != "tensorflow":
                 # Keras calls the model once more on a batch of its own while some layer is not built.
                 data.plain_first = not all(layer.built for layer in model._flatten_layers())
@@ -242,9 +262,9 @@ class FitLoops:
         if kind == "train":
             self._last.trains(model)
             self._plain_steps += self._plain
-        with self._snapshots.call(method) as call:
+        with self._resumable.call(method) as call:
             call.at_end = True
-            if finished := self._snapshots.finished():
+            if finished := self._resumable.resume():
                 self._compared.setdefault(model, set()).add(kind)
                 return self._past_batch(kind, finished, original, model, *args, **kwargs)
             if kind not in self._compared.setdefault(model, set()):
@@ -257,13 +277,13 @@ class FitLoops:
 
     def _begin_batches(self, call: KerasCall, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
         """Do what is done once before calls for one batch: build the model, and check it."""
-        if kind != "predict" and (not self._alone or self._snapshots.awaits(model)):
-            self._snapshots.build(model, kind, batch)
+        if kind != "predict" and (not self._alone or self._models.awaits(model)):
+            self._models.build(model, kind, batch)
             if not self._alone:
                 refuse_metrics_that_do_not_add(model, batch)
                 self._introduce(call, model, batch)
-        self._snapshots.load_pending(model)
-        if self._snapshots.is_built(model):
+        self._models.load_waiting(model)
+        if self._models.is_built(model):
             self._compare(call, model, lambda: _setting_facts(model))
             self._compared[model].add(kind)
 
@@ -271,14 +291,14 @@ class FitLoops:
         self, kind: Kind, finished: FinishedCall, original: Original, model: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Return what a call for one batch has returned; go on behind it, if this is the place."""
-        if self._snapshots.at_its_end:
-            self._snapshots.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
+        if self._resumable.at_its_end:
+            self._models.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
             if self._job.joins:
                 # Compile the step while nobody waits; what it does is overwritten.
                 original(model, *args, **kwargs)
-                self._snapshots.join()
-                finished = self._snapshots.replayed()
-            if self._snapshots.at_its_end:
+                self._resumable.join()
+                finished = self._resumable.replay()
+            if self._resumable.at_its_end:
                 self._snapshots.restore(model)
         return finished.result
 
@@ -300,7 +320,9 @@ class FitLoops:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            exchange = ReplicaStep(self._job, self._backend, model, kind, self._calls, self._snapshots)
+            exchange = ReplicaStep(
+                self._job, self._backend, model, kind, self._calls, self._snapshots, self._timer
+            )
             take = exchange.predict if kind == "predict" else exchange.advance
 
             def step(state: Any, batch: Any) -> tuple[Any, Any]:
@@ -326,7 +348,7 @@ class FitLoops:
     @property
     def _plain(self) -> bool:
         """Whether Keras's own methods do all: there is one replica, and nothing is kept or gone on from."""
-        return self._alone and self._job.scheduler is None and not self._snapshots.behind
+        return self._alone and self._job.checkpoints.scheduler is None and not self._resumable.behind
 
     def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
         x, y, weight = given["x"], given["y"], given["sample_weight"]
@@ -342,7 +364,7 @@ class FitLoops:
             shuffle=given["shuffle"],
             class_weight=given["class_weight"],
         )
-        training.before_pass = self._snapshots.begin_pass
+        training.before_pass = self._resumable.begin_pass
         if validation is None or self._alone:
             return training, validation
         x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
@@ -354,7 +376,7 @@ class FitLoops:
             return distributed_input(x, y, sample_weight, options.get("class_weight"))
         if not self._alone:
             explain_sharding(self._job, x)
-        seed = order_seed(self._job.seed, self._calls.current.number)
+        seed = order_seed(self._job.context.seed, self._calls.current.number)
         options.setdefault("shuffle", False)
         return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
 
@@ -362,9 +384,9 @@ class FitLoops:
         self, call: KerasCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
     ) -> None:
         """Build what was left for the first batch, and refuse what replicas cannot compute."""
-        if self._alone and not (self._snapshots.behind or self._snapshots.awaits(model)):
+        if self._alone and not (self._resumable.behind or self._models.awaits(model)):
             return
-        self._snapshots.build(model, kind, lambda: self._look(data, model))
+        self._models.build(model, kind, lambda: self._look(data, model))
         if self._alone:
             return
         refuse_metrics_that_do_not_add(model, data.peek)
@@ -373,7 +395,7 @@ class FitLoops:
 
     def _introduce(self, call: KerasCall, model: Any, rows: Callable[[], Any]) -> None:
         """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
-        if not self.adopts_all:
+        if not self._adopts_all:
             return
         parts = per_replica(model, rows)
         text = ""
@@ -383,14 +405,15 @@ class FitLoops:
         elif new := [part for part in parts if part not in self._introduced]:
             text = f"model {model.name!r}: {said_of(new)}"
         self._introduced += parts
-        if text and self._job.is_chief and not self._snapshots.catches_up:
+        if text and self._job.is_chief and not self._resumable.catches_up:
             note(text)
 
     def _look(self, data: GlobalInput, model: Any) -> Any:
         """Return a batch to build a model with, in the way in which Keras takes one from the data."""
-        looks = keras.backend.backend() != "tensorflow" and self._snapshots.looks(model)
-        if not looks:
+        looks = keras.backend.backend() != "tensorflow" and not self._models.awaits(model)
+        if not looks or not self._resumable.may_look:
             return data.peek()
+        self._calls.current.looks += 1
         data.on_epoch_begin()
         return data.first()
 
@@ -400,9 +423,9 @@ class FitLoops:
 
     def _compare(self, call: KerasCall, model: Any, facts: Callable[[], Facts]) -> None:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
-        if self._snapshots.catches_up:
+        if self._resumable.catches_up:
             return
-        self._job.report("call", name=call.name)
+        self._job.events.publish(CallStarted(call.name))
         if len(self._job.view.workers) > 1:
             state = state_facts(self._backend.concrete, model_state(model))
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
@@ -411,7 +434,7 @@ class FitLoops:
     def _finish(self, result: Any) -> Any:
         """Note what a call that is in no other has returned."""
         if len(self._calls.stack) == 2:
-            self._snapshots.finish(result)
+            self._resumable.finish(result)
         return result
 
     def _verbose(self, verbose: Any) -> Any:
@@ -421,7 +444,7 @@ class FitLoops:
         if not self._alone:
             raise ScopeError(
                 f"model {model.name!r} was not compiled in the strategy's scope, so each of the "
-                f"{self._job.view.replicas} replicas would train a model of its own; build and compile it, "
+                f"{self._job.view.replicas} replicas would train its own model; build and compile it, "
                 "or load it with keras.models.load_model, under `with strategy.scope():`"
             )
 

@@ -11,7 +11,9 @@ from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.fit_loops import FitLoops
 from lockstep.keras.shared_saves import Saves
 from lockstep.keras.state.snapshots import libraries
+from lockstep.observability.events import StrategyInstalled
 from lockstep.worker.job import Job
+from lockstep.worker.patching import PATCHES, definer
 
 _FUNCTIONS: dict[str, Kind] = {
     "make_train_function": "train",
@@ -25,7 +27,17 @@ _SAVES = ("save", "save_weights", "export")
 _SAVING_FUNCTIONS = {"save_model": "save", "save_weights": "save_weights"}
 """What `keras.saving` and `keras.models` have for a method of models."""
 
+_AT_COMPILE, _SAVING = f"{__name__}.compile", f"{__name__}.saving"
+
 _installed: list[FitLoops] = []
+
+
+def _nothing() -> None:
+    """Do nothing."""
+
+
+def _never() -> bool:
+    return False
 
 
 def install(job: Job) -> FitLoops:
@@ -33,6 +45,7 @@ def install(job: Job) -> FitLoops:
 
     Raises:
         BackendError: Keras runs on a backend that Lockstep does not support.
+        UnfitError: this version of Keras lacks a method that Lockstep replaces.
     """
     if not _installed:
         backend = _backend()
@@ -47,17 +60,17 @@ def install(job: Job) -> FitLoops:
             _replace(name, functools.partial(_save, loops, saves))
         _save_by_methods()
         for name in _STEPS:
-            _silence(name, loops)
-        _first("on_epoch_end", loops.steps_ended)
-        _then("on_train_begin", loops.train_begun)
+            _around(name, silent=functools.partial(_is_silent, name, loops))
+        _around("on_epoch_end", before=loops.steps_ended)
+        _around("on_train_begin", after=loops.train_begun)
         for name in _DECISIONS:
-            _then(name, functools.partial(loops.decide, name))
+            _around(name, after=functools.partial(loops.decide, name))
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.state.tf_checkpoints import share_checkpoints
 
             share_checkpoints(job, lambda: loops.behind)
         _installed.append(loops)
-        job.report("strategy", backend=keras.backend.backend(), libraries=libraries())
+        job.events.publish(StrategyInstalled(keras.backend.backend(), libraries()))
     return _installed[0]
 
 
@@ -68,17 +81,29 @@ def install_at_compile(job: Job) -> None:
     """
     # Scripts may import the functions by name before they compile a model.
     _save_by_methods()
-    owner = _owner("compile")
-    original = owner.compile
+    owner: Any = definer(keras.Model, "compile")
 
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _installed:
-            return original(self, *args, **kwargs)
-        install(job).adopts_all = True
-        return owner.compile(self, *args, **kwargs)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if _installed:
+                return original(self, *args, **kwargs)
+            install(job).adopt_all()
+            return owner.compile(self, *args, **kwargs)
 
-    owner.compile = replacement
+        return replacement
+
+    if not PATCHES.has(_AT_COMPILE):
+        PATCHES.replace(_AT_COMPILE, owner, "compile", make)
+
+
+def uninstall() -> None:
+    """Give back all that Lockstep has replaced in Keras and its backend; call it outside of any step.
+
+    Strategies that exist distribute nothing afterwards.
+    """
+    PATCHES.give_back("lockstep.keras")
+    _installed.clear()
 
 
 def _save(loops: FitLoops, saves: Saves, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
@@ -87,16 +112,17 @@ def _save(loops: FitLoops, saves: Saves, original: Callable[..., Any], *args: An
         saves.save(original, *args, **kwargs)
 
 
-@functools.cache
 def _save_by_methods() -> None:
     """Let functions that save a model call the model's method, which is replaced."""
+    if PATCHES.has(_SAVING):
+        return
     for module in (keras.saving, keras.models):
         for name, method in _SAVING_FUNCTIONS.items():
             if hasattr(module, name):
-                setattr(module, name, _by_method(getattr(module, name), method))
+                PATCHES.replace(_SAVING, module, name, functools.partial(_by_method, method))
 
 
-def _by_method(original: Callable[..., Any], method: str) -> Callable[..., Any]:
+def _by_method(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, keras.Model):
@@ -107,56 +133,46 @@ def _by_method(original: Callable[..., Any], method: str) -> Callable[..., Any]:
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
-    owner = _owner(name)
-    original = vars(owner)[name]
+    """Let `method` stand for a method of models, in the class that defines it.
 
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return method(original, self, *args, **kwargs)
+    Keras asks classes whether they have a method of their own.
+    """
 
-    setattr(owner, name, replacement)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return method(original, self, *args, **kwargs)
 
+        return replacement
 
-def _owner(name: str) -> Any:
-    """Return the class that defines a method: Keras asks classes whether they have one of their own."""
-    return next(cls for cls in keras.Model.__mro__ if name in vars(cls))
-
-
-def _silence(name: str, loops: FitLoops) -> None:
-    """Let no callback hear of steps that were taken before this process began."""
-    original = getattr(keras.callbacks.CallbackList, name)
-    ends = name == "on_train_batch_end"
-
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        silent = loops.forwarding or (ends and loops.heard)
-        return None if silent else original(self, *args, **kwargs)
-
-    setattr(keras.callbacks.CallbackList, name, replacement)
+    PATCHES.replace(__name__, definer(keras.Model, name), name, make)
 
 
-def _first(name: str, act: Callable[[], None]) -> None:
-    """Let `act` precede what callbacks hear of `name`."""
-    original = getattr(keras.callbacks.CallbackList, name)
+def _around(
+    name: str,
+    *,
+    before: Callable[[], None] = _nothing,
+    after: Callable[[], None] = _nothing,
+    silent: Callable[[], bool] = _never,
+) -> None:
+    """Do something before and after callbacks hear of an event, or let none hear of it."""
 
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        act()
-        original(self, *args, **kwargs)
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+            before()
+            if not silent():
+                original(self, *args, **kwargs)
+            after()
 
-    setattr(keras.callbacks.CallbackList, name, replacement)
+        return replacement
+
+    PATCHES.replace(__name__, keras.callbacks.CallbackList, name, make)
 
 
-def _then(name: str, act: Callable[[], None]) -> None:
-    """Let `act` follow once callbacks have heard of `name`."""
-    original = getattr(keras.callbacks.CallbackList, name)
-
-    @functools.wraps(original)
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        act()
-
-    setattr(keras.callbacks.CallbackList, name, replacement)
+def _is_silent(name: str, loops: FitLoops) -> bool:
+    """Whether callbacks have heard of a step, or its end, before this process began."""
+    return loops.forwarding or (name == "on_train_batch_end" and loops.heard)
 
 
 def _backend() -> Backend:

@@ -73,14 +73,14 @@ class Saves:
         self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
     ) -> None:
         """Save in whichever way `original` does, once for all workers that save the same state there."""
-        if self._job.folder is None or len(self._job.view.workers) == 1:
+        if self._job.context.folder is None or len(self._job.view.workers) == 1:
             original(model, filepath, *args, **kwargs)
             return
         arrays = [self._backend.concrete(value) for value in model_state(model).values()]
         purpose = f"{original.__name__} {args} {sorted(kwargs.items())}".encode()
         sharded = "max_shard_size" in kwargs or len(args) > 1
         write_once(
-            RunPaths(self._job.folder).saved,
+            RunPaths(self._job.context.folder).saved,
             filepath,
             digest_arrays(arrays, purpose),
             lambda path: original(model, path, *args, **kwargs),

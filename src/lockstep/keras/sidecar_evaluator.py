@@ -13,7 +13,7 @@ from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.checkpoint.watch import CheckpointWatch, Look
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.keras.input.inputs import split_validation
-from lockstep.keras.state.checkpoint_callback import apart
+from lockstep.keras.state.checkpoint_callback import asked_in, take_out
 from lockstep.keras.state.loading import give
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
@@ -74,7 +74,7 @@ class SidecarEvaluator:
             PeerLostError: training ended without a complete checkpoint.
             PeerStuckError: for 600 s there was no job and no new checkpoint.
         """
-        if self.max_evaluations is None and job.current().scheduler is not None:
+        if self.max_evaluations is None and job.current().checkpoints.scheduler is not None:
             raise ConfigError(
                 "this process saves the checkpoints itself, so it would wait for its own training: give "
                 "lockstep.SidecarEvaluator max_evaluations, or start it in a process of its own"
@@ -108,7 +108,7 @@ class Evaluating:
         Raises:
             ConfigError: no checkpoints are kept, or there is nothing to evaluate them on.
         """
-        asked, callbacks = apart(given["callbacks"])
+        asked = asked_in(given["callbacks"])
         folder = self._folder if asked is None else Path(asked.folder).absolute()
         if folder is None:
             raise ConfigError(
@@ -122,7 +122,7 @@ class Evaluating:
             _validation(given),
             folder,
             steps=given["validation_steps"],
-            callbacks=callbacks,
+            callbacks=take_out(asked, given["callbacks"]),
             batch_size=given["validation_batch_size"] or given["batch_size"],
         )
         history = follow(evaluator, since, SystemClock(), time.sleep)

@@ -11,10 +11,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import WORKER_EVENTS, SourceChanged
+from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.system.notes import flush_streams, note
 from lockstep.system.paths import RunPaths
@@ -25,7 +27,7 @@ from lockstep.worker.file_writes import LibraryFolders, watch_writes
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.jax_cache import keep_compiled
 from lockstep.worker.program_sources import keep_sources
-from lockstep.worker.script import Script, summarize, summarize_own, user_traceback
+from lockstep.worker.script import Script, original_of, summarize, summarize_own, user_traceback
 from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
 
@@ -49,17 +51,16 @@ def main(arguments: Sequence[str]) -> None:
     client = AgentClient(socket.socket(fileno=config.control))
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
-    _enter_job(config, client)
+    events = Bus(SystemClock(), config.worker)
+    events.subscribe(client.report, *WORKER_EVENTS)
+    _enter_job(config, client, events)
     forget_worker()
-    share_downloads(config.run_dir, config.agent, config.worker, client.report)
-    keep_sources(RunPaths(config.run_dir).sources, partial(_tell_of_source, client))
+    share_downloads(config.run_dir, config.agent, config.worker, events.publish)
+    sources = RunPaths(config.run_dir).sources
+    keep_sources(sources, lambda path, what: events.publish(SourceChanged(path, what)))
     _watch_writes(config, client)
     client.started()
     _run(Script.parse(arguments), client, has_log=not config.by_hand)
-
-
-def _tell_of_source(client: AgentClient, path: str, what: str) -> None:
-    client.report("source", path=path, what=what)
 
 
 def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
@@ -79,10 +80,10 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
     os._exit(1)
 
 
-def _enter_job(config: WorkerConfig, client: AgentClient) -> None:
+def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     from lockstep.topology import place
     from lockstep.worker import job, tf_distribute_shim
-    from lockstep.worker.checkpoints import open_scheduler, resumed
+    from lockstep.worker.checkpoints import open_checkpoints
     from lockstep.worker.membership import AgentMembership, wait_policy
 
     seed_everything(config.seed)
@@ -99,26 +100,20 @@ def _enter_job(config: WorkerConfig, client: AgentClient) -> None:
     else:
         view = place(config.replicas, tuple(range(config.workers)))
         communicator = membership.enter(view, config.segment)
-    entered = job.Job(
-        view,
+    context = job.JobContext(
         config.worker,
         config.seed,
         config.threads,
-        communicator,
-        client.report,
+        events,
         config.run_dir,
-        membership,
-        joins=config.joins,
-        scheduler=open_scheduler(config, client),
-        resumed=None if config.joins else resumed(config),
-        accepts_changes=config.accepts_changes,
-        policy=policy,
-        began_with=config.workers,
+        policy,
+        config.workers,
     )
-    job.enter(entered)
+    checkpoints = open_checkpoints(config, events, job.is_chief)
+    job.enter(job.Job(context, (view, communicator), membership, checkpoints, joins=config.joins))
     if config.adopts:
         when_imported({"keras": _adopt})
-    os.register_at_fork(after_in_child=_leave_job)
+    os.register_at_fork(after_in_child=job.leave)
 
 
 def _adopt(_: object) -> None:
@@ -129,27 +124,16 @@ def _adopt(_: object) -> None:
     patches.install_at_compile(job.current())
 
 
-def _leave_job() -> None:
-    """A process that the script forks is no worker: it must not take part in the exchange."""
-    from lockstep.topology import place
+def _run(script: Script, client: AgentClient, has_log: bool) -> None:
     from lockstep.worker import job
 
-    seed, threads, view = job.current().seed, job.current().threads, place(1, (0,))
-    job.enter(job.Job(view, 0, seed, threads, job.by_itself(view), _nobody_listens))
-
-
-def _nobody_listens(event: str, **fields: object) -> None:
-    """Nobody watches the children of a script."""
-
-
-def _run(script: Script, client: AgentClient, has_log: bool) -> None:
     try:
         script.run()
     except SystemExit as leaving:
         # Python gives it the meaning it always has.
         if leaving.code in (None, 0):
             client.finished()
-            _end_well(client)
+            job.current().end()
         else:
             # Whoever did not start this process does not see how it ends.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
@@ -157,24 +141,11 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
     except BaseException as error:
         sys.exit(_fail(error, client, has_log))
     client.finished()
-    _end_well(client)
-
-
-def _end_well(client: AgentClient) -> None:
-    """Keep and tell what the script has come to."""
-    from lockstep.worker import job
-
-    own = job.current()
-    if not own.is_chief:
-        return
-    if own.scheduler is not None:
-        own.scheduler.finish()
-    if own.trained is not None:
-        client.report("trained", **own.trained())
+    job.current().end()
 
 
 def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
-    error = _own(error).with_traceback(user_traceback(error.__traceback__))
+    error = original_of(error).with_traceback(user_traceback(error.__traceback__))
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
     if isinstance(error, LockstepError):
@@ -195,20 +166,12 @@ def _hint(error: BaseException) -> str:
     """Return what the person may not think of, to stand behind an error."""
     from lockstep.worker import job
 
-    if isinstance(error, FileExistsError) and (job.current().began_with or 1) > 1:
+    if isinstance(error, FileExistsError) and (job.current().context.began_with or 1) > 1:
         return (
             "; every worker runs this line, and another one may have created it: pass exist_ok=True, or "
             "create it on one worker only: if lockstep.is_chief()"
         )
     return ""
-
-
-def _own(error: BaseException) -> BaseException:
-    """Return the error of Lockstep's that a library has turned into one of its own, if it has."""
-    from lockstep.worker import job
-
-    own = job.current().failure
-    return error if own is None or isinstance(error, LockstepError) or str(own) not in str(error) else own
 
 
 if __name__ == "__main__":

@@ -72,8 +72,8 @@ def unpack(descriptor: int) -> Callable[[], Any]:
             function, args, kwargs, variables = pickle.load(memory)
         except (ImportError, AttributeError) as error:
             error.add_note(
-                "lockstep: the function comes from, or needs, a module that its caller had and this worker "
-                "does not find; write the function where it is launched, or where it can be imported"
+                "lockstep: the function needs a module that its caller has and this worker does not find; "
+                "define the function in the calling program or in a module that workers can import"
             )
             raise
     for name, value in variables.items():

@@ -1,41 +1,46 @@
-"""What happened in a run, a JSON object a line."""
+"""The subscriber that writes `events.jsonl`: a JSON object a line, as docs/run-folder.md describes it."""
 
+import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import msgspec
 
-from lockstep.system.clock import Clock
+from lockstep.observability.bus import PublishedEvent
 from lockstep.system.files import AppendFile, Complain
-
-_RESERVED = ("time", "event")
 
 
 class EventLog:
     """Appends events to a file.
 
     Each event is one `write` of one line, `{"time": ..., "event": ..., <fields>}`, so that lines of
-    a run that was killed are whole, and a reader can follow the file while it grows.
+    a run that was killed are whole, and a reader can follow the file while it grows. Events of a worker have
+    the field `worker`.
     """
 
-    def __init__(self, file: AppendFile, clock: Clock) -> None:
+    def __init__(self, file: AppendFile) -> None:
         self._file = file
-        self._clock = clock
 
     @classmethod
-    def open(cls, path: Path, clock: Clock, complain: Complain) -> Self:
+    def open(cls, path: Path, complain: Complain) -> Self:
         """Open `path` to append; a line that an earlier run left unfinished is ended first."""
         file = AppendFile.open(path, complain)
         if file.start and file.read(1, file.start - 1) != b"\n":
             file.write(b"\n")
-        return cls(file, clock)
+        return cls(file)
 
-    def write(self, event: str, /, **fields: Any) -> None:
-        """Append one event; fields called `time` or `event` get a trailing underscore."""
-        safe = {f"{name}_" if name in _RESERVED else name: value for name, value in fields.items()}
-        line = {"time": round(self._clock.wall(), 3), "event": event, **safe}
-        self._file.write(msgspec.json.encode(line, enc_hook=repr) + b"\n")
+    def append(self, published: PublishedEvent) -> None:
+        """Append one event; loses it if the file cannot be written."""
+        line = {"time": round(published.time, 3), **msgspec.to_builtins(published.event)}
+        if published.worker is not None:
+            line["worker"] = published.worker
+        try:
+            text = msgspec.json.encode(line)
+        except UnicodeEncodeError:
+            # The name of a file that is no UTF-8: JSON has an escape for each of its bytes.
+            text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")
+        self._file.write(text + b"\n")
 
     def close(self) -> None:
         """Close the file."""

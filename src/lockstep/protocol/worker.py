@@ -4,6 +4,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from lockstep.observability.events import WorkerEvent
+
 MAX_TEXT = 64 * 1024
 """Bytes of UTF-8 that any one text of a message may have."""
 
@@ -16,10 +18,9 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class EventReport(msgspec.Struct, frozen=True, tag="report"):
-    """Something happened that belongs into `events.jsonl`."""
+    """The worker has published an event."""
 
-    event: str
-    fields: dict[str, Any]
+    event: WorkerEvent
 
 
 class WaitReport(msgspec.Struct, frozen=True, tag="waiting"):

@@ -22,7 +22,9 @@ from lockstep.agent.run_folder import claim_folder, empty_folder, fresh_folder, 
 from lockstep.agent.views import Views
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import LockstepError
+from lockstep.observability.bus import Bus
 from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import RUN_EVENTS
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.protocol.worker import Stop, encode
@@ -88,8 +90,9 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
             person.send(encode(Stop(number)), socket.MSG_DONTWAIT)
 
     signal.signal(signal.SIGTERM, pass_on)
-    workers = frozenset(range(spec.workers))
-    with person, EventLog.open(paths.events, clock, terminals.say) as events:
+    events = Bus(clock, complain=terminals.say)
+    with person, EventLog.open(paths.events, terminals.say) as log:
+        events.subscribe(log.append, *RUN_EVENTS)
         agent = Agent(
             spec=spec,
             paths=paths,
@@ -100,13 +103,7 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
             events=events,
             clock=clock,
             descendants=ExternalProcesses(server.workers),
-            state=State(
-                workers,
-                TimeLimits(timeout=spec.timeout),
-                view=spec.view,
-                size=JobSize(spec.workers, by_hand=True),
-                next_worker=spec.workers,
-            ),
+            state=State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
             arrivals=server,
         )
         agent.run()

@@ -103,7 +103,7 @@ class RendezvousServer:
 
         def wait() -> None:
             for process in self.waiting.values():
-                process.tell(KeepWaiting(f"{job} to let it in"))
+                process.tell(KeepWaiting(f"{job} to admit it"))
 
         def arrive() -> None:
             wait()

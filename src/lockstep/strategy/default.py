@@ -52,7 +52,7 @@ class OneDeviceStrategy(Strategy):
         if self.num_replicas_in_sync > 1:
             raise ConfigError(
                 f"OneDeviceStrategy trains one replica, but this job has {self.num_replicas_in_sync}, and "
-                "each would train a model of its own; use MirroredStrategy, or start the script with "
+                "each would train its own model; use MirroredStrategy, or start the script with "
                 "`lockstep run -n 1 --replicas 1`"
             )
 

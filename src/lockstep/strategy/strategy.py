@@ -30,7 +30,7 @@ class Strategy:
     def __init__(self) -> None:
         self._job = job.current()
         self._loops = patches.install(self._job)
-        self._loops.adopts_all = False
+        self._loops.adopt_in_scopes()
         self._runs = runs_of(self._job)
 
     @property
@@ -41,12 +41,8 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Let the job train the models that are compiled within the block."""
-        self._loops.depth += 1
-        try:
-            with self._entered():
-                yield self
-        finally:
-            self._loops.depth -= 1
+        with self._loops.scope(), self._entered():
+            yield self
 
     def run(
         self,
@@ -142,7 +138,7 @@ class Strategy:
         the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
         """
         self._job.distributes()
-        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.seed_here())
+        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.next_seed())
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.

@@ -1,16 +1,27 @@
-"""What to do when something happens to a worker. Pure: (state, event, now) -> (state, actions, reason).
+"""What follows from an event of a job. Pure: (state, event, now) -> (state, actions, reason).
 
-The first failure decides the status; what follows from it (`PeerLostError` in the others) never does.
+The first failure decides the exit status; failures that it causes in others (`PeerLostError`) never do.
 
-Once a worker has made a strategy the job is elastic: a worker that is lost is left behind in a new view,
-whose members compute its replicas too. A script that raises is given a moment to raise on all workers.
+Once a worker has made a strategy the job is elastic: the members continue without a lost worker in a new
+view, and compute its replicas too. When a script raises, the other workers get a moment to raise too.
+
+A joiner runs the script by itself up to the position of the members: it asks for the position, gets there,
+and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
+gives the state, and the next view begins with the joiner.
+
+When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
+
+Each event has one function, in the order of `Event`; consequences that several events share come last.
 """
 
 import signal
 from dataclasses import replace
 
-from lockstep.supervisor import elasticity, shutdown
+from lockstep.protocol.request import Request
 from lockstep.supervisor.events import (
+    AbortExchange,
+    Action,
+    AskMembers,
     CheckpointFailed,
     CheckpointingStarted,
     CheckpointKept,
@@ -20,14 +31,18 @@ from lockstep.supervisor.events import (
     Event,
     Evidence,
     FinalStepEnded,
+    FinishJob,
     JobOutcome,
     JoinRequested,
     KillWorker,
     ScaleRequested,
     ScriptEnded,
     ScriptFailed,
+    SendPosition,
     ShowMessage,
     SignalWorker,
+    StartView,
+    StartWorker,
     StateGiven,
     StopRequested,
     StrategyCreated,
@@ -37,284 +52,216 @@ from lockstep.supervisor.events import (
     WorkerArrived,
     WorkerExited,
 )
-from lockstep.supervisor.state import Decision, Saving, Stage, State
+from lockstep.supervisor.state import (
+    JOINERS,
+    Decision,
+    Failure,
+    JobSize,
+    Phase,
+    Saving,
+    Stage,
+    State,
+    WorkerRecord,
+)
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, whose_lines
-from lockstep.system.prose import name_workers
+from lockstep.system.prose import count, name_workers
+from lockstep.topology import place
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
     """Return what follows from `event` at time `now`."""
     if state.stage is Stage.FINISHED:
         return Decision(state, reason="the job has ended")
-    return elasticity.settle(_decide(state, event, now), now)
-
-
-def _decide(state: State, event: Event, now: float) -> Decision:
     match event:
         case WorkerExited():
-            return _exited(state, event, now)
+            decision = _worker_exited(state, event, now)
         case ScriptEnded(worker):
-            done = replace(state, done=state.done | {worker})
-            return Decision(done, reason=f"the script of worker {worker} finished")
+            ended = state.with_worker(worker, replace(state.workers[worker], script_ended=True))
+            decision = Decision(ended, reason=f"the script of worker {worker} finished")
         case ScriptFailed():
-            return _failed(state, event, now)
+            decision = _script_failed(state, event, now)
         case StrategyCreated():
-            return _ready(state, event, now)
+            decision = _strategy_created(state, event, now)
         case DistributionStarted():
             busy = replace(state, distributes=True, idle_until=None)
-            return Decision(busy, reason="the script distributes its computation")
+            decision = Decision(busy, reason="the script distributes its computation")
         case CheckpointingStarted():
-            return Decision(replace(state, keeps=True), reason="the script saves checkpoints")
+            decision = Decision(replace(state, keeps=True), reason="the script saves checkpoints")
         case FinalStepEnded() | CheckpointKept() | CheckpointFailed():
-            return _saved(state, event)
+            decision = _saving_advanced(state, event)
         case TimeoutChanged(seconds):
             limits = replace(state.limits, timeout=seconds)
-            return Decision(replace(state, limits=limits), reason=f"the wait limit is {seconds:g} s")
+            decision = Decision(replace(state, limits=limits), reason=f"the wait limit is {seconds:g} s")
         case JoinRequested():
-            return elasticity.asked(state, event, now)
+            decision = _join_requested(state, event, now)
         case StateGiven():
-            return elasticity.given(state, event, now)
+            decision = _state_given(state, event, now)
         case WorkerArrived():
-            return elasticity.arrived(state)
+            size = replace(state.size, wanted=len(state.present) + len(state.joiners) + 1, closed=False)
+            arrived = replace(state, size=size)
+            decision = Decision(arrived, reason="a worker that was started by hand arrived")
         case ScaleRequested():
-            return elasticity.scaled(state, event, now)
+            decision = _scale_requested(state, event, now)
         case WaitReported():
-            return _waits(state, event, now)
-        case ViewFailed():
-            return shutdown.end(state, JobOutcome(1, event.reason), now)
+            decision = _wait_reported(state, event, now)
+        case ViewFailed(reason):
+            decision = _end(state, JobOutcome(1, reason), now)
         case StopRequested():
-            return _stop_asked(state, event, now)
+            decision = _stop_requested(state, event, now)
         case DeadlinePassed():
-            return _time_passed(state, now)
+            decision = _deadline_passed(state, now)
+    return _reconciled(decision, now)
 
 
-def _ready(state: State, event: StrategyCreated, now: float) -> Decision:
-    ready = replace(state, elastic=state.view is not None)
-    if not state.elastic and not state.distributes and state.view is not None and state.view.replicas > 1:
-        ready = replace(ready, idle_until=now + state.limits.idle)
-    return Decision(ready, reason=f"worker {event.worker} created a strategy")
+def refusal(state: State, workers: int) -> str:
+    """Say why a job cannot have this number of workers now; empty if it can."""
+    if workers > state.view.replicas:
+        return (
+            f"{workers} workers cannot share {state.view.replicas} replicas, and the number of replicas is "
+            f"fixed; ask for {state.view.replicas} workers or fewer"
+        )
+    if workers < state.size.min_workers:
+        return f"with fewer than {state.size.min_workers} workers training would wait (--min-workers)"
+    if state.size.by_hand and workers > len(state.present) + len(state.joiners):
+        return "the workers of this job are started by hand: start another one to add a worker"
+    if not state.elastic and state.stage is Stage.RUNNING:
+        return (
+            "the script has created no strategy and compiled no model yet, so no worker can join or leave; "
+            "try again in a moment"
+        )
+    if state.elastic and state.stage is Stage.LOOKING:
+        return "a worker seems to be stuck and is about to be removed; try again in a moment"
+    return "the job is ending" if state.stage is not Stage.RUNNING or state.finished else ""
 
 
-def _exited(state: State, event: WorkerExited, now: float) -> Decision:
-    state = replace(state, running=state.running - {event.worker})
-    how = f"worker {event.worker} {describe_exit(event.status)}"
-    if event.worker in state.leaving or state.joiner(event.worker) is not None:
-        decision = _outsider_exited(state, event, how, now)
+def _worker_exited(state: State, event: WorkerExited, now: float) -> Decision:
+    """A joiner is replaced, the members continue without a lost member, or the job ends."""
+    worker, phase = event.worker, state.workers[event.worker].phase
+    how, saving = f"worker {worker} {describe_exit(event.status)}", state.shutdown.saving
+    if phase is Phase.LEAVING:
+        left = state.with_phase(Phase.LEFT, worker)
+        decision = Decision(left, reason=f"{how}; it was no longer needed")
+    elif phase in JOINERS:
+        decision = _joiner_exited(state, worker, how, now)
     else:
         decision = _member_exited(state, event, how, now)
-    if not decision.state.running and decision.state.stage is not Stage.FINISHED:
-        over = shutdown.finish(decision.state, f"{how}; no workers remain")
-        return _told_outcome(over, state, how) if state.stage is Stage.SAVING else over
-    return decision
+    if decision.state.running or decision.state.stage is Stage.FINISHED:
+        return decision
+    over = _finish(decision.state, f"{how}; no workers remain")
+    return _with_saving_outcome(over, saving, how) if state.stage is Stage.SAVING else over
 
 
-def _outsider_exited(state: State, event: WorkerExited, how: str, now: float) -> Decision:
-    if event.worker in state.leaving:
-        return elasticity.dismissed(state, event.worker, how)
-    joiner = state.joiner(event.worker)
-    assert joiner is not None
-    return elasticity.joiner_lost(state, joiner, how, now)
+def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
+    """Count the loss of a joiner, unless the job is ending anyway."""
+    record, reason = state.workers[worker], f"{how} before it joined"
+    state = state.with_phase(Phase.LOST, worker)
+    if not state.active or state.finished:
+        return Decision(state, reason=reason)
+    state = _count_loss(state, record, now)
+    if state.admission.given:
+        return _admit(state, now, reason)
+    # The person has seen how its script raised.
+    return _loss_noted(state, reason, told=record.phase is Phase.JOIN_FAILED)
 
 
 def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> Decision:
+    """Note a member that ended well; continue without one that is lost, or end the job."""
+    worker, outcome = event.worker, state.shutdown.outcome
+    state = state.with_phase(Phase.LOST if event.status else Phase.FINISHED, worker)
     if event.status == 0:
-        was_stuck = state.outcome is not None and event.worker in state.outcome.workers
-        state = elasticity.unstuck(state) if was_stuck else state
-        state = replace(state, finished=state.finished | {event.worker})
-    elif state.elastic and state.stage in (Stage.RUNNING, Stage.LOOKING) and not _blames(state, event):
-        return _lost(elasticity.unstuck(state), event, how, now)
-    elif state.stage is Stage.RUNNING and not _blames(state, event):
-        outcome = JobOutcome(shell_status(event.status), how, (event.worker,), Evidence.LOG)
-        return shutdown.end(state, outcome, now)
-    if state.stage is Stage.SAVING and state.running:
-        if event.worker not in state.members:
-            return Decision(state, reason=f"{how}; the others had already continued without it")
-        if state.members[0] in state.running:
-            # It needs whoever is left to come to the end of its step.
-            return elasticity.renew(state, how, now)
-        reason = f"{how}; sending SIGTERM to the other workers"
-        return _told_outcome(shutdown.signal_all(state, signal.SIGTERM, now, reason), state, how)
-    return Decision(state, reason=how)
+        was_stuck = outcome is not None and worker in outcome.workers
+        state = _unstuck(state) if was_stuck else state
+    elif not state.workers[worker].blames:
+        if state.elastic and state.active:
+            return _member_lost(_unstuck(state), event, how, now)
+        if state.stage is Stage.RUNNING:
+            lost = JobOutcome(shell_status(event.status), how, (worker,), Evidence.LOG)
+            return _end(state, lost, now)
+    if state.stage is not Stage.SAVING or not state.running:
+        return Decision(state, reason=how)
+    if worker not in state.members:
+        return Decision(state, reason=f"{how}; the others had already continued without it")
+    if state.view.chief in state.running:
+        # The chief needs the others to complete its step.
+        return _next_view(state, how, now)
+    reason = f"{how}; sending SIGTERM to the other workers"
+    return _with_saving_outcome(_signal_all(state, signal.SIGTERM, now, reason), state.shutdown.saving, how)
 
 
-def _blames(state: State, event: WorkerExited) -> bool:
-    return event.worker in state.blaming
-
-
-def _lost(state: State, event: WorkerExited, how: str, now: float) -> Decision:
-    """Go on without a worker, if there is anybody to go on."""
+def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Decision:
+    """Continue an elastic job without a member, if another one is left."""
+    worker, failures = event.worker, state.failures
     if not state.present:
         if state.finished:
             reason = f"{how}; the others had succeeded"
-            over = shutdown.finish(replace(state, outcome=JobOutcome(0)), reason)
-            told = event.worker in dict(state.failed)
-            return over if told else replace(over, actions=(ShowMessage(reason), *over.actions))
-        lost = JobOutcome(shell_status(event.status), how, (event.worker,), Evidence.LOG)
-        raised = [outcome for worker, outcome in state.failed if worker in state.members]
-        return shutdown.finish(replace(state, outcome=(*raised, lost)[0]), f"{how}; no workers remain")
-    state = elasticity.count_loss(state, dict(state.joined).get(event.worker), now)
-    if event.worker not in state.members:
-        return elasticity.note(state, f"{how}; the others had already continued without it", told=True)
-    if event.worker not in dict(state.failed):
+            over = _finish(_with_outcome(state, JobOutcome(0)), reason)
+            return over if worker in failures else over.after(ShowMessage(reason))
+        lost = JobOutcome(shell_status(event.status), how, (worker,), Evidence.LOG)
+        first = next((failures[one] for one in failures if one in state.members), lost)
+        return _finish(_with_outcome(state, first), f"{how}; no workers remain")
+    state = _count_loss(state, state.workers[worker], now)
+    if worker not in state.members:
+        return _loss_noted(state, f"{how}; the others had already continued without it", told=True)
+    if worker not in failures:
         if event.status < 0:
-            return elasticity.renew(state, how, now)
+            return _next_view(state, how, now)
         # A script that leaves with a status of its own may do so on all workers, as one that raises.
-        outcome = JobOutcome(event.status, how, (event.worker,), Evidence.LOG)
-        state = _with_failure(state, event.worker, outcome, now)
-    if state.deadline is not None:
+        state = _with_failure(state, worker, JobOutcome(event.status, how, (worker,), Evidence.LOG), now)
+    if state.shutdown.deadline is not None:
         return Decision(state, reason=f"{how}; the others may fail too")
-    return elasticity.renew(state, "", now)
+    return _next_view(state, "", now)
 
 
-def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) -> State:
-    """Note a failure, and give the others a moment to fail too."""
-    deadline = now + state.limits.blame if state.deadline is None else state.deadline
-    return replace(state, failed=(*state.failed, (worker, outcome)), deadline=deadline)
-
-
-def _failed(state: State, event: ScriptFailed, now: float) -> Decision:
+def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
+    """Wait a moment: the others may fail too, or the worker that is blamed may show the cause."""
+    worker, record = event.worker, state.workers[event.worker]
     how = f" exited with status {event.status}" if event.prints else ""
-    message = f"worker {event.worker}{how}: {event.summary}"
+    message = f"worker {worker}{how}: {event.summary}"
+    if record.phase in JOINERS:
+        if not state.active:
+            return Decision(state, reason=f"{message}; the job is already ending")
+        state = state.with_phase(Phase.JOIN_FAILED, worker)
+        return Decision(state, (ShowMessage(f"{message} (it was joining)"),), message)
     evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
-    outcome = JobOutcome(event.status, message, (event.worker,), evidence)
-    if (joiner := state.joiner(event.worker)) is not None:
-        return elasticity.joiner_failed(state, joiner, message)
+    outcome = JobOutcome(event.status, message, (worker,), evidence)
+    state = state.with_worker(worker, replace(record, raised=True))
+    # The failure is settled first; if a worker is still stuck then, the next report of a wait finds it.
+    state = _unstuck(state) if state.elastic else state
     if state.stage is not Stage.RUNNING:
-        state = replace(state, blaming=state.blaming | {event.worker})
         if state.stage is Stage.ENDING and state.all_raised:
-            state = replace(state, deadline=now + state.limits.leave)
+            state = _with_deadline(state, now + state.limits.leave)
         return Decision(state, reason=f"{message}; the job is already ending")
-    if not event.blames and not state.elastic:
-        return shutdown.end(replace(state, blaming=state.blaming | {event.worker}), outcome, now)
     if not event.blames:
-        state = _with_failure(state, event.worker, outcome, now)
+        if not state.elastic:
+            return _end(state, outcome, now)
+        state = _with_failure(state, worker, outcome, now)
         return Decision(state, reason=f"{message}; the others may fail too")
-    state = replace(state, blaming=state.blaming | {event.worker})
-    if state.suspect is None:
-        state = replace(state, suspect=outcome, deadline=now + state.limits.blame)
-    if state.running <= state.blaming and not state.failed:
+    suspect = state.shutdown.suspect
+    if suspect is None:
+        suspect = outcome
+        state = replace(state, shutdown=replace(state.shutdown, suspect=suspect))
+        state = _with_deadline(state, now + state.limits.blame)
+    if state.all_raised and not state.failures:
         # No worker is left that could show another cause.
-        return shutdown.end(state, state.suspect or outcome, now)
+        return _end(state, suspect, now)
     return Decision(state, reason=f"{message}; waiting for the cause")
 
 
-def _waits(state: State, event: WaitReported, now: float) -> Decision:
-    if state.stage is not Stage.RUNNING:
-        return Decision(state, reason="the job is already ending")
-    if state.given:
-        return Decision(state, reason=f"worker {event.worker} waits for the next view, like all members")
-    if state.view_since is not None and now - event.seconds < state.view_since:
-        return Decision(state, reason=f"worker {event.worker} reports a wait in an old view")
-    gone = tuple(worker for worker in event.workers if worker not in state.running)
-    if state.elastic:
-        # Who is lost is left behind in the next view, of which the worker has not heard yet.
-        gone = tuple(worker for worker in gone if worker in state.finished)
-    late = tuple(worker for worker in event.workers if worker in state.running - state.condemned)
-    if gone:
-        return _deserted(state, event, gone, now)
-    if not late:
-        return Decision(
-            state, reason=f"the next view leaves out the workers that worker {event.worker} waits for"
-        )
-    state = replace(state, deserted=state.deserted - {event.worker})
-    if late and event.seconds >= state.limits.timeout:
-        return _stuck(state, event, late, now)
-    return _notice(state, event, late, now)
+def _strategy_created(state: State, event: StrategyCreated, now: float) -> Decision:
+    """From now on the job is elastic, and its script should distribute something soon."""
+    if not state.elastic and not state.distributes and state.view.replicas > 1:
+        state = replace(state, idle_until=now + state.limits.idle)
+    return Decision(replace(state, elastic=True), reason=f"worker {event.worker} created a strategy")
 
 
-def _deserted(state: State, event: WaitReported, gone: tuple[int, ...], now: float) -> Decision:
-    if event.worker not in state.deserted:
-        # The report may have been sent just before the last worker arrived; a second one cannot.
-        again = replace(state, deserted=state.deserted | {event.worker})
-        return Decision(
-            again,
-            reason=f"worker {event.worker} may wait for a finished worker; the next report decides",
-        )
-    message = f"{name_workers(gone)} exited with status 0 while worker {event.worker} waited for "
-    message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
-    return shutdown.end(state, JobOutcome(1, message, gone, Evidence.LOG), now)
-
-
-def _stuck(state: State, event: WaitReported, late: tuple[int, ...], now: float) -> Decision:
-    message = f"{name_workers(late)} did not reach {event.what}: worker {event.worker} has waited "
-    message += f"{event.seconds:.0f} s (--timeout {state.limits.timeout:g})"
-    outcome = JobOutcome(1, message, late, Evidence.STACK)
-    deadline = now + state.limits.look
-    state = replace(state, stage=Stage.LOOKING, outcome=outcome, deadline=deadline)
-    return Decision(state, tuple(DumpStack(worker) for worker in late), message)
-
-
-def _notice(state: State, event: WaitReported, late: tuple[int, ...], now: float) -> Decision:
-    last = dict(state.noticed).get(late, now - state.limits.notice)
-    text = f"worker {event.worker} has waited {event.seconds:.0f} s for {name_workers(late)} in {event.what}"
-    if event.seconds < state.limits.notice or now - last < state.limits.notice:
-        return Decision(state, reason=text)
-    noticed = dict(state.noticed) | {late: now}
-    return Decision(replace(state, noticed=tuple(noticed.items())), (ShowMessage(text),), text)
-
-
-def _stop_asked(state: State, event: StopRequested, now: float) -> Decision:
-    name = signal_name(event.signal)
-    if state.stage is Stage.SAVING:
-        again = shutdown.kill(state, now, f"received {name} during the grace period")
-        return _told_outcome(again, state, f"received {name}")
-    if state.stage in (Stage.TERMINATING, Stage.KILLING):
-        return shutdown.kill(state, now, f"received {name} again")
-    if (
-        state.stage is Stage.RUNNING
-        and state.suspect is None
-        and state.present
-        and state.present <= state.done
-    ):
-        return _stop_after_the_end(state, event.signal, now)
-    outcome = state.outcome or JobOutcome(128 + event.signal, f"stopped by {name}")
-    saves = event.signal == signal.SIGTERM and state.keeps and state.elastic and state.stage is Stage.RUNNING
-    state = replace(state, outcome=outcome)
-    if saves and state.staying:
-        return _save(state, event.signal, now)
-    return shutdown.signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
-
-
-def _stop_after_the_end(state: State, number: int, now: float) -> Decision:
-    """End processes whose scripts had come to their end before the job was asked to stop."""
-    reason = f"{signal_name(number)} arrived after the script finished: the job succeeded"
-    state = replace(state, outcome=JobOutcome(0))
-    if number == signal.SIGTERM and state.keeps:
-        # The chief may be writing the last checkpoint.
-        deadline = now + state.limits.save
-        state = replace(state, stage=Stage.ENDING, deadline=deadline, next_start=None, patience_ends=None)
-        return Decision(state, (ShowMessage(reason),), reason)
-    decision = shutdown.signal_all(state, number, now, reason)
-    return replace(decision, actions=(ShowMessage(reason), *decision.actions))
-
-
-def _save(state: State, number: int, now: float) -> Decision:
-    """Let the chief keep a checkpoint at the end of its step; nobody waits for others until then."""
-    grace = state.limits.save
-    reason = f"stopping ({signal_name(number)}): waiting up to {grace:g} s for the step and a checkpoint"
-    waits = state.given or state.staying != state.members
-    state = replace(
-        state,
-        stage=Stage.SAVING,
-        saving=Saving(),
-        deadline=now + grace,
-        given=False,
-        next_start=None,
-        patience_ends=None,
-    )
-    decision = (
-        elasticity.renew(state, reason, now) if waits else Decision(state, (ShowMessage(reason),), reason)
-    )
-    return replace(decision, actions=(SignalWorker(decision.state.members[0], number), *decision.actions))
-
-
-def _saved(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFailed) -> Decision:
-    """Note how far the chief is that keeps the last checkpoint; others were kept before, and were told."""
-    saving = state.saving
+def _saving_advanced(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFailed) -> Decision:
+    """Note how far the chief is with the last checkpoint; earlier ones only have a reason."""
+    saving, actions = state.shutdown.saving, tuple[Action, ...]()
     match event:
         case FinalStepEnded(step):
             saving = replace(saving, step=step)
             reason = f"stopping: step {step} is complete; writing its checkpoint"
+            actions = (ShowMessage(reason),)
         case CheckpointKept(step):
             saving = replace(saving, kept=step)
             reason = f"checkpoint written at step {step}"
@@ -323,41 +270,167 @@ def _saved(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFail
             reason = f"no checkpoint: {failure}"
     if state.stage is not Stage.SAVING:
         return Decision(state, reason=reason)
-    actions = (ShowMessage(reason),) if isinstance(event, FinalStepEnded) else ()
-    return Decision(replace(state, saving=saving), actions, reason)
+    return Decision(replace(state, shutdown=replace(state.shutdown, saving=saving)), actions, reason)
 
 
-def _saved_too_late(state: State, now: float) -> Decision:
-    step, grace = state.saving.step, f"{state.limits.save:g} s (--grace)"
-    late = "the step did not finish" if step is None else f"the checkpoint of step {step} was not written"
-    told = ShowMessage(state.saving.outcome(f"{late} within {grace}"))
-    decision = shutdown.signal_all(state, signal.SIGTERM, now, told.text)
-    return replace(decision, actions=(told, *decision.actions))
+def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
+    """Note what a joiner waits for; answer at once if the chief has given the state."""
+    worker, phase, given = event.worker, state.workers[event.worker].phase, state.admission.given
+    if phase not in JOINERS or phase is Phase.JOIN_FAILED or not state.active:
+        return Decision(state, reason=f"worker {worker} no longer joins")
+    if event.whole:
+        state, reason = state.with_phase(Phase.READY, worker), f"worker {worker} is ready"
+        return _admit(state, now, "") if given else Decision(state, reason=reason)
+    reason = f"worker {worker} asks for the training position"
+    if given:
+        # The members wait at the position of the state.
+        return Decision(state, (SendPosition(worker),), reason)
+    return Decision(state.with_phase(Phase.LOCATING, worker), reason=reason)
 
 
-def _told_outcome(decision: Decision, state: State, how: str) -> Decision:
-    """Tell the person what has come of the last checkpoint, now that `how` ends the wait for it."""
-    text = state.saving.outcome(f"{how} before it was written")
-    return replace(
-        decision, actions=(ShowMessage(text), *decision.actions), reason=f"{text}; {decision.reason}"
-    )
+def _state_given(state: State, event: StateGiven, now: float) -> Decision:
+    """Pass on the position, or begin the next view with the state."""
+    if event.view != state.view.number:
+        return Decision(state, reason=f"view {event.view} has already ended")
+    if event.whole and state.stage is Stage.SAVING:
+        return _next_view(state, "the job is stopping", now)
+    if not state.active:
+        return Decision(state, reason="the job is already ending")
+    state = _unstuck(state) if event.whole else state
+    if event.failure:
+        # Joiners would wait for a state that never comes.
+        staying, least = len(state.staying), state.size.min_workers
+        reason = f"no worker can join: {event.failure}"
+        if staying < least:
+            reason += f"; training continues with fewer than {least} workers (--min-workers)"
+        state, kills = _without_joiners(state, state.joiners)
+        size = replace(state.size, wanted=max(staying, 1), min_workers=1, restarts_left=0, closed=True)
+        state = replace(state, size=size, admission=replace(state.admission, backoff_until=None))
+        told = Decision(state, (ShowMessage(reason),), reason)
+        return (_next_view(state, reason, now) if event.whole else told).after(*kills)
+    locating = sorted(state.within(Phase.LOCATING))
+    positions = tuple(SendPosition(worker) for worker in locating)
+    state = state.with_phase(Phase.JOINING, *locating)
+    if not event.whole:
+        return Decision(state, positions, "the chief reported the training position")
+    admission = replace(state.admission, given=True, asked=Request.NOTHING)
+    return _admit(replace(state, admission=admission), now, "").after(*positions)
 
 
-def _time_passed(state: State, now: float) -> Decision:
-    if state.deadline is not None and now >= state.deadline:
-        return _deadline_passed(state, now)
-    if state.patience_ends is not None and now >= state.patience_ends:
-        return elasticity.patience_over(state, now)
+def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decision:
+    """Aim for another number of workers, with a fresh budget of restarts."""
+    size = replace(state.size, wanted=event.workers, restarts_left=state.size.max_restarts, closed=False)
+    admission = replace(state.admission, young_losses=0, backoff_until=None)
+    free = max(event.workers - len(state.staying), 0)
+    dropped = state.joiners[free:]
+    state, kills = _without_joiners(replace(state, size=size, admission=admission), dropped)
+    reason = f"the job now wants {count(event.workers, 'worker')}"
+    if dropped:
+        reason += f"; {name_workers(dropped)} no longer need{'s' if len(dropped) == 1 else ''} to join"
+    told = Decision(state, (ShowMessage(reason),), reason)
+    return (_admit(state, now, reason) if admission.given else told).after(*kills)
+
+
+def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
+    """Judge a wait: it may be for a finished worker, about to end with the view, long, or too long."""
+    worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
+    if state.stage is not Stage.RUNNING:
+        return Decision(state, reason="the job is already ending")
+    if state.admission.given:
+        return Decision(state, reason=f"worker {worker} waits for the next view, like all members")
+    if state.view_since is not None and now - event.seconds < state.view_since:
+        return Decision(state, reason=f"worker {worker} reports a wait in an old view")
+
+    # An elastic job continues without lost workers in a view that this worker has not heard of yet.
+    gone = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
+    record = state.workers[worker]
+    if gone and not record.waits_in_vain:
+        # The report may have been sent just before the last worker arrived; a second one cannot.
+        again = state.with_worker(worker, replace(record, waits_in_vain=True))
+        return Decision(
+            again, reason=f"worker {worker} may wait for a finished worker; the next report decides"
+        )
+    if gone:
+        message = f"{name_workers(gone)} exited with status 0 while worker {worker} waited for "
+        message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
+        return _end(state, JobOutcome(1, message, gone, Evidence.LOG), now)
+
+    late = tuple(w for w in event.workers if w in running and not state.workers[w].condemned)
+    if not late:
+        return Decision(state, reason=f"the next view leaves out the workers that worker {worker} waits for")
+    state = state.with_worker(worker, replace(record, waits_in_vain=False))
+    if event.seconds >= state.limits.timeout and state.shutdown.deadline is None:
+        message = f"{name_workers(late)} did not reach {event.what}: worker {worker} has waited "
+        message += f"{waited} (--timeout {state.limits.timeout:g})"
+        outcome, deadline = JobOutcome(1, message, late, Evidence.STACK), now + state.limits.look
+        looking = replace(state.shutdown, stage=Stage.LOOKING, outcome=outcome, deadline=deadline)
+        return Decision(replace(state, shutdown=looking), tuple(map(DumpStack, late)), message)
+    last = dict(state.noticed).get(late, now - state.limits.notice)
+    text = f"worker {worker} has waited {waited} for {name_workers(late)} in {event.what}"
+    if event.seconds < state.limits.notice or now - last < state.limits.notice:
+        return Decision(state, reason=text)
+    noticed = dict(state.noticed) | {late: now}
+    return Decision(replace(state, noticed=tuple(noticed.items())), (ShowMessage(text),), text)
+
+
+def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
+    """Stop the job: with SIGTERM and checkpoints after one more, otherwise now."""
+    name, shutdown = signal_name(event.signal), state.shutdown
+    if state.stage is Stage.SAVING:
+        killed = _kill(state, now, f"received {name} during the grace period")
+        return _with_saving_outcome(killed, shutdown.saving, f"received {name}")
+    if state.stage in (Stage.TERMINATING, Stage.KILLING):
+        return _kill(state, now, f"received {name} again")
+    saves = event.signal == signal.SIGTERM and state.keeps
+    members = [state.workers[worker] for worker in state.present]
+    if (
+        state.stage is Stage.RUNNING
+        and shutdown.suspect is None
+        and members
+        and all(record.script_ended for record in members)
+    ):
+        reason = f"{name} arrived after the script finished: the job succeeded"
+        state = _with_outcome(state, JobOutcome(0))
+        if saves:
+            # The chief may be writing the last checkpoint.
+            state = _at_stage(state, Stage.ENDING, now + state.limits.save)
+            return Decision(state, (ShowMessage(reason),), reason)
+        return _signal_all(state, event.signal, now, reason).after(ShowMessage(reason))
+    active = state.stage is Stage.RUNNING
+    state = _with_outcome(state, shutdown.outcome or JobOutcome(128 + event.signal, f"stopped by {name}"))
+    if not (saves and state.elastic and active and state.staying):
+        return _signal_all(state, event.signal, now, f"{name}: forwarding it to every worker")
+
+    # The chief writes a checkpoint at the end of its step, for which the members must not wait for joiners.
+    grace = state.limits.save
+    reason = f"stopping ({name}): waiting up to {grace:g} s for the step and a checkpoint"
+    waits = state.admission.given or state.staying != state.members
+    state = _at_stage(state, Stage.SAVING, now + grace)
+    state = replace(state, shutdown=replace(state.shutdown, saving=Saving()))
+    decision = _next_view(state, reason, now) if waits else Decision(state, (ShowMessage(reason),), reason)
+    return decision.after(SignalWorker(decision.state.view.chief, event.signal))
+
+
+def _deadline_passed(state: State, now: float) -> Decision:
+    """Do the first thing that is due."""
+    admission = state.admission
+    if state.shutdown.deadline is not None and now >= state.shutdown.deadline:
+        return _stage_over(state, now)
+    if admission.deadline is not None and now >= admission.deadline:
+        number = len(state.staying) + len(state.ready)
+        message = f"too few workers for {state.limits.timeout:g} s (--timeout): {number} of at least "
+        message += f"{state.size.min_workers} (--min-workers)"
+        return _end(state, JobOutcome(1, message, state.joiners, Evidence.LOG), now)
     if state.idle_until is not None and now >= state.idle_until:
-        return _idle(state)
-    if state.next_start is not None and now >= state.next_start:
-        return Decision(replace(state, next_start=None), reason="workers can start again")
+        return _nothing_distributed(state)
+    if admission.backoff_until is not None and now >= admission.backoff_until:
+        state = replace(state, admission=replace(admission, backoff_until=None))
+        return Decision(state, reason="workers can start again")
     return Decision(state, reason="nothing is due")
 
 
-def _idle(state: State) -> Decision:
-    """Say that nothing is distributed yet, which may be as it should."""
-    assert state.view is not None
+def _nothing_distributed(state: State) -> Decision:
+    """Give notice that the script distributes nothing, which may be its intention."""
     lines = whose_lines(len(state.members), state.view.replicas)
     text = (
         f"the script has distributed nothing in the {state.limits.idle:g} s since it created a strategy or "
@@ -368,50 +441,275 @@ def _idle(state: State) -> Decision:
     return Decision(replace(state, idle_until=None), told, text)
 
 
-def _deadline_passed(state: State, now: float) -> Decision:
+def _stage_over(state: State, now: float) -> Decision:
+    """Settle failures, continue without stuck workers, or take the next step of the end."""
+    outcome, running = state.shutdown.outcome, state.running
     match state.stage:
-        case Stage.RUNNING if _unsettled(state):
-            return _leave_failed(state, now)
-        case Stage.RUNNING if state.suspect:
-            return shutdown.end(state, state.suspect, now)
         case Stage.RUNNING:
-            return Decision(replace(state, deadline=None), reason="the failed workers were already left out")
-        case Stage.LOOKING if state.outcome and state.elastic and state.present - set(state.outcome.workers):
-            return _leave_stuck(state, state.outcome)
-        case Stage.LOOKING if state.outcome:
-            return shutdown.end_stuck(state, state.outcome, now)
+            there = running.union(state.members)
+            if failed := tuple(worker for worker in state.failures if worker in there):
+                return _without_failed(state, failed, now)
+            if state.shutdown.suspect:
+                return _end(state, state.shutdown.suspect, now)
+            return Decision(_with_deadline(state, None), reason="the failed workers were already left out")
+        case Stage.LOOKING:
+            assert outcome is not None
+            stuck = tuple(worker for worker in outcome.workers if worker in running)
+            if state.elastic and state.present.difference(outcome.workers):
+                # The others continue without them once their processes have ended.
+                state = _unstuck(state)
+                for worker in stuck:
+                    state = state.with_worker(worker, replace(state.workers[worker], condemned=True))
+                text = f"{outcome.message}; killing {'it' if len(stuck) == 1 else 'them'}"
+                told = Decision(state, (ShowMessage(text),), outcome.message)
+                return told.after(*map(KillWorker, stuck))
+            # Stuck workers do not hear the abort.
+            ended = _end(state, outcome, now)
+            signals = tuple(SignalWorker(worker, signal.SIGTERM) for worker in sorted(stuck))
+            return replace(ended, actions=(*ended.actions, *signals))
         case Stage.SAVING:
-            return _saved_too_late(state, now)
+            saving, within = state.shutdown.saving, f"within {state.limits.save:g} s (--grace)"
+            late = "the step did not finish"
+            if saving.step is not None:
+                late = f"the checkpoint of step {saving.step} was not written"
+            text = saving.outcome(f"{late} {within}")
+            return _signal_all(state, signal.SIGTERM, now, text).after(ShowMessage(text))
         case Stage.ENDING:
-            return shutdown.terminate(state, now)
+            # Stuck workers have had SIGTERM already.
+            stuck = outcome.workers if outcome and outcome.evidence is Evidence.STACK else ()
+            actions = tuple(
+                KillWorker(worker) if worker in stuck else SignalWorker(worker, signal.SIGTERM)
+                for worker in sorted(running)
+            )
+            state = _at_stage(state, Stage.TERMINATING, now + state.limits.term)
+            return Decision(state, actions, "some workers did not exit after the abort")
         case Stage.TERMINATING:
-            return shutdown.kill(state, now, "some workers did not exit after the signal")
+            return _kill(state, now, "some workers did not exit after the signal")
         case _:
-            return shutdown.finish(state, "some workers cannot be killed")
+            return _finish(state, "some workers cannot be killed")
 
 
-def _leave_failed(state: State, now: float) -> Decision:
-    """Go on without the workers whose script raised, once their processes are gone."""
-    state = replace(state, deadline=None)
-    failed = _unsettled(state)
+def _without_failed(state: State, failed: tuple[int, ...], now: float) -> Decision:
+    """Continue without the failed workers, once their processes have ended."""
+    state = _with_deadline(state, None)
     late = tuple(worker for worker in failed if worker in state.running)
-    kills = tuple(KillWorker(worker) for worker in late)
+    kills = tuple(map(KillWorker, late))
     if late == failed or set(late).intersection(state.members):
         return Decision(state, kills, f"{name_workers(late)} failed but did not exit")
-    decision = elasticity.renew(state, "", now)
-    return replace(decision, actions=(*kills, *decision.actions))
+    return _next_view(state, "", now).after(*kills)
 
 
-def _unsettled(state: State) -> tuple[int, ...]:
-    """Return the workers whose script raised, and that still run or have not been left behind yet."""
-    there = state.running.union(state.members)
-    return tuple(worker for worker, _ in state.failed if worker in there)
+# Shared consequences: failures and losses.
 
 
-def _leave_stuck(state: State, outcome: JobOutcome) -> Decision:
-    """Go on without the workers that did not arrive, once their processes are gone."""
-    stuck = tuple(worker for worker in outcome.workers if worker in state.running)
-    state = replace(elasticity.unstuck(state), condemned=state.condemned.union(stuck))
-    kills = tuple(KillWorker(worker) for worker in stuck)
-    text = f"{outcome.message}; killing {'it' if len(stuck) == 1 else 'them'}"
-    return Decision(state, (*kills, ShowMessage(text)), outcome.message)
+def _unstuck(state: State) -> State:
+    """Forget the stuck workers: the members may wait for others now."""
+    if state.stage is not Stage.LOOKING:
+        return state
+    shutdown = replace(state.shutdown, stage=Stage.RUNNING, outcome=None, deadline=None)
+    return replace(state, shutdown=shutdown)
+
+
+def _with_failure(state: State, worker: int, outcome: JobOutcome, now: float) -> State:
+    """Note a failure, and give the others a moment to fail too."""
+    record = replace(state.workers[worker], failure=Failure(outcome, len(state.failures)))
+    state = state.with_worker(worker, record)
+    waits = state.shutdown.deadline is not None
+    return state if waits else _with_deadline(state, now + state.limits.blame)
+
+
+def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
+    """Decide whether a lost worker will be replaced, and when."""
+    size, limits, admission = state.size, state.limits, state.admission
+    if state.finished or len(state.present) + len(state.joiners) >= size.wanted:
+        return state
+    if not size.restarts_left:
+        # From now on the job wants one worker less; this is the number that a person sees.
+        size = replace(size, wanted=max(size.wanted - 1, 1))
+        return replace(state, size=size, admission=replace(admission, unreported=_no_more(size)))
+    size, losses = replace(size, restarts_left=size.restarts_left - 1), admission.young_losses
+    if lost.started_at is None or now - lost.started_at >= limits.young:
+        return replace(state, size=size, admission=replace(admission, young_losses=0))
+    pause = min(limits.pause * 2.0 ** min(losses, 100), limits.longest_pause)
+    admission = replace(
+        admission,
+        young_losses=losses + 1,
+        backoff_until=now + pause,
+        unreported=f"another worker starts in {pause:g} s",
+    )
+    return replace(state, size=size, admission=admission)
+
+
+def _no_more(size: JobSize) -> str:
+    if size.by_hand and not size.closed:
+        return "start it again and it joins"
+    why = "no worker can join" if size.closed else f"--max-restarts {size.max_restarts}"
+    return f"lost workers are {'no longer' if size.max_restarts else 'not'} replaced ({why})"
+
+
+def _loss_noted(state: State, reason: str, *, told: bool) -> Decision:
+    """Note a loss that changes nothing for the members; `told` if a message has named it already."""
+    if state.admission.unreported:
+        told, reason = False, f"{reason}; {state.admission.unreported}"
+    state = replace(state, admission=replace(state.admission, unreported=""))
+    return Decision(state, () if told else (ShowMessage(reason),), reason)
+
+
+# Shared consequences: the next view and its workers.
+
+
+def _next_view(state: State, how: str, now: float) -> Decision:
+    """Continue without lost workers, as `how` says; failures speak for themselves."""
+    staying, why = state.staying, _why(state, how)
+    if not staying:
+        return Decision(state, reason=f"{why}; no workers remain")
+    if state.admission.given:
+        return _admit(state, now, how)
+    view = place(state.view.replicas, staying, state.view.number + 1)
+    reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
+    admission = replace(state.admission, asked=Request.NOTHING, unreported="")
+    state = replace(state, view=view, view_since=now, admission=admission)
+    return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
+
+
+def _admit(state: State, now: float, how: str) -> Decision:
+    """Begin a view with the ready joiners, or wait for more workers; the members wait for it."""
+    why, size = _why(state, how), state.size
+    staying, ready = state.staying, state.ready
+    workers = (*staying, *ready)[: max(size.wanted or len(staying), 1)]
+    if len(workers) < (least := size.min_workers):
+        if size.wanted < least:
+            message = f"too few workers remain: {len(workers)} of at least {least} (--min-workers)"
+            return _end(state, JobOutcome(1, f"{why or _no_more(size)}; {message}"), now)
+        what = f"training waits: {count(len(workers), 'worker')} of at least {least} (--min-workers)"
+        reason = f"{why}; {what}" if why else what
+        deadline = state.admission.deadline
+        deadline = now + state.limits.timeout if deadline is None else deadline
+        state = replace(state, admission=replace(state.admission, deadline=deadline, unreported=""))
+        return Decision(state, (ShowMessage(reason),), reason)
+    view = place(state.view.replicas, workers, state.view.number + 1)
+    new, old = tuple(w for w in workers if w in ready), tuple(w for w in staying if w not in workers)
+    changes = [f"{name_workers(new)} joined"] if new else []
+    changes += [f"{name_workers(old)} left"] if old else []
+    what = (
+        f"{' and '.join(changes) or 'no worker joins'} ({count(len(workers), 'worker')}, view {view.number})"
+    )
+    reason = f"{why}; {what}" if why else what
+    admission = replace(state.admission, given=False, deadline=None, unreported="")
+    state = replace(state, view=view, view_since=now, admission=admission)
+    state = state.with_phase(Phase.MEMBER, *new).with_phase(Phase.LEAVING, *old)
+    return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
+
+
+def _why(state: State, how: str) -> str:
+    """Say what happened to the members that the next view leaves behind, and what follows."""
+    raised = [outcome.message for worker, outcome in state.failures.items() if worker in state.members]
+    return "; ".join(text for text in (*raised, how, state.admission.unreported) if text)
+
+
+def _reconciled(decision: Decision, now: float) -> Decision:
+    """Start missing workers, and ask the members for what joiners need."""
+    state, size, admission = decision.state, decision.state.size, decision.state.admission
+    if state.stage is not Stage.RUNNING or not state.elastic or not size.wanted:
+        return decision
+    if state.finished:
+        return _admission_closed(decision)
+    actions: tuple[Action, ...] = ()
+    missing = size.wanted - len(state.present) - len(state.joiners)
+    paused = admission.backoff_until is not None and now < admission.backoff_until
+    # Perhaps the script raises on all workers, and no other worker is needed.
+    unsure = state.failures and state.shutdown.deadline is not None
+    if missing > 0 and not paused and not unsure:
+        first = max(state.workers) + 1
+        joiners = {first + one: WorkerRecord(Phase.JOINING, now) for one in range(missing)}
+        admission = replace(admission, backoff_until=None)
+        state = replace(state, workers={**state.workers, **joiners})
+        actions = tuple(map(StartWorker, joiners))
+    if not admission.given:
+        members, request = len(state.staying), Request.NOTHING
+        if state.ready or members > size.wanted or members < size.min_workers:
+            request = Request.CHANGE
+        elif state.within(Phase.LOCATING):
+            request = Request.POSITION
+        if request is not admission.asked:
+            admission, actions = replace(admission, asked=request), (*actions, AskMembers(request))
+    state = replace(state, admission=admission)
+    return replace(decision, state=state, actions=(*decision.actions, *actions))
+
+
+def _admission_closed(decision: Decision) -> Decision:
+    """End the joiners of a job whose script has ended; wait for members only."""
+    state, dropped = decision.state, decision.state.joiners
+    state, kills = _without_joiners(state, dropped)
+    if dropped and state.size.by_hand:
+        text = f"the script has finished, so {name_workers(dropped)} can no longer join"
+        kills = (ShowMessage(text), *kills)
+    actions = (*decision.actions, *kills)
+    if state.present:
+        state = replace(state, admission=replace(state.admission, backoff_until=None))
+        return replace(decision, state=state, actions=actions)
+    return _finish(state, f"{decision.reason}; no members remain").after(*actions)
+
+
+def _without_joiners(state: State, workers: tuple[int, ...]) -> tuple[State, tuple[Action, ...]]:
+    """Kill joiners that are not needed any more."""
+    return state.with_phase(Phase.LEAVING, *workers), tuple(map(KillWorker, workers))
+
+
+# Shared consequences: the end of the job.
+
+
+def _end(state: State, outcome: JobOutcome, now: float) -> Decision:
+    """End the job with `outcome`."""
+    limits = state.limits
+    state = _with_outcome(state, outcome)
+    state = _at_stage(state, Stage.ENDING, now + (limits.leave if state.all_raised else limits.abort))
+    if not state.running:
+        return _finish(state, outcome.message)
+    if not state.size.by_hand:
+        return Decision(state, (AbortExchange(outcome.message),), outcome.message)
+    text = f"{outcome.message}; the job ends: restart all workers"
+    # A person who hears of it only at the very end has no worker in the terminal any more.
+    return Decision(state, (AbortExchange(text), ShowMessage(text)), outcome.message)
+
+
+def _signal_all(state: State, number: int, now: float, reason: str) -> Decision:
+    """Send a signal to all workers."""
+    state = _at_stage(state, Stage.TERMINATING, now + state.limits.term)
+    return Decision(state, tuple(SignalWorker(worker, number) for worker in sorted(state.running)), reason)
+
+
+def _kill(state: State, now: float, reason: str) -> Decision:
+    """Kill all workers."""
+    state = _at_stage(state, Stage.KILLING, now + state.limits.kill)
+    return Decision(state, tuple(map(KillWorker, sorted(state.running))), reason)
+
+
+def _finish(state: State, reason: str) -> Decision:
+    """Finish the job; name the failures of members even if the job has ended well."""
+    outcome = state.shutdown.outcome or state.shutdown.suspect or JobOutcome(0)
+    raised = [one for worker, one in state.failures.items() if worker in state.members]
+    told = tuple(ShowMessage(one.message) for one in raised if not outcome.message)
+    state = _at_stage(_with_outcome(state, outcome), Stage.FINISHED, None)
+    return Decision(state, (*told, FinishJob(outcome)), reason)
+
+
+def _at_stage(state: State, stage: Stage, deadline: float | None) -> State:
+    """Begin a stage of the end, in which no worker is started or admitted."""
+    shutdown = replace(state.shutdown, stage=stage, deadline=deadline)
+    admission = replace(state.admission, given=False, backoff_until=None, deadline=None)
+    return replace(state, shutdown=shutdown, admission=admission)
+
+
+def _with_deadline(state: State, deadline: float | None) -> State:
+    return replace(state, shutdown=replace(state.shutdown, deadline=deadline))
+
+
+def _with_outcome(state: State, outcome: JobOutcome) -> State:
+    return replace(state, shutdown=replace(state.shutdown, outcome=outcome))
+
+
+def _with_saving_outcome(decision: Decision, saving: Saving, how: str) -> Decision:
+    """Say which checkpoint there is, now that `how` ends the wait for the last one."""
+    text = saving.outcome(f"{how} before it was written")
+    return replace(decision.after(ShowMessage(text)), reason=f"{text}; {decision.reason}")

@@ -1,4 +1,4 @@
-"""What supervision hears of, and what it can decide: events, actions, and the verdict at the end of a job."""
+"""The events that supervision decides about, the actions that it decides, and the outcome of a job."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -26,16 +26,21 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class ScriptEnded:
-    """A worker's script has come to its end; its process still runs."""
+    """A worker's script has ended without an error; its process still runs."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class ScriptFailed:
-    """A worker's script raised; `blames` if only because of another worker.
+    """A worker's script raised.
 
-    Without `prints` only the log has the traceback, and the summary says it all.
+    Attributes:
+        worker: its id.
+        status: the exit status that its process will have.
+        summary: the error in one line.
+        blames: whether it raised only because of another worker.
+        prints: whether the worker prints the traceback; otherwise only its log has it.
     """
 
     worker: int
@@ -47,7 +52,7 @@ class ScriptFailed:
 
 @dataclass(frozen=True)
 class StrategyCreated:
-    """A worker has made a strategy: from now on others can do what it leaves undone."""
+    """A worker has made a strategy: from now on the job can continue without a lost worker."""
 
     worker: int
 
@@ -92,7 +97,7 @@ class TimeoutChanged:
 
 @dataclass(frozen=True)
 class JoinRequested:
-    """A worker that joins wants to know where the training is, or, if `whole`, to be let in."""
+    """A joiner asks for the position of the members, or, if `whole`, for the whole state."""
 
     worker: int
     whole: bool
@@ -100,7 +105,7 @@ class JoinRequested:
 
 @dataclass(frozen=True)
 class StateGiven:
-    """The chief of a view has given the position, or the whole state: then all of the view wait for the next.
+    """The chief of a view has given the position, or the whole state, after which the members wait.
 
     Attributes:
         view: its number.
@@ -115,12 +120,12 @@ class StateGiven:
 
 @dataclass(frozen=True)
 class WorkerArrived:
-    """A person has started one more worker, which waits to be taken."""
+    """A person has started one more worker, which waits until the job uses it."""
 
 
 @dataclass(frozen=True)
 class ScaleRequested:
-    """A person wants so many workers from now on."""
+    """A person wants this number of workers from now on."""
 
     workers: int
 
@@ -151,7 +156,7 @@ class StopRequested:
 
 @dataclass(frozen=True)
 class DeadlinePassed:
-    """The deadline of the state has come."""
+    """The time `State.due` has come."""
 
 
 Event = (
@@ -187,8 +192,8 @@ class AbortExchange:
 class StartView:
     """End the view, for `reason`, and begin `view`.
 
-    Its members that were not in the one before get the state that was given; who was, and still runs, but
-    is in this one no more, is told to leave.
+    Members that are new in `view` get the state that the chief gave; running members of the last view that
+    are not in `view` are told to leave.
     """
 
     view: View
@@ -204,14 +209,14 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class AskMembers:
-    """Ask the members of the view for something, or take it back."""
+    """Ask the members of the view for something, or take the request back."""
 
     request: Request
 
 
 @dataclass(frozen=True)
 class SendPosition:
-    """Tell a worker that joins the position, which was given."""
+    """Send a joiner the position that the chief gave."""
 
     worker: int
 
@@ -251,9 +256,9 @@ class JobOutcome:
 
     Attributes:
         status: the exit status of the job.
-        message: why, in one line; empty if all went well.
-        workers: whose evidence to show.
-        evidence: which.
+        message: why, in one line; empty if it ends well.
+        workers: the workers whose evidence the message shows.
+        evidence: which evidence.
     """
 
     status: int
@@ -264,7 +269,7 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class FinishJob:
-    """Kill what is left, tell the person, end with the verdict's status."""
+    """Kill the processes that are left, show the outcome, and end with its status."""
 
     outcome: JobOutcome
 

@@ -1,5 +1,6 @@
 """What supervision remembers of a job. A job is RUNNING until something decides its end, its `JobOutcome`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
@@ -9,36 +10,96 @@ from lockstep.supervisor.events import Action, JobOutcome
 from lockstep.topology import View
 
 
-class Stage(Enum):
-    """How far the end of the job has come."""
+class Phase(Enum):
+    """Where a worker is between its start and its end.
 
-    RUNNING = auto()
-    LOOKING = auto()
-    SAVING = auto()
-    ENDING = auto()
-    TERMINATING = auto()
-    KILLING = auto()
+    The first workers start as members. A worker that starts later is a joiner: it asks for the position of
+    the members, runs the script up to there by itself, and becomes a member with the next view.
+    """
+
+    JOINING = auto()
+    """A joiner that runs the script up to the position of the members."""
+    LOCATING = auto()
+    """A joiner that waits for the position of the members."""
+    READY = auto()
+    """A joiner that waits for the next view."""
+    JOIN_FAILED = auto()
+    """A joiner whose script has raised; its process still runs."""
+    MEMBER = auto()
+    """A member of the view, or a worker that the last view left behind; its process still runs."""
+    LEAVING = auto()
+    """A worker that is not needed, and was told to leave or killed; its process still runs."""
     FINISHED = auto()
+    """A member whose process ended with status 0."""
+    LEFT = auto()
+    """A worker that was LEAVING when its process ended."""
+    LOST = auto()
+    """A worker whose process ended in any other way."""
+
+
+JOINERS = frozenset({Phase.JOINING, Phase.LOCATING, Phase.READY, Phase.JOIN_FAILED})
+ENDED = frozenset({Phase.FINISHED, Phase.LEFT, Phase.LOST})
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A member's failure that is no consequence of another's: the others leave the member behind.
+
+    Attributes:
+        outcome: how the job ends if this failure decides it.
+        order: how many workers had failed before.
+    """
+
+    outcome: JobOutcome
+    order: int
+
+
+@dataclass(frozen=True)
+class WorkerRecord:
+    """What supervision knows of a worker.
+
+    Attributes:
+        phase: where the worker is between its start and its end.
+        started_at: when it was started to join; None for the first workers.
+        raised: whether its script has raised while it was not a joiner.
+        failure: its failure; None as long as it has none, or only blames another worker.
+        script_ended: whether its script has come to its end.
+        waits_in_vain: whether its last report was that it waits for a worker that ended well.
+        condemned: whether it was killed because it was stuck.
+    """
+
+    phase: Phase = Phase.MEMBER
+    started_at: float | None = None
+    raised: bool = False
+    failure: Failure | None = None
+    script_ended: bool = False
+    waits_in_vain: bool = False
+    condemned: bool = False
+
+    @property
+    def blames(self) -> bool:
+        """Whether its script has raised, but only because of another worker or of the end of the job."""
+        return self.raised and self.failure is None
 
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Seconds that supervision gives.
+    """Time limits and intervals, in seconds.
 
     Attributes:
-        timeout: to a worker that others wait for, and to workers that have to come before training goes on.
-        blame: to the cause of an error that blames another worker, to show itself.
-        look: to a stuck worker, to write its stack.
-        abort: to workers that hear of the abort, until SIGTERM.
-        leave: to workers whose scripts have all raised, to end their processes, until SIGTERM.
-        term: to workers that got SIGTERM or the person's own signal, until SIGKILL.
-        kill: to workers that got SIGKILL, until the job ends without them.
-        save: to the chief, to end its step and write a checkpoint before the job is stopped (`--grace`).
+        timeout: for a worker to arrive where others wait for it, and for joiners that training waits for.
+        blame: for the cause of a failure that blames another worker to show itself.
+        look: for a stuck worker to write its stack.
+        abort: for workers to end after the abort, until SIGTERM.
+        leave: for workers whose scripts have all raised to end by themselves, until SIGTERM.
+        term: for workers to end after SIGTERM or the signal that stops the job, until SIGKILL.
+        kill: for workers to end after SIGKILL, until the job ends without them.
+        save: for the chief to end its step and write a checkpoint before the job stops (`--grace`).
         notice: between two notices that one worker waits for another.
-        idle: to a script that has made a strategy, to distribute something, until a person is told.
-        young: since its start, in which the loss of a worker makes the next replacement wait.
-        pause: before a replacement of a young worker is started; doubled with each in a row.
-        longest_pause: the most of that.
+        idle: from the first strategy until a notice that the script has distributed nothing.
+        young: from the start of a worker, while its loss delays its replacement.
+        pause: before the replacement of a young worker starts; doubles with each such loss in a row.
+        longest_pause: the upper limit of that.
     """
 
     timeout: float = 600.0
@@ -58,45 +119,68 @@ class TimeLimits:
 
 @dataclass(frozen=True)
 class JobSize:
-    """How many workers the job should have.
+    """How many workers the job should have, and the budget of restarts.
 
     Attributes:
-        wanted: so many; 0 for as many as there are.
-        least: with fewer, training waits.
-        restarts: how many lost workers will still be replaced.
-        most_restarts: how many from the beginning, or from the last time that a person asked for a number.
-        closed: whether nobody is replaced because nobody can join.
-        by_hand: whether nobody is replaced because a person starts the workers.
+        wanted: the number of workers to reach; 0 for as many as there are.
+        min_workers: with fewer, training waits.
+        restarts_left: how many lost workers will still be replaced.
+        max_restarts: the budget at the start of the job, and again after each request to scale.
+        closed: whether no worker is replaced because none can join.
+        by_hand: whether no worker is replaced because a person starts the workers.
     """
 
     wanted: int = 0
-    least: int = 1
-    restarts: int = 0
-    most_restarts: int = 0
+    min_workers: int = 1
+    restarts_left: int = 0
+    max_restarts: int = 0
     closed: bool = False
     by_hand: bool = False
 
     @classmethod
-    def of(cls, wanted: int, least: int, restarts: int) -> "JobSize":
+    def of(cls, wanted: int, min_workers: int, max_restarts: int) -> "JobSize":
         """Return the size of a job that begins."""
-        return cls(wanted, least, restarts, restarts)
+        return cls(wanted, min_workers, max_restarts, max_restarts)
 
 
 @dataclass(frozen=True)
-class Joiner:
-    """A worker that was started to join, and is in no view yet.
+class Admission:
+    """How the members, the joiners and the next view come together.
 
     Attributes:
-        worker: its id.
-        since: when it was started.
-        asks: what it waits for.
-        failed: whether its script has raised.
+        asked: what the members of the view are asked for.
+        given: whether the chief has given the state, so that all members wait for the next view.
+        deadline: when a job whose members wait for joiners gives up; None if they do not.
+        backoff_until: no worker is started before; None if there is no such time.
+        young_losses: how many workers in a row were lost soon after their start.
+        unreported: what follows from the last loss, as long as no message has said so.
     """
 
-    worker: int
-    since: float
-    asks: Request = Request.NOTHING
-    failed: bool = False
+    asked: Request = Request.NOTHING
+    given: bool = False
+    deadline: float | None = None
+    backoff_until: float | None = None
+    young_losses: int = 0
+    unreported: str = ""
+
+
+class Stage(Enum):
+    """How far the end of the job has come."""
+
+    RUNNING = auto()
+    """Nothing has decided the end."""
+    LOOKING = auto()
+    """A worker is stuck, and writes its stack."""
+    SAVING = auto()
+    """The job is to stop; the chief ends its step and writes a checkpoint."""
+    ENDING = auto()
+    """The workers have heard of the abort."""
+    TERMINATING = auto()
+    """The workers have got SIGTERM, or the signal that stops the job."""
+    KILLING = auto()
+    """The workers have got SIGKILL."""
+    FINISHED = auto()
+    """The job has ended."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +188,8 @@ class Saving:
     """What the chief has done since the job was asked to stop.
 
     Attributes:
-        step: that has ended, so that its checkpoint is being written; None until it has.
-        kept: the step of the checkpoint that is on the disk; None until one is.
+        step: the step that has ended, whose checkpoint is being written; None until then.
+        kept: the step of the checkpoint that is on the disk; None until then.
         failure: why a checkpoint could not be written; empty if none failed.
     """
 
@@ -114,10 +198,29 @@ class Saving:
     failure: str = ""
 
     def outcome(self, why: str) -> str:
-        """Say what has come of it; `why` nothing has, where the chief has not said so itself."""
+        """Say which checkpoint there is; without one, say the failure, or else `why`."""
         if self.kept is not None:
             return f"checkpoint written at step {self.kept}"
         return f"no checkpoint: {self.failure or why}"
+
+
+@dataclass(frozen=True)
+class Shutdown:
+    """How far the end of the job has come, and how it ends.
+
+    Attributes:
+        stage: how far it has come.
+        deadline: when the stage is over; in RUNNING, when the wait for the failures of others is over.
+        outcome: how the job ends, once decided.
+        suspect: how the job ends if no cause shows itself for a failure that blames another worker.
+        saving: what the chief has done since the job was asked to stop.
+    """
+
+    stage: Stage = Stage.RUNNING
+    deadline: float | None = None
+    outcome: JobOutcome | None = None
+    suspect: JobOutcome | None = None
+    saving: Saving = field(default_factory=Saving)
 
 
 @dataclass(frozen=True)
@@ -125,105 +228,120 @@ class State:
     """What supervision remembers.
 
     Attributes:
-        running: ids of the workers whose process lives.
-        limits: the seconds it gives.
-        stage: how far the end of the job has come.
-        outcome: how the job ends, once decided.
-        suspect: the verdict if no cause shows itself.
-        blaming: workers whose own failure only blames another worker.
-        deserted: workers that have said once that they wait for one that ended well.
-        deadline: when the stage, or the wait for other failures, is over.
-        view: who computes what.
-        view_since: when the view began; None for the first.
-        elastic: whether the job can go on without a worker.
-        distributes: whether the script has given the replicas anything to compute or to read.
-        idle_until: when a person is told that it has not; None if that is no question.
-        keeps: whether the job keeps checkpoints.
-        saving: what has come of the checkpoint that a job keeps before it is stopped.
-        failed: what each worker whose script raised ended with, the first one first.
-        done: workers whose script has come to its end.
-        finished: workers that ended well.
-        condemned: stuck workers that were killed, whose end has not been seen yet.
-        noticed: when each set of late workers was last told of.
+        view: which worker computes which replica.
+        workers: every worker that was ever started, by id.
+        limits: the time limits.
         size: how many workers there should be.
-        joiners: workers that join, the longest-waiting first.
-        leaving: workers that were told to leave, whose end has not been seen yet.
-        joined: members that have joined, and when they were started.
-        next_worker: the id of the next worker that is started.
-        asked: what the members of the view are asked for.
-        given: whether the state was given, so that all members wait for the next view.
-        young_losses: how many workers in a row were lost soon after their start.
-        untold: what follows from a loss, if the person has not been told of it yet.
-        next_start: before when no worker is started.
-        patience_ends: when a job that waits for workers gives up.
+        admission: how the next view comes about.
+        shutdown: how far the end of the job has come.
+        view_since: when the view began; None for the first.
+        elastic: whether the job can continue without a lost worker.
+        keeps: whether the job keeps checkpoints.
+        distributes: whether the script has given the replicas anything to compute or to read.
+        idle_until: when a notice says that it has not; None if there is no such time.
+        noticed: when a notice last named each set of late workers.
     """
 
-    running: frozenset[int]
+    view: View
+    workers: Mapping[int, WorkerRecord]
     limits: TimeLimits = field(default_factory=TimeLimits)
-    stage: Stage = Stage.RUNNING
-    outcome: JobOutcome | None = None
-    suspect: JobOutcome | None = None
-    blaming: frozenset[int] = frozenset()
-    deserted: frozenset[int] = frozenset()
-    deadline: float | None = None
-    view: View | None = None
+    size: JobSize = field(default_factory=JobSize)
+    admission: Admission = field(default_factory=Admission)
+    shutdown: Shutdown = field(default_factory=Shutdown)
     view_since: float | None = None
     elastic: bool = False
+    keeps: bool = False
     distributes: bool = False
     idle_until: float | None = None
-    keeps: bool = False
-    saving: Saving = field(default_factory=Saving)
-    failed: tuple[tuple[int, JobOutcome], ...] = ()
-    done: frozenset[int] = frozenset()
-    finished: frozenset[int] = frozenset()
-    condemned: frozenset[int] = frozenset()
     noticed: tuple[tuple[tuple[int, ...], float], ...] = ()
-    size: JobSize = field(default_factory=JobSize)
-    joiners: tuple[Joiner, ...] = ()
-    leaving: frozenset[int] = frozenset()
-    joined: tuple[tuple[int, float], ...] = ()
-    next_worker: int = 0
-    asked: Request = Request.NOTHING
-    given: bool = False
-    young_losses: int = 0
-    untold: str = ""
-    next_start: float | None = None
-    patience_ends: float | None = None
+
+    @classmethod
+    def of(cls, view: View, limits: TimeLimits, size: JobSize, *, keeps: bool = False) -> "State":
+        """Return the state of a job that begins with `view`."""
+        return cls(view, {worker: WorkerRecord() for worker in view.workers}, limits, size, keeps=keeps)
+
+    @property
+    def stage(self) -> Stage:
+        """How far the end of the job has come."""
+        return self.shutdown.stage
+
+    @property
+    def active(self) -> bool:
+        """Whether nothing has decided the end of the job."""
+        return self.stage in (Stage.RUNNING, Stage.LOOKING)
 
     @property
     def due(self) -> float | None:
-        """When `TimePassed` is due."""
-        times = (self.deadline, self.next_start, self.patience_ends, self.idle_until)
+        """When `DeadlinePassed` is due."""
+        admission = self.admission
+        times = (self.shutdown.deadline, admission.backoff_until, admission.deadline, self.idle_until)
         return min((at for at in times if at is not None), default=None)
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """The members of the view, with those that are gone but not left behind yet."""
-        return () if self.view is None else self.view.workers
+    def running(self) -> frozenset[int]:
+        """The workers whose process runs."""
+        return frozenset(worker for worker, record in self.workers.items() if record.phase not in ENDED)
 
     @property
     def present(self) -> frozenset[int]:
-        """The workers that run, without those that join or leave."""
-        return self.running.difference(joiner.worker for joiner in self.joiners) - self.leaving
+        """The running workers, without those that join or leave."""
+        return self.within(Phase.MEMBER)
+
+    @property
+    def leaving(self) -> frozenset[int]:
+        """The workers that are not needed, and still run."""
+        return self.within(Phase.LEAVING)
+
+    @property
+    def finished(self) -> frozenset[int]:
+        """The members that ended with status 0."""
+        return self.within(Phase.FINISHED)
+
+    @property
+    def joiners(self) -> tuple[int, ...]:
+        """The workers that were started to join and are in no view yet, the longest-waiting first."""
+        return tuple(sorted(self.within(*JOINERS)))
+
+    @property
+    def ready(self) -> tuple[int, ...]:
+        """The joiners that wait for the next view, the longest-waiting first."""
+        return tuple(sorted(self.within(Phase.READY)))
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The members of the view, including those that ended since it began."""
+        return self.view.workers
 
     @property
     def staying(self) -> tuple[int, ...]:
         """The members of the view that run and have not failed, the longest-serving first."""
-        there = self.present.difference(worker for worker, _ in self.failed)
-        return tuple(worker for worker in self.members if worker in there)
+        there = self.present
+        return tuple(w for w in self.members if w in there and self.workers[w].failure is None)
+
+    @property
+    def failures(self) -> dict[int, JobOutcome]:
+        """How the job would end because of each failed worker, the first failure first."""
+        failed = [(one.failure, worker) for worker, one in self.workers.items() if one.failure is not None]
+        failed.sort(key=lambda one: one[0].order)
+        return {worker: failure.outcome for failure, worker in failed}
 
     @property
     def all_raised(self) -> bool:
         """Whether the script has raised on every worker that runs: their processes end by themselves."""
-        return self.running <= self.blaming.union(worker for worker, _ in self.failed)
+        return all(self.workers[worker].raised for worker in self.running)
 
-    def joiner(self, worker: int) -> Joiner | None:
-        """Return what is known of a worker that joins; None if it is none."""
-        return next((one for one in self.joiners if one.worker == worker), None)
+    def within(self, *phases: Phase) -> frozenset[int]:
+        """Return the workers that are in one of `phases`."""
+        return frozenset(worker for worker, record in self.workers.items() if record.phase in phases)
 
-    def without_joiner(self, worker: int) -> "State":
-        """Forget a worker that joins."""
-        return replace(self, joiners=tuple(one for one in self.joiners if one.worker != worker))
+    def with_worker(self, worker: int, record: WorkerRecord) -> "State":
+        """Return the state with another record of a worker."""
+        return replace(self, workers={**self.workers, worker: record})
+
+    def with_phase(self, phase: Phase, *workers: int) -> "State":
+        """Return the state with `workers` in `phase`."""
+        moved = {worker: replace(self.workers[worker], phase=phase) for worker in workers}
+        return replace(self, workers={**self.workers, **moved})
 
 
 @dataclass(frozen=True)
@@ -233,3 +351,7 @@ class Decision:
     state: State
     actions: tuple[Action, ...] = ()
     reason: str = ""
+
+    def after(self, *actions: Action) -> "Decision":
+        """Return the same decision with `actions` before its own."""
+        return replace(self, actions=(*actions, *self.actions))

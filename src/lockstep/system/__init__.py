@@ -1,1 +1,1 @@
-"""Thin wrappers of the operating system, and texts; nothing that knows of jobs."""
+"""Thin wrappers of the operating system, and text helpers; independent of jobs."""

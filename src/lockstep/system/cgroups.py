@@ -1,11 +1,11 @@
-"""What the control groups of this process allow it (versions 1 and 2), ancestors included."""
+"""The limits of this process's control groups (versions 1 and 2), ancestors included."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 
 def cpu_quota(membership: Path, mount: Path) -> float | None:
-    """Return the cores whose time this process may use, None if no group limits that.
+    """Return the CPU quota of this process in cores; None if no group limits it.
 
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
@@ -21,7 +21,7 @@ def cpu_quota(membership: Path, mount: Path) -> float | None:
 
 
 def processes_left(membership: Path, mount: Path) -> int | None:
-    """Return how many processes and threads may still be started, None if no group limits that.
+    """Return how many processes and threads may still be started; None if no group limits that.
 
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
@@ -36,7 +36,7 @@ def processes_left(membership: Path, mount: Path) -> int | None:
 
 
 def read(file: Path) -> str:
-    """Return what is in a file, nothing where it cannot be read."""
+    """Return the contents of a file; empty if it cannot be read."""
     try:
         return file.read_text()
     except OSError:
@@ -44,7 +44,7 @@ def read(file: Path) -> str:
 
 
 def groups(membership: Path, mount: Path, controller: str) -> Iterator[Path]:
-    """Give the folders of this process's groups that a controller has, ancestors included.
+    """Yield the folders of this process's groups for a controller, ancestors included.
 
     Args:
         membership: the file that names the groups, like `/proc/self/cgroup`.
@@ -56,12 +56,12 @@ def groups(membership: Path, mount: Path, controller: str) -> Iterator[Path]:
         if controllers == "":
             tops = [mount]
         elif controller in controllers.split(","):
-            # Several controllers in one place have a link each, but not everywhere.
+            # Controllers that share a mount usually have a link each, but not on all systems.
             tops = [mount / controller, mount / controllers]
         else:
             continue
         for top in tops:
-            # In a container the path may be one of the host's that is not visible here; the limit is then
+            # In a container, the path may be a path of the host that is not visible here; the limit is then
             # that of the mount itself.
             group = top / path.lstrip("/")
             yield from (each for each in (group, *group.parents) if each == top or top in each.parents)

@@ -1,4 +1,4 @@
-"""What time it is: the system's clocks, and one that a test moves by hand; and times that a person writes."""
+"""Clocks: the system's, and one that a test advances; and parsing of durations."""
 
 import re
 import time
@@ -11,13 +11,13 @@ _LONGEST = 24 * 3600.0
 
 
 class Clock(Protocol):
-    """Two readings of one clock."""
+    """A monotonic and a wall-clock reading."""
 
     def now(self) -> float:
-        """Seconds on a clock that never goes back; only differences mean something."""
+        """Seconds on a monotonic clock; only differences are meaningful."""
 
     def wall(self) -> float:
-        """Seconds since 1970, for people and files."""
+        """Seconds since 1970, for users and files."""
 
 
 class SystemClock:
@@ -39,7 +39,7 @@ class VirtualClock:
         self._seconds = start
 
     def now(self) -> float:
-        """Return the seconds that were given and advanced."""
+        """Return `start` plus the seconds advanced."""
         return self._seconds
 
     def wall(self) -> float:
@@ -47,23 +47,23 @@ class VirtualClock:
         return self._seconds
 
     def advance(self, seconds: float) -> None:
-        """Move the clock; never backwards."""
+        """Advance the clock; `seconds` is never negative."""
         if seconds < 0:
             raise ValueError(f"a clock cannot go back by {-seconds} s")
         self._seconds += seconds
 
 
 def duration(text: str) -> float | None:
-    """Return the seconds of a time with its unit, such as 30s, 1.5m or 1h; None where it is none."""
+    """Return the seconds of a time with its unit, such as 30s, 1.5m or 1h; None if it is not one."""
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)([smh])", text)
     return float(match[1]) * _UNITS[match[2]] if match else None
 
 
 def parse_seconds(text: str, option: str) -> float:
-    """Read a time: seconds, or a number with its unit.
+    """Parse a time: seconds, or a number with its unit.
 
     Raises:
-        ConfigError: it is none, or longer than a day; the message names `option`.
+        ConfigError: it is not a time, or is longer than a day; the message names `option`.
     """
     seconds = duration(f"{text}s" if text[-1:].isdigit() else text)
     if seconds is None or seconds > _LONGEST:

@@ -1,4 +1,4 @@
-"""The processes below this one, whoever started them."""
+"""The descendants of this process, direct or not."""
 
 import contextlib
 import os
@@ -12,16 +12,16 @@ _LOOK_EVERY = 0.01
 
 
 class Descendants(Protocol):
-    """Every process that this one, or one below it, started."""
+    """Every process that this one or a descendant started."""
 
     def reap(self, owned: frozenset[int]) -> None:
-        """Let go of adopted processes that have ended; `owned` ones are reaped by their owner."""
+        """Reap adopted processes that have ended; the owners of `owned` ones reap those."""
 
     def end(self, grace: float) -> tuple[int, ...]:
         """Give all of them `grace` seconds to end, then kill them until none is left.
 
         Returns:
-            Process ids that even SIGKILL did not end.
+            Ids of processes that even SIGKILL did not end.
         """
 
 
@@ -29,7 +29,7 @@ class LinuxDescendants:
     """The descendants of a process that adopts orphans, so that none can escape.
 
     Args:
-        spare: process ids of children that are none of our business, nor what is below them.
+        spare: process ids of children to ignore, together with their descendants.
         patience: seconds of killing after which `end` gives up.
     """
 
@@ -38,13 +38,13 @@ class LinuxDescendants:
         self._patience = patience
 
     def reap(self, owned: frozenset[int]) -> None:
-        """Reap ended children up to the first that has an owner."""
+        """Reap ended children up to the first one that has an owner."""
         with contextlib.suppress(ChildProcessError):
             while (child := _ended_child()) and child not in owned:
                 os.waitpid(child, 0)
 
     def end(self, grace: float) -> tuple[int, ...]:
-        """Wait, then kill, until the kernel knows no child of this process any more."""
+        """Wait, then kill, until this process has no child left."""
         start = time.monotonic()
         while left := self._living():
             waited = time.monotonic() - start
@@ -59,7 +59,7 @@ class LinuxDescendants:
         self.reap(self._spare)
         if not _has_children():
             return []
-        # Imported only where something is left, which is rare.
+        # Imported only if a process is left, which is rare.
         import psutil
 
         spared = {process.pid for pid in self._spare for process in _family(pid)}
@@ -100,7 +100,7 @@ def _family(pid: int) -> "list[psutil.Process]":
 
 
 def _lives(process: "psutil.Process") -> bool:
-    """Whether a process has not ended; one that has needs no killing, though its parent does not reap it."""
+    """Whether a process runs; a zombie, which its parent has not reaped, does not."""
     import psutil
 
     try:

@@ -1,4 +1,4 @@
-"""The environment: the only module of the package that reads it, and what workers find in theirs."""
+"""Environment variables: the only module of the package that reads them; and the environment of workers."""
 
 import json
 import os
@@ -19,8 +19,8 @@ _FIRST_PORT = 20000
 _XLA_DETERMINISTIC = "xla_gpu_deterministic_ops"
 _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
-"""Keeps glibc from giving the memory of each step back to the kernel, only to ask for it again: PyTorch takes
-its tensors from there, and TensorFlow the batches of `tf.data`. JAX has an allocator of its own."""
+"""Keeps glibc from returning the memory of each step to the kernel and requesting it again: PyTorch allocates
+tensors there, and TensorFlow the batches of `tf.data`. JAX has its own allocator."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
@@ -32,14 +32,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Which checkpoints a job keeps, and which one it goes on from.
+    """The checkpoints that a job saves, and the one that it resumes from.
 
     Attributes:
-        folder: where they are, absolute.
-        steps: how many steps of training lie between two; None where time decides.
-        seconds: how many seconds; None where steps decide.
-        keep: how many are kept.
-        resume: the one to go on from; None to begin.
+        folder: of the checkpoints, absolute.
+        steps: the interval in training steps; None if it is a time.
+        seconds: the interval in seconds; None if it is a number of steps.
+        keep: number of checkpoints to keep.
+        resume: the one to resume from; None to start from the beginning.
     """
 
     folder: Path
@@ -51,25 +51,25 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What a worker is told by the agent that starts it.
+    """The configuration that a worker gets from the agent that starts it.
 
     Attributes:
         worker: the worker's id, from 0.
         workers: number of workers the job starts with.
         replicas: number of replicas of the job.
-        seed: everything random in the job follows from it.
+        seed: determines everything random in the job.
         threads: number of threads that compute one replica.
-        timeout: seconds after which a worker that others wait for is stuck.
+        timeout: seconds after which a worker that others wait for counts as stuck.
         run_dir: the run's own folder, absolute.
         agent: process id of the agent.
         control: inherited descriptor of the socket to the agent.
         pool: inherited descriptor of the memory for partials and totals.
-        segment: inherited descriptor of the memory in which the workers meet; None for a worker that joins.
-        checkpoints: what is kept, if anything is.
+        segment: inherited descriptor of the control segment of the first view; None for a joiner.
+        checkpoints: the checkpoints to save; None for none.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
-        adopts: whether models are distributed that a script without a strategy compiles.
-        by_hand: whether a person has started this process.
+        adopts: whether models that a script compiles without a strategy are distributed.
+        by_hand: whether the user started this process.
     """
 
     worker: int
@@ -91,17 +91,17 @@ class WorkerConfig:
 
     @property
     def joins(self) -> bool:
-        """Whether the worker joins a job that runs already."""
+        """Whether the worker joins a running job."""
         return self.segment is None
 
 
 def parent_variable(told: str) -> dict[str, str]:
-    """Return the variable in which the parent of a job's workers finds what it is told."""
+    """Return the environment variable that passes `told` to the fork server."""
     return {_PARENT: told}
 
 
 def parent_told(environ: Mapping[str, str] = os.environ) -> str:
-    """Return what `parent_variable` has put there; empty if nothing."""
+    """Return the value of `parent_variable`; empty if it is not set."""
     return environ.get(_PARENT, "")
 
 
@@ -109,7 +109,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
     """Parse the `LOCKSTEP_*` variables.
 
     Raises:
-        ConfigError: one is missing or wrong; the message names it.
+        ConfigError: one is missing or invalid; the message names it.
     """
     config = WorkerConfig(
         worker=_parse(environ, "WORKER", _count),
@@ -137,7 +137,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
 
 
 def forget_worker(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Remove the `LOCKSTEP_*` variables, so that a worker's children do not take themselves for it."""
+    """Remove the `LOCKSTEP_*` variables, so that a worker's children do not act as the worker."""
     for name in [name for name in environ if name.startswith(_PREFIX)]:
         del environ[name]
 
@@ -154,11 +154,11 @@ def worker_environment(
     """Return the whole environment of a worker.
 
     Args:
-        config: what `read_worker` will give in the worker.
-        inherited: what the worker has besides.
-        slot: the worker's index in `TF_CONFIG`; its id where it has that slot from the beginning.
-        backend: the Keras backend, None to leave it.
-        devices: the worker's `CUDA_VISIBLE_DEVICES`, None to leave it.
+        config: the result of `read_worker` in the worker.
+        inherited: the other variables of the worker.
+        slot: the worker's index in `TF_CONFIG`; its id if it has had that slot from the beginning.
+        backend: the Keras backend; None to leave it unchanged.
+        devices: the worker's `CUDA_VISIBLE_DEVICES`; None to leave it unchanged.
         shared: whether other workers use the same devices.
     """
     environment = job_environment(config.seed, config.threads, inherited, backend=backend)
@@ -172,13 +172,13 @@ def worker_environment(
 def job_environment(
     seed: int, threads: int, inherited: Mapping[str, str] = os.environ, *, backend: str | None = None
 ) -> dict[str, str]:
-    """Return what the environments of all workers of a job have in common.
+    """Return the part of the environment that all workers of a job share.
 
     Args:
         seed: of the job.
         threads: number of threads that compute one replica.
-        inherited: what workers have besides.
-        backend: the Keras backend, None to leave it.
+        inherited: the other variables of the workers.
+        backend: the Keras backend; None to leave it unchanged.
     """
     environment = {name: value for name, value in inherited.items() if not name.startswith(_PREFIX)}
     environment |= _thread_variables(threads)
@@ -192,13 +192,13 @@ def job_environment(
 
 
 def put_descriptors(control: int, pool: int, segment: int | None) -> None:
-    """Correct the numbers of a worker's descriptors, where it has got others than the agent has."""
+    """Update the numbers of a worker's descriptors, which may differ from those in the agent."""
     numbers = {"CONTROL_FD": control, "POOL_FD": pool, "ARENA_FD": "none" if segment is None else segment}
     os.environ.update({f"{_PREFIX}{name}": str(number) for name, number in numbers.items()})
 
 
 def take_environment(changes: Mapping[str, str | None]) -> None:
-    """Have the environment of a process that was started with these changes; None removes a variable."""
+    """Apply changes to the environment of this process; None removes a variable."""
     for name, value in changes.items():
         if value is None:
             os.environ.pop(name, None)
@@ -210,9 +210,9 @@ def take_environment(changes: Mapping[str, str | None]) -> None:
 def tf_config(slot: int, replicas: int) -> str:
     """Return the `TF_CONFIG` of the worker at a slot.
 
-    It has one address a replica, the same for the job's whole life.
-    The addresses only name the replicas; nothing listens there. Processes that a worker starts find it too:
-    the environment that it names says that they have no task in it.
+    It has one address per replica, which stays the same for the life of the job.
+    The addresses only name the replicas; nothing listens there. Child processes of a worker inherit it; its
+    "environment" field tells them that they are not one of its tasks.
     """
     addresses = [f"127.0.0.1:{_FIRST_PORT + replica}" for replica in range(replicas)]
     task = {"type": "worker", "index": slot}
@@ -220,21 +220,21 @@ def tf_config(slot: int, replicas: int) -> str:
 
 
 def tf_config_given() -> str | None:
-    """Return the `TF_CONFIG` this process was started with, None if there was none."""
+    """Return the `TF_CONFIG` that this process was started with; None if there was none."""
     return _at_start["TF_CONFIG"]
 
 
 def tf_config_now() -> str | None:
-    """Return the `TF_CONFIG` of this moment: the script may have set its own."""
+    """Return the current `TF_CONFIG`, which the script may have set."""
     return os.environ.get("TF_CONFIG")
 
 
 def environment_at_start(file: Path = Path("/proc/self/environ")) -> dict[str, str]:
-    """Return the environment that this process was started with, whatever it has changed since."""
+    """Return the environment that this process was started with, without later changes."""
     lines = os.fsdecode(file.read_bytes()).split("\0")
     pairs = [line.partition("=") for line in lines if line]
     if not all(name and equals for name, equals, _ in pairs):
-        # A program that shows a title of its own among the processes has written over it.
+        # A program that has set its process title has overwritten it.
         return dict(os.environ)
     return {name: value for name, _, value in pairs}
 
@@ -242,36 +242,36 @@ def environment_at_start(file: Path = Path("/proc/self/environ")) -> dict[str, s
 def visible_gpus(
     environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
 ) -> tuple[str, ...]:
-    """Return the GPUs that CUDA would show, without asking any framework."""
+    """Return the GPUs that CUDA would show, without using any framework."""
     listed = environ.get("CUDA_VISIBLE_DEVICES")
     if listed is None:
         found = len(list(driver.iterdir())) if driver.is_dir() else 0
         return tuple(str(number) for number in range(found))
     names = [name.strip() for name in listed.split(",")]
-    # CUDA itself stops at the first name that it does not know; "-1" and "" are how people hide GPUs.
+    # CUDA itself stops at the first unknown name; "-1" and "" are common ways to hide GPUs.
     hidden = next((at for at, name in enumerate(names) if name in ("", "-1")), len(names))
     return tuple(names[:hidden])
 
 
 def hide_gpus(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let no process that this one starts, or becomes, see a GPU."""
+    """Hide all GPUs from every process that this one starts or becomes."""
     environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
-    """Let CUDA show these GPUs only, to a framework that has not looked for them yet."""
+    """Let CUDA show only these GPUs to frameworks that have not yet initialized it."""
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
 
 
 def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return what Slurm says about the job step of this process, None if it does not."""
+    """Return a variable that Slurm sets for the job step of this process; None if it is not set."""
     return environ.get(f"SLURM_{name}")
 
 
 def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, str | None]:
-    """Return what `KERAS_BACKEND` and Keras's own configuration file say; None for what is not there."""
+    """Return the backends in `KERAS_BACKEND` and in Keras's configuration file; None for a missing one."""
     base = environ.get("HOME") or Path.home()
-    # As Keras looks for it.
+    # The same search as Keras's.
     home = environ.get("KERAS_HOME") or Path(base if os.access(base, os.W_OK) else "/tmp") / ".keras"
     try:
         settings = json.loads((Path(home) / "keras.json").read_text())
@@ -282,12 +282,12 @@ def keras_backend(environ: Mapping[str, str] = os.environ) -> tuple[str | None, 
 
 
 def legacy_keras(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the value of the variable that makes `tf.keras` Keras 2, if there is one."""
+    """Return the value of the variable that makes `tf.keras` Keras 2; None if it is not set."""
     return environ.get(LEGACY_KERAS)
 
 
 def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the variables by which a person has switched a backend's deterministic operations off."""
+    """Return the variables with which the user has disabled deterministic operations of a backend."""
     off = {
         "XLA_FLAGS": f"{_XLA_DETERMINISTIC}=false" in environ.get("XLA_FLAGS", ""),
         "TF_DETERMINISTIC_OPS": environ.get("TF_DETERMINISTIC_OPS", "1") not in ("1", "true"),
@@ -297,25 +297,25 @@ def switched_off(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder in which Lockstep may keep, for this user, what can be made again."""
+    """Return the folder for Lockstep's caches of this user."""
     if base := environ.get("XDG_CACHE_HOME"):
         return Path(base) / "lockstep"
     return home_folder(environ) / ".cache" / "lockstep"
 
 
 def home_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the user's home, which need not exist."""
+    """Return the user's home folder, which may not exist."""
     if home := environ.get("HOME"):
         return Path(home)
     try:
         return Path(pwd.getpwuid(os.geteuid()).pw_dir)
     except KeyError:
-        # Containers have users of whom nothing is known.
+        # In containers, a user may have no entry in the user database.
         return Path("/nonexistent")
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the number of cores whose time this process may use, by its affinity and by its cgroups."""
+    """Return the number of cores that the affinity and the cgroups of this process allow it to use."""
     cores = len(os.sched_getaffinity(0))
     quota = cpu_quota(proc / "self" / "cgroup", cgroups)
     return cores if quota is None else max(1, min(cores, int(quota)))
@@ -349,8 +349,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
 
 
 def _thread_variables(threads: int) -> dict[str, str]:
-    # The number of threads decides in which order a backend adds, so it is part of the result. NPROC
-    # is what XLA's CPU client reads; "dynamic" would let OpenMP and MKL take fewer threads at will.
+    # The number of threads determines the order of a backend's additions, so it affects the result. XLA's
+    # CPU client reads NPROC; "dynamic" would let OpenMP and MKL use fewer threads at will.
     names = ("NPROC", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TF_NUM_INTRAOP_THREADS")
     fixed = {"TF_NUM_INTEROP_THREADS": "1", "OMP_DYNAMIC": "FALSE", "MKL_DYNAMIC": "FALSE"}
     return {name: str(threads) for name in names} | fixed
@@ -358,7 +358,7 @@ def _thread_variables(threads: int) -> dict[str, str]:
 
 def device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -> dict[str, str]:
     """Return the variables of a worker that computes on GPUs; see `worker_environment`."""
-    # The same bits twice, on a GPU too, unless the person has decided otherwise.
+    # Deterministic operations on GPUs too, unless the user has disabled them.
     flags = inherited.get("XLA_FLAGS", "")
     if _XLA_DETERMINISTIC not in flags:
         flags = f"{flags} --{_XLA_DETERMINISTIC}=true".strip()
@@ -369,7 +369,7 @@ def device_variables(inherited: Mapping[str, str], devices: str, shared: bool) -
         "CUBLAS_WORKSPACE_CONFIG": inherited.get("CUBLAS_WORKSPACE_CONFIG", _CUBLAS[0]),
     }
     if shared:
-        # JAX and TensorFlow would each take all of the memory at the start; PyTorch does not.
+        # JAX and TensorFlow would each allocate all of the memory at the start; PyTorch does not.
         variables |= {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
     return variables
 

@@ -1,4 +1,4 @@
-"""How the ends of processes, and who computes what, are named in messages."""
+"""Texts in messages on how a process ended, and which process runs the script's own lines."""
 
 import signal
 
@@ -14,14 +14,14 @@ def shell_status(status: int) -> int:
 
 
 def describe_exit(status: int) -> str:
-    """Say how a process ended; `status` is negative for a signal."""
+    """Describe how a process ended; `status` is negative for a signal."""
     if status == UNKNOWN_STATUS:
         return "ended (exit status unknown)"
     return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
 
 
 def whose_lines(workers: int, replicas: int) -> str:
-    """Say who computes a script's own lines, outside of all that is distributed."""
+    """Say which processes run the script's own lines, outside of distributed calls."""
     if workers > 1:
         return f"each of the {workers} workers runs the whole script on its own"
     return f"the {replicas} replicas have nothing to compute"
@@ -36,5 +36,5 @@ def signal_name(number: int) -> str:
 
 
 def unkillable(left: tuple[int, ...]) -> str:
-    """Say which processes SIGKILL did not end."""
+    """Name the processes that SIGKILL did not end."""
     return f"these processes could not be killed: {', '.join(map(str, left))}"

@@ -1,4 +1,4 @@
-"""Lockstep's own files: how they are opened, and those that grow while training runs."""
+"""Lockstep's own files: opening them safely, and appending to them while training runs."""
 
 import contextlib
 import errno
@@ -10,7 +10,7 @@ from pathlib import Path
 Complain = Callable[[str], None]
 
 FOLDER_MODE = 0o775
-"""Of new folders: not every user may write to them, whatever the umask allows."""
+"""The mode of new folders: they are not writable for all users, whatever the umask allows."""
 
 _ALWAYS = os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
 
@@ -19,7 +19,7 @@ def open_own(path: Path, flags: int) -> int:
     """Open a regular file in a folder of Lockstep's; return its descriptor.
 
     Raises:
-        OSError: see `open_in`; or every user may write to the folder, and so put other files into it.
+        OSError: see `open_in`; or the folder is writable for all users, who could place other files in it.
     """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -36,8 +36,7 @@ def open_own(path: Path, flags: int) -> int:
 def open_in(folder: int, name: str, flags: int) -> int:
     """Open a regular file in a folder; return its descriptor.
 
-    The file is never reached through a link, and opening it never waits: another user may have put something
-    else in its place.
+    This never follows a link and never blocks, since another user may have replaced the file.
 
     Args:
         folder: descriptor of the folder.
@@ -45,7 +44,7 @@ def open_in(folder: int, name: str, flags: int) -> int:
         flags: as for `os.open`.
 
     Raises:
-        OSError: it cannot be opened, or is a link or no regular file.
+        OSError: it cannot be opened, is a link, or is not a regular file.
     """
     try:
         descriptor = os.open(name, flags | os.O_NOFOLLOW | _ALWAYS, 0o666, dir_fd=folder)
@@ -57,19 +56,19 @@ def open_in(folder: int, name: str, flags: int) -> int:
 
 
 def open_regular(path: Path) -> int:
-    """Open a file to read it; return its descriptor. Opening it never waits.
+    """Open a file for reading; return its descriptor. This never blocks.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     return _regular(os.open(path, os.O_RDONLY | _ALWAYS), path.name)
 
 
 def read_regular(path: Path) -> bytes:
-    """Return what a file holds.
+    """Return the contents of a file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or does not fit into memory.
+        OSError: it cannot be read, is not a regular file, or does not fit into memory.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         try:
@@ -103,7 +102,7 @@ class AppendFile:
 
     @classmethod
     def open(cls, path: Path, complain: Complain) -> "AppendFile":
-        """Open or make a file in a folder of Lockstep's; where that fails, all that is written is lost."""
+        """Open or create a file in a folder of Lockstep's; if that fails, everything written is lost."""
         try:
             return cls(path, open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), complain)
         except OSError as error:
@@ -132,6 +131,6 @@ class AppendFile:
 
     def close(self) -> None:
         """Close the file."""
-        # What the disk of another machine has refused may show itself only now.
+        # On a network file system, an earlier failed write may show only now.
         with contextlib.suppress(OSError):
             os.close(self.descriptor)

@@ -1,4 +1,4 @@
-"""The program that this process runs, as somebody has started it."""
+"""The program that this process runs, as it was started."""
 
 import builtins
 import sys
@@ -16,7 +16,7 @@ class Invocation:
 
     Attributes:
         options: of the interpreter.
-        command: what follows, `[-m] target arguments...`.
+        command: the rest, `[-m] target arguments...`.
     """
 
     options: tuple[str, ...]
@@ -24,7 +24,7 @@ class Invocation:
 
 
 def parse(original: Sequence[str]) -> Invocation | None:
-    """Return what an interpreter was told to run, None if that was neither a script nor a module.
+    """Return the program that an interpreter was started with; None if it is neither a script nor a module.
 
     Args:
         original: the whole command, like `sys.orig_argv`.
@@ -52,10 +52,9 @@ def parse(original: Sequence[str]) -> Invocation | None:
 
 
 def own() -> Invocation | None:
-    """Return the program of this process; None if there is none that could be run again.
+    """Return the program of this process; None if it cannot be run again.
 
-    There is none in an interactive session, in a notebook, with `python -c`, and in a process that another
-    one has forked.
+    It is None in an interactive session, in a notebook, with `python -c`, and in a forked process.
     """
     interactive = hasattr(sys, "ps1") or hasattr(builtins, "get_ipython")
     path = getattr(sys.modules["__main__"], "__file__", None)
@@ -64,7 +63,7 @@ def own() -> Invocation | None:
     program = parse(sys.orig_argv)
     if program is None or program.command[0] == "-m" or Path(program.command[0]).is_absolute():
         return program
-    # Python has made it absolute when it began: the program may have gone to another folder since.
+    # Python made this path absolute at its start; the program may have changed the folder since.
     return Invocation(program.options, (path, *program.command[1:]))
 
 

@@ -1,4 +1,4 @@
-"""Locks on files, which the kernel frees when the process that holds one ends."""
+"""File locks, which the kernel releases when their process ends."""
 
 import fcntl
 import os
@@ -15,10 +15,10 @@ _FLOCK = "hhqqi"
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock the file at `path`, which is made where it does not exist; return at once.
+    """Try to lock the file at `path`, creating it if it does not exist; return at once.
 
     Returns:
-        A descriptor; the lock is held until every process that has it has closed it. None if somebody else
+        A descriptor; the lock is held until every process that has it has closed it. None if another process
         holds the lock.
 
     Raises:
@@ -27,7 +27,7 @@ def try_lock(path: Path) -> int | None:
     while True:
         descriptor = _open(path)
         locked = _locked(descriptor)
-        # Who had it may have removed the file in between: then others lock another one.
+        # The previous holder may have removed the file in between; others would then lock a new one.
         if locked and os.fstat(descriptor).st_nlink:
             return descriptor
         os.close(descriptor)
@@ -36,12 +36,12 @@ def try_lock(path: Path) -> int | None:
 
 
 def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] | None = None) -> int | None:
-    """As `try_lock`, but wait for whoever holds the lock.
+    """Lock the file as `try_lock` does, but wait for the holder of the lock.
 
     Args:
         path: of the file.
-        patience: seconds after which to give up, and return None.
-        waiting: is told, many times a second, how long this has waited.
+        patience: seconds after which to give up and return None.
+        waiting: called many times per second with the seconds waited so far.
 
     Raises:
         OSError: the file cannot be opened; see `open_own`.
@@ -64,9 +64,9 @@ def wait_for_lock(path: Path, patience: float, waiting: Callable[[float], None] 
 
 
 def share_lock(path: Path) -> int:
-    """Lock the file at `path` together with others that do the same; it is made where it does not exist.
+    """Take a shared lock on the file at `path`, creating it if it does not exist.
 
-    These locks and those of `try_lock` know nothing of each other.
+    These locks and those of `try_lock` do not affect each other.
 
     Returns:
         A descriptor; the lock is held until every process that has it has closed it.
@@ -84,10 +84,10 @@ def share_lock(path: Path) -> int:
 
 
 def is_shared(path: Path) -> bool:
-    """Whether anybody holds a lock of `share_lock` on the file at `path`; takes none.
+    """Whether a process holds a lock of `share_lock` on the file at `path`; takes none.
 
     Raises:
-        OSError: the file is there and cannot be looked at.
+        OSError: the file exists and cannot be read.
     """
     try:
         descriptor = open_regular(path)
@@ -101,7 +101,7 @@ def is_shared(path: Path) -> bool:
 
 
 def _whole_file(kind: int) -> bytes:
-    # Padded at its end, as C does it.
+    # Padded at the end, as in C.
     return struct.pack(f"{_FLOCK}0q", kind, os.SEEK_SET, 0, 0, 0)
 
 

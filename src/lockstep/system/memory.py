@@ -1,4 +1,4 @@
-"""How much memory this process may still take, so that it asks before it takes."""
+"""How much memory this process may still allocate, to check before it does."""
 
 from pathlib import Path
 from typing import Protocol
@@ -9,19 +9,19 @@ _FILES = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of versions 2 and 1: the limit, what is used, and what of that the kernel gives back, in `memory.stat`."""
+"""For versions 2 and 1: the files of the limit and the usage, and the reclaimable part in `memory.stat`."""
 
 
 class Available(Protocol):
-    """Says how much memory may be taken."""
+    """Returns how much memory may be allocated."""
 
     def __call__(self) -> int:
-        """Return bytes."""
+        """Return the number of bytes."""
 
 
 def available_memory() -> int:
-    """Return the bytes that this process can take: what the machine has, within all cgroup limits."""
-    # Late: the agent, which never asks, starts sooner without it.
+    """Return the bytes that this process can allocate, by the machine's memory and all cgroup limits."""
+    # Imported late, because the agent, which never calls this, starts faster without it.
     import psutil
 
     machine = int(psutil.virtual_memory().available)
@@ -29,9 +29,9 @@ def available_memory() -> int:
 
 
 def memory_kills(statistics: Path = Path("/proc/vmstat")) -> int:
-    """Return how many processes the kernel has killed for want of memory since the machine started.
+    """Return how many processes the kernel has killed for lack of memory since the machine started.
 
-    Those that only a cgroup had no memory for are among them. 0 where the kernel does not say.
+    This includes those that exceeded only the limit of a cgroup. 0 if the kernel does not report it.
     """
     return _statistic(statistics, "oom_kill")
 

@@ -1,4 +1,4 @@
-"""Notes to the person: failing to show one never fails the program."""
+"""Notes to the user; a failure to show one never fails the program."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ _STDERR = 2
 
 
 def note(text: str) -> None:
-    """Show a note on stderr; lost where that is closed, or its reader or its disk has failed."""
+    """Write a note to stderr; it is lost if stderr is closed or cannot be written."""
     stream = sys.stderr
     if stream is None:
         return
@@ -16,7 +16,7 @@ def note(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         if _descriptor(stream) == _STDERR:
             stream.flush()
-            # Past the buffer: what a failed write leaves there would spoil the exit status.
+            # Bypasses the buffer: the remains of a failed write there would change the exit status.
             os.write(_STDERR, line.encode(errors="backslashreplace"))
         else:
             stream.write(line)
@@ -24,7 +24,7 @@ def note(text: str) -> None:
 
 
 def flush_streams() -> None:
-    """Pass on what waits in the buffers of stdout and stderr; lost where that fails."""
+    """Flush stdout and stderr; the data is lost if that fails."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             with contextlib.suppress(OSError, ValueError):

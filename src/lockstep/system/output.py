@@ -1,4 +1,4 @@
-"""What workers write: into their logs, and to the terminal."""
+"""The output of workers, in their logs and on the terminal."""
 
 import os
 import re
@@ -16,16 +16,16 @@ _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 class Sink:
-    """A terminal, pipe or file that may take its time; writing never blocks.
+    """A terminal, pipe or file that may be slow; writing never blocks.
 
-    What is written waits in `pending` until `flush` finds that it can be taken. Once a write has failed, as
-    when the reader is gone or the disk is full, everything is thrown away: the logs have it.
+    Data is buffered until `flush` can write it. Once a write has failed, because the reader has closed the
+    pipe or the disk is full, all data is discarded; the logs still have it.
 
     Attributes:
         descriptor: of the file.
-        pending: how many bytes wait.
-        taken: how many bytes were given to it so far.
-        failure: why everything is thrown away; empty as long as nothing is.
+        pending: number of buffered bytes.
+        taken: number of bytes passed to `write` so far.
+        failure: why data is discarded; empty if none is.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -36,7 +36,7 @@ class Sink:
         self._queue: deque[bytes] = deque()
 
     def write(self, data: bytes) -> None:
-        """Take `data`, and pass on what can be passed on now."""
+        """Buffer `data`, and write what can be written without blocking."""
         self.taken += len(data)
         if self.failure or not data:
             return
@@ -45,7 +45,7 @@ class Sink:
         self.flush()
 
     def flush(self) -> None:
-        """Pass on what can be passed on now."""
+        """Write what can be written without blocking."""
         while self._queue and self._is_ready():
             piece, rest = self._queue[0][:_PIECE], self._queue[0][_PIECE:]
             try:
@@ -61,7 +61,7 @@ class Sink:
                 self._queue.appendleft(remaining)
 
     def _is_ready(self) -> bool:
-        # A pipe that polls as writable takes PIPE_BUF bytes without blocking.
+        # A pipe that polls as writable accepts PIPE_BUF bytes without blocking.
         poll = select.poll()
         poll.register(self.descriptor, select.POLLOUT)
         return bool(poll.poll(0))
@@ -73,7 +73,7 @@ class Sink:
 
 
 class LinePrefixer:
-    """Passes on complete lines, each with a prefix, so that those of several workers do not mix."""
+    """Forwards complete lines, each with a prefix, so that those of several workers do not mix."""
 
     def __init__(self, prefix: bytes, write: Callable[[bytes], None]) -> None:
         self._prefix = prefix
@@ -81,7 +81,7 @@ class LinePrefixer:
         self._open = b""
 
     def write(self, data: bytes) -> None:
-        """Take `data`; a line without end is passed on once it is 64 KiB long."""
+        """Add `data`; an unterminated line is forwarded once it is 64 KiB long."""
         *lines, self._open = (self._open + data).split(b"\n")
         if len(self._open) > _MAX_LINE:
             lines.append(self._open)
@@ -89,7 +89,7 @@ class LinePrefixer:
         self._write(b"".join(self._prefix + line + b"\n" for line in lines))
 
     def close(self) -> None:
-        """Pass on a last line that has no end."""
+        """Forward an unterminated last line."""
         if self._open:
             self.write(b"\n")
 
@@ -107,7 +107,7 @@ class Log:
 
     @property
     def path(self) -> Path:
-        """Where the log is."""
+        """The path of the log."""
         return self._file.path
 
     def write(self, data: bytes) -> None:
@@ -115,7 +115,7 @@ class Log:
         self._file.write(data)
 
     def tail(self, lines: int) -> list[str]:
-        """Return the last lines that this run wrote, fit for a terminal; none if they cannot be read."""
+        """Return the last lines that this run wrote, safe for a terminal; none if they cannot be read."""
         try:
             size = os.fstat(self._file.descriptor).st_size
         except OSError:
@@ -130,5 +130,5 @@ class Log:
 
 
 def _plain(line: str) -> str:
-    # Of a progress bar that redraws itself only the last drawing is worth showing.
+    # Of a progress bar that redraws itself, only the last state is shown.
     return _CONTROL.sub("", line.rstrip("\r").rpartition("\r")[2])

@@ -1,4 +1,4 @@
-"""Where a run keeps its files."""
+"""The paths of a run's files."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,33 +16,33 @@ class RunPaths:
 
     @property
     def lock(self) -> Path:
-        """Held locked as long as the run lives; removed at the end."""
+        """The lock file, locked while the run is active; removed at the end."""
         return self.root / "lock"
 
     @property
     def events(self) -> Path:
-        """What happened, a JSON object a line."""
+        """The event log, one JSON object per line."""
         return self.root / "events.jsonl"
 
     @property
     def sources(self) -> Path:
-        """The texts of the script and its modules that the workers run."""
+        """The source files of the script and its modules that the workers run."""
         return self.root / "sources"
 
     @property
     def downloaded(self) -> Path:
-        """What workers have downloaded, a line each; not there if nothing."""
+        """The downloads of workers, one per line; missing if there are none."""
         return self.root / "downloaded"
 
     @property
     def saved(self) -> Path:
-        """Notes of workers that save models together; removed at the end."""
+        """Records of workers that save models together; removed at the end."""
         return self.root / "saved"
 
     def log(self, worker: int) -> Path:
-        """Everything that `worker` wrote to stdout and stderr."""
+        """The output of `worker` to stdout and stderr."""
         return self.root / f"worker-{worker}.log"
 
     def stack(self, worker: int) -> Path:
-        """Python stacks that `worker` was asked for."""
+        """The Python stacks that `worker` wrote on request."""
         return self.root / f"worker-{worker}.stack"

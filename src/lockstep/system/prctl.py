@@ -1,4 +1,4 @@
-"""Two promises of the Linux kernel about processes: who inherits orphans, who dies with its parent."""
+"""Two settings of the Linux kernel for processes: adopting orphans, and dying with the parent."""
 
 import ctypes
 import os
@@ -9,14 +9,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Make this process the parent of every descendant whose own parent ends."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with(parent: int) -> None:
-    """Be killed when `parent`, the process that started this one, ends; at once if it has ended."""
+    """Have this process killed when `parent`, which started it, ends; at once if it has already ended."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before the kernel knew our wish.
+    # The parent may have ended before the call above.
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

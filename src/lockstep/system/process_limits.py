@@ -1,4 +1,4 @@
-"""Whether this user's limits on open files and processes leave room for a job."""
+"""Whether this user's limits on open files and processes suffice for a job."""
 
 import os
 import re
@@ -10,23 +10,23 @@ from lockstep.system.cgroups import read
 from lockstep.system.prose import count
 
 _FILES, _FILES_OF_WORKER = 32, 8
-"""Descriptors of the agent: those of its own, and those for each worker."""
+"""Descriptors of the agent: a fixed number, and a number per worker."""
 _PROCESSES, _THREADS_OF_WORKER = 4, 12
-"""Processes besides the workers; threads that a backend has besides those that compute."""
+"""Processes besides the workers; threads of a backend besides those that compute."""
 _UID = re.compile(r"^Uid:\s*(\d+)", re.MULTILINE)
 _THREADS = re.compile(r"^Threads:\s*(\d+)", re.MULTILINE)
 
 
 def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None:
-    """See whether a job can have the descriptors and processes that it needs.
+    """Check that a job can get the descriptors and processes that it needs.
 
     Args:
-        workers: that the job begins with.
-        threads: that compute a replica.
-        proc: where the kernel lists processes.
+        workers: number of workers at the start of the job.
+        threads: number of threads that compute one replica.
+        proc: the mount point of procfs.
 
     Raises:
-        UnfitError: a limit is too low; the message names it and the number that is needed.
+        UnfitError: a limit is too low; the message names it and the required number.
     """
     files, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES + _FILES_OF_WORKER * workers
     if files != resource.RLIM_INFINITY and files < needed:
@@ -43,16 +43,16 @@ def check_limits(workers: int, threads: int, proc: Path = Path("/proc")) -> None
 
 
 def processes_of_user_left(proc: Path) -> int | None:
-    """Return how many processes and threads the limit of this user leaves; None without a limit."""
+    """Return how many more processes and threads this user may start; None without a limit."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    # The kernel does not count those of root.
+    # The kernel does not apply the limit to root.
     if limit == resource.RLIM_INFINITY or os.getuid() == 0:
         return None
     return max(0, limit - threads_of(os.getuid(), proc))
 
 
 def threads_of(user: int, proc: Path) -> int:
-    """Return how many threads a user's processes have, main threads included."""
+    """Return the number of threads of a user's processes, main threads included."""
     total = 0
     for status in map(read, proc.glob("[0-9]*/status")):
         owner, threads = _UID.search(status), _THREADS.search(status)

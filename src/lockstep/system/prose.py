@@ -11,7 +11,7 @@ def name_workers(workers: Sequence[int]) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Return a text with a question mark for whatever a terminal would obey, but for the signs in `kept`."""
+    """Return a text with control characters replaced by question marks, except for those in `kept`."""
     return "".join(sign if sign.isprintable() or sign in kept else "?" for sign in text)
 
 

@@ -1,4 +1,4 @@
-"""Who owns an abstract Unix socket: the kernel tells, even if the socket accepts no connection."""
+"""The owner of an abstract Unix socket, from the kernel, even if the socket accepts no connection."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ _SOCK_DIAG = 4
 """The netlink family that lists sockets."""
 _BY_FAMILY = 20
 _DUMP = 0x301
-"""Of a netlink message: it is a request, for all."""
+"""The flags of a netlink message that requests all entries."""
 _DONE, _ERROR = 3, 2
 _SHOW_NAME, _SHOW_USER = 0x01, 0x40
 _NAME, _USER = 0, 7
@@ -24,14 +24,14 @@ _PATIENCE = 2.0
 
 
 def user_of(name: bytes) -> int | None:
-    """Return the id of the user whose SOCK_SEQPACKET socket has `name`; None if the kernel does not say."""
+    """Return the id of the user whose SOCK_SEQPACKET socket has `name`; None if it is unknown."""
     with contextlib.suppress(OSError, struct.error):
         return _users().get(name)
     return None
 
 
 def is_of_another_user(name: bytes) -> bool:
-    """Whether a process of another user is known to have `name`."""
+    """Whether a process of another user is known to use `name`."""
     return user_of(name) not in (None, os.geteuid())
 
 
@@ -46,8 +46,8 @@ def describe(user: int | None, pid: int | None = None) -> str:
 
 
 def process_of(name: bytes) -> int | None:
-    """Return the id of a process that has `name`; None where this user may not see it."""
-    # Imported only where something is wrong, which is rare.
+    """Return the id of a process that uses `name`; None if this user may not see it."""
+    # Imported only after a failure, which is rare.
     import psutil
 
     shown = "@" + name[1:].decode(errors="replace")
@@ -59,7 +59,7 @@ def process_of(name: bytes) -> int | None:
 
 
 def _users() -> dict[bytes, int]:
-    """Return the users of all SOCK_SEQPACKET sockets that have a name, by the name."""
+    """Return the users of all named SOCK_SEQPACKET sockets, by name."""
     request = _REQUEST.pack(socket.AF_UNIX, 0, 0, _ALL_STATES, 0, _SHOW_NAME | _SHOW_USER, 0, 0)
     users: dict[bytes, int] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as kernel:
@@ -87,7 +87,7 @@ def _note(described: bytes, users: dict[bytes, int]) -> None:
         at += max(_aligned(length), _ATTRIBUTE.size)
     name, user = attributes.get(_NAME), attributes.get(_USER)
     if kind == socket.SOCK_SEQPACKET and name and user:
-        # Connections that were accepted have the name of the socket that has accepted them, and its user.
+        # Accepted connections have the name and the user of the listening socket.
         users.setdefault(name, struct.unpack("=I", user)[0])
 
 

@@ -3,9 +3,10 @@
 import os
 import select
 import socket
-from typing import Any
 
 from lockstep.errors import InternalError
+from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.events import WorkerEvent
 from lockstep.protocol.worker import (
     MAX_PACKET,
     AgentMessage,
@@ -41,9 +42,10 @@ class AgentClient:
         """Say that the script is about to run."""
         self._send(Started(), _PATIENCE)
 
-    def report(self, event: str, **fields: Any) -> None:
-        """Note an event of `events.jsonl`."""
-        self._send(EventReport(event, fields), _PATIENCE)
+    def report(self, published: PublishedEvent) -> None:
+        """Pass on an event of this worker, which its agent publishes again."""
+        assert isinstance(published.event, WorkerEvent)
+        self._send(EventReport(published.event), _PATIENCE)
 
     def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
         """Say for whom this worker waits; lost if the agent is behind, the next one will do."""

@@ -1,36 +1,90 @@
-"""A worker's checkpoints: the ones it keeps, and the one it goes on from."""
+"""A worker's checkpoints: what keeps them, and the one that the training resumes from."""
 
-from lockstep.checkpoint import scheduler
+from collections.abc import Callable
+
 from lockstep.checkpoint.folder_lock import announce
-from lockstep.checkpoint.scheduler import end_at_a_step
+from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.observability.bus import Bus
 from lockstep.system.environment import WorkerConfig
-from lockstep.worker import job
-from lockstep.worker.agent_client import AgentClient
 
 
-def open_scheduler(config: WorkerConfig, client: AgentClient) -> scheduler.CheckpointScheduler | None:
-    """Return what keeps this worker's checkpoints while it is the chief; None if none are to be kept.
+class WorkerCheckpoints:
+    """What the command, or the script's own callback, says about the checkpoints of this worker.
+
+    Args:
+        scheduler: keeps checkpoints while this worker is the chief; None if none are to be kept.
+        resumed: the checkpoint that the training resumes from, if any.
+        accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
+    """
+
+    def __init__(
+        self,
+        scheduler: CheckpointScheduler | None = None,
+        resumed: Contents | None = None,
+        *,
+        accepts_changes: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._resumed = resumed
+        self._accepts_changes = accepts_changes
+
+    @property
+    def scheduler(self) -> CheckpointScheduler | None:
+        """Keeps checkpoints while this worker is the chief; None if none are kept."""
+        return self._scheduler
+
+    @property
+    def resumed(self) -> Contents | None:
+        """The checkpoint that the training resumes from, if any."""
+        return self._resumed
+
+    @property
+    def accepts_changes(self) -> bool:
+        """Whether the training resumes even if the script's settings differ from the checkpoint's."""
+        return self._accepts_changes
+
+    def keep(self, scheduler: CheckpointScheduler) -> None:
+        """Keep checkpoints by `scheduler` from now on."""
+        self._scheduler = scheduler
+
+    def drop(self) -> None:
+        """Keep none from now on, as in a child of this process."""
+        self._scheduler = None
+
+    def resume(self, contents: Contents) -> None:
+        """Note that the training resumes from `contents`."""
+        self._resumed = contents
+
+    def accept_changes(self) -> None:
+        """Resume even if the script's settings differ from the checkpoint's."""
+        self._accepts_changes = True
+
+    def finish(self) -> None:
+        """Keep the last state of the training, and wait until it is written."""
+        if self._scheduler is not None:
+            self._scheduler.finish()
+
+
+def open_checkpoints(config: WorkerConfig, events: Bus, is_chief: Callable[[], bool]) -> WorkerCheckpoints:
+    """Return the checkpoints that the command asks for.
+
+    Args:
+        config: of this worker.
+        events: the bus on which each checkpoint is published.
+        is_chief: whether this worker is the chief, at the time of the call.
 
     Raises:
-        CheckpointError: their folder cannot be used.
+        CheckpointError: their folder cannot be used, or the one to resume from cannot be read any more.
     """
     asked = config.checkpoints
     if asked is None:
-        return None
+        return WorkerCheckpoints(accepts_changes=config.accepts_changes)
     announce(asked.folder)
-    every = scheduler.Every(asked.steps, asked.seconds)
-    opened = scheduler.open_scheduler(Store(asked.folder, asked.keep), every, client.report)
+    every = Every(asked.steps, asked.seconds)
+    opened = open_scheduler(Store(asked.folder, asked.keep), every, events.publish)
     # A chief that never comes to the end of a step is ended by SIGKILL.
-    end_at_a_step(opened, job.is_chief)
-    return opened
-
-
-def resumed(config: WorkerConfig) -> Contents | None:
-    """Read the checkpoint that the job goes on from.
-
-    Raises:
-        CheckpointError: it cannot be read any more.
-    """
-    asked = config.checkpoints
-    return None if asked is None or asked.resume is None else load(asked.resume)
+    end_at_a_step(opened, is_chief)
+    resumes = asked.resume is not None and not config.joins
+    resumed = load(asked.resume) if asked.resume is not None and resumes else None
+    return WorkerCheckpoints(opened, resumed, accepts_changes=config.accepts_changes)

@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.errors import PeerStuckError
+from lockstep.observability.events import DownloadAwaited
 from lockstep.system.environment import cache_folder
 from lockstep.system.files import open_regular
 from lockstep.system.locks import wait_for_lock
 from lockstep.system.paths import RunPaths
 from lockstep.worker.import_hooks import when_imported
+from lockstep.worker.patching import PATCHES
 
 _MODULE = "keras.src.utils.file_utils"
 _FIRST_SAID = 5.0
@@ -26,13 +28,6 @@ _SAID_EVERY = 30.0
 _PATIENCE = 3600.0
 """Seconds that a worker waits for a download of another process."""
 _MOST_HOLDER = 8192
-
-
-class ReportWait(Protocol):
-    """Tells the agent what happens in this worker."""
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Note `event`; never blocks for long, never raises."""
 
 
 @cache
@@ -44,7 +39,7 @@ def serve_downloads() -> None:
     when_imported({_MODULE: _serve_in})
 
 
-def share_downloads(run: Path, agent: int, worker: int, report: ReportWait) -> None:
+def share_downloads(run: Path, agent: int, worker: int, publish: Callable[[DownloadAwaited], None]) -> None:
     """Let this worker take turns in `get_file` with the others.
 
     Workers that make the same call share its result: the first downloads, checks and unpacks the file.
@@ -53,12 +48,12 @@ def share_downloads(run: Path, agent: int, worker: int, report: ReportWait) -> N
         run: the run's folder.
         agent: process id of the agent.
         worker: this worker's id.
-        report: hears for whom this worker waits.
+        publish: receives an event when this worker waits.
     """
     serve_downloads()
     folders = (cache_folder() / "downloads", run / "downloads")
     # The folder may be that of an earlier run too.
-    _taking_part[:] = [Turns(folders, RunPaths(run).downloaded, f"{agent} {run}", worker, report)]
+    _taking_part[:] = [Turns(folders, RunPaths(run).downloaded, f"{agent} {run}", worker, publish)]
     os.register_at_fork(after_in_child=_taking_part.clear)
 
 
@@ -72,7 +67,7 @@ class Turns:
         record: the file in which the workers of the job note what they have downloaded.
         job: tells the job from others.
         worker: this worker's id.
-        report: hears for whom this worker waits.
+        publish: receives an event when this worker waits.
         patience: seconds to wait for another process.
     """
 
@@ -82,14 +77,14 @@ class Turns:
         record: Path,
         job: str,
         worker: int,
-        report: ReportWait,
+        publish: Callable[[DownloadAwaited], None],
         patience: float = _PATIENCE,
     ) -> None:
         self._folders = folders
         self._record = record
         self._job = job
         self._worker = worker
-        self._report = report
+        self._publish = publish
         self._patience = patience
         self._calls: Counter[str] = Counter()
 
@@ -135,7 +130,7 @@ class Turns:
             nonlocal said
             if waited - said >= _SAID_EVERY:
                 said = waited
-                self._report("waits for download", file=name, of=self._holder(file), seconds=round(waited))
+                self._publish(DownloadAwaited(name, self._holder(file), round(waited)))
 
         refused: OSError | None = None
         for folder in self._folders:
@@ -187,8 +182,11 @@ class Turns:
 
 
 def _serve_in(file_utils: ModuleType) -> None:
-    get_file, urlretrieve = file_utils.get_file, file_utils.urlretrieve
+    PATCHES.replace(__name__, file_utils, "get_file", _in_turn)
+    PATCHES.replace(__name__, file_utils, "urlretrieve", _whole)
 
+
+def _in_turn(get_file: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(get_file)
     def get_in_turn(fname: Any = None, origin: Any = None, *args: Any, **kwargs: Any) -> Any:
         if not _taking_part or not isinstance(origin, str):
@@ -197,6 +195,10 @@ def _serve_in(file_utils: ModuleType) -> None:
         name = str(fname or Path(urllib.parse.urlsplit(origin).path).name)
         return _taking_part[0].take(origin, name, purpose, lambda: get_file(fname, origin, *args, **kwargs))
 
+    return get_in_turn
+
+
+def _whole(urlretrieve: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(urlretrieve)
     def retrieve_whole(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Give the file its name when all of it is there: a process that is killed leaves no half of it."""
@@ -212,7 +214,7 @@ def _serve_in(file_utils: ModuleType) -> None:
             beside.unlink(missing_ok=True)
         return filename, headers
 
-    vars(file_utils).update(get_file=get_in_turn, urlretrieve=retrieve_whole)
+    return retrieve_whole
 
 
 def _digest(text: str) -> str:

@@ -24,6 +24,7 @@ from lockstep.errors import UnfitError
 from lockstep.system.files import open_in
 from lockstep.system.notes import note
 from lockstep.worker.import_hooks import when_imported
+from lockstep.worker.patching import PATCHES
 
 _SEAM = "jax._src.compilation_cache", "get_file_cache"
 """The function of JAX that makes its cache; private, see tests/training/test_private_parts.py."""
@@ -82,7 +83,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
         if event == _COMPILED:
             cache.leave()
 
-    setattr(module, name, get_file_cache)
+    PATCHES.put(__name__, module, name, get_file_cache)
     jax.monitoring.register_event_duration_secs_listener(leave_when_compiled)
 
 

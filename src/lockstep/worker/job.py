@@ -1,31 +1,27 @@
-"""What a process knows of the job it computes for."""
+"""One worker in its job: what it knows of the job, and the commands that take it from view to view."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
-from lockstep.checkpoint.scheduler import CheckpointScheduler
 from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
-from lockstep.errors import DisagreementError, InternalError, LockstepError, PeerLostError
+from lockstep.errors import DisagreementError, InternalError, PeerLostError
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet
 from lockstep.protocol.request import Request
+from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
+from lockstep.worker.checkpoints import WorkerCheckpoints
 
 Result = TypeVar("Result")
 
 GRACE_FOR_AGENT = 60.0
 """Seconds that a wait goes on after the agent should have ended it, for the agent can show more."""
-
-
-class Reporter(Protocol):
-    """Tells whoever watches this process what happened (an event of `events.jsonl`)."""
-
-    def __call__(self, event: str, **fields: Any) -> None:
-        """Note `event` with fields that JSON can hold; never blocks for long, never raises."""
 
 
 Place = tuple[View, Communicator]
@@ -96,82 +92,140 @@ class Alone:
         raise InternalError("a process on its own has no job to join")
 
 
-@dataclass
-class Job:
-    """One worker's place in its job.
+@dataclass(frozen=True)
+class JobContext:
+    """What a worker knows of its job, as long as it takes part.
 
     Attributes:
-        view: who owns which replica, now.
         worker: this process's worker id.
         seed: everything random in the job follows from it.
         threads: number of threads that compute one replica.
-        communicator: this worker's end of the view's exchange.
-        report: hears what this worker does.
+        events: the bus on which this worker publishes.
         folder: the run's own, where workers may leave notes for each other; None without one.
-        membership: the way to the next view.
-        joins: whether this worker is not in any view of the job yet: it computes alone what others have
-            computed, until it is let in.
-        scheduler: keeps checkpoints, if there are to be any.
-        accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
         policy: how this worker waits for others.
-        resumed: the checkpoint that the job goes on from, if any.
-        trained: says how many steps of training there were, and which model was trained last; None as long as
-            nothing is trained.
-        driven: whether the program is in a loop of its own that workers may join and leave.
-        failure: the last error that was raised where a library hands on only what it says.
-        began_with: how many workers the job began with; None where nobody can join.
+        began_with: how many workers the job began with; None where no worker can join.
         task: the type of this process's task in `TF_CONFIG`: "worker" also for a chief, or "evaluator", which
             takes no part in the job of the workers.
     """
 
-    view: View
     worker: int
     seed: int
     threads: int
-    communicator: Communicator
-    report: Reporter
+    events: Bus
     folder: Path | None = None
-    membership: Membership = field(default_factory=Alone)
-    joins: bool = False
-    scheduler: CheckpointScheduler | None = None
-    resumed: Contents | None = None
-    accepts_changes: bool = False
     policy: WaitPolicy = field(default_factory=WaitPolicy)
-    trained: Callable[[], dict[str, Any]] | None = None
-    driven: bool = False
-    failure: LockstepError | None = None
     began_with: int | None = None
     task: str = "worker"
-    _distributes: bool = False
-    _undone: list[Callable[[], object]] = field(default_factory=list)
-    _stepped: bool = False
+
+
+class Job:
+    """One worker in its job: what it knows of the job, and its place in the present view.
+
+    Only the commands of this class change the place: `exchange` and `between_steps` enter the next view,
+    `join` enters a worker's first one, and `aside` leaves it for a block.
+
+    Args:
+        context: what does not change.
+        place: the first view, and this worker's end of its exchange.
+        membership: the way to the next view.
+        checkpoints: those of this worker.
+        joins: whether this worker is in no view of the job yet.
+    """
+
+    def __init__(
+        self,
+        context: JobContext,
+        place: Place,
+        membership: Membership | None = None,
+        checkpoints: WorkerCheckpoints | None = None,
+        *,
+        joins: bool = False,
+    ) -> None:
+        self.membership: Membership = membership or Alone()
+        self.checkpoints = checkpoints or WorkerCheckpoints()
+        self._context = context
+        self._place = place
+        self._joins = joins
+        self._drives = False
+        self._undone: list[Callable[[], object]] = []
+        self._published: set[Event] = set()
+        self._at_end: list[Callable[[], object]] = []
+
+    @property
+    def context(self) -> JobContext:
+        """What does not change while this worker takes part."""
+        return self._context
+
+    @property
+    def worker(self) -> int:
+        """This process's worker id."""
+        return self._context.worker
+
+    @property
+    def events(self) -> Bus:
+        """The bus on which this worker publishes."""
+        return self._context.events
+
+    @property
+    def view(self) -> View:
+        """Who owns which replica, now."""
+        return self._place[0]
+
+    @property
+    def communicator(self) -> Communicator:
+        """This worker's end of the view's exchange."""
+        return self._place[1]
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker is in no view of the job yet.
+
+        It computes alone what the others have computed, until it is admitted.
+        """
+        return self._joins
+
+    @property
+    def driven(self) -> bool:
+        """Whether the program is in a loop of its own that workers may join and leave."""
+        return self._drives
 
     @property
     def evaluates(self) -> bool:
         """Whether this process only evaluates what others train; in its own job, it is alone."""
-        return self.task == "evaluator"
+        return self._context.task == "evaluator"
 
     @property
     def is_chief(self) -> bool:
         """Whether this worker is the one that writes and prints, in the present view."""
         return self.worker == self.view.chief and not self.joins
 
+    def take_task(self, task: str) -> None:
+        """Take the task of this type from now on, as `TF_CONFIG` says."""
+        self._context = replace(self._context, task=task)
+
     def be_patient(self, timeout: float) -> None:
         """From now on a worker that others wait for is stuck after `timeout` seconds; all workers say so."""
-        self.policy.timeout = timeout + GRACE_FOR_AGENT
-        self.report("patience", seconds=timeout)
+        self._context.policy.timeout = timeout + GRACE_FOR_AGENT
+        self.events.publish(TimeoutSet(timeout))
 
     def stepped(self) -> None:
         """Note that a step has been computed and summed; the first is reported."""
-        if not self._stepped:
-            self._stepped = True
-            self.report("first step")
+        self._publish_once(FirstStepEnded())
 
     def distributes(self) -> None:
         """Report, once, that the script has given the replicas something to compute, or to read."""
-        if not self._distributes:
-            self._distributes = True
-            self.report("distributes")
+        self._publish_once(DistributionBegan())
+
+    def at_end(self, act: Callable[[], object]) -> None:
+        """Have `act` done when the script has come to its end, if this worker is the chief then."""
+        self._at_end.append(act)
+
+    def end(self) -> None:
+        """Do what the chief does when the script has come to its end: keep its last state, and report."""
+        if self.is_chief:
+            self.checkpoints.finish()
+            for act in self._at_end:
+                act()
 
     def as_chief(self, act: Callable[[], object]) -> None:
         """Have `act` done by the chief: writing a file, for example.
@@ -208,7 +262,7 @@ class Job:
         """
         while True:
             try:
-                result = act(self.view, self.communicator)
+                result = act(*self._place)
             except DisagreementError as differs:
                 if not self._have_joined(differs.workers):
                     raise
@@ -251,15 +305,24 @@ class Job:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Within the block this worker computes all replicas by itself, and the others know nothing of it."""
-        view, communicator, joins = self.view, self.communicator, self.joins
-        self.view, self.joins = place(view.replicas, (self.worker,)), True
-        self.communicator = by_itself(self.view)
+        """Within the block this worker computes all replicas alone, without the others' knowledge."""
+        before = self._place, self._joins
+        view = place(self.view.replicas, (self.worker,))
+        self._place, self._joins = (view, by_itself(view)), True
         try:
             yield
         finally:
             self.communicator.close()
-            self.view, self.communicator, self.joins = view, communicator, joins
+            self._place, self._joins = before
+
+    @contextmanager
+    def driving(self) -> Iterator[None]:
+        """Within the block the program is in a loop of its own that workers may join and leave."""
+        self._drives = True
+        try:
+            yield
+        finally:
+            self._drives = False
 
     def join(self) -> Contents:
         """Become a member; return the state at the end of the step after which the view begins.
@@ -269,12 +332,18 @@ class Job:
         """
         contents, place = self.membership.join()
         self._enter(place)
-        self.joins = False
+        self._joins = False
         self._undone.clear()
         return contents
 
+    def _publish_once(self, event: FirstStepEnded | DistributionBegan) -> None:
+        if event not in self._published:
+            self._published.add(event)
+            self.events.publish(event)
+
     def _have_joined(self, workers: tuple[int, ...]) -> bool:
-        return self.began_with is not None and bool(workers) and min(workers) >= self.began_with
+        began_with = self._context.began_with
+        return began_with is not None and bool(workers) and min(workers) >= began_with
 
     def _go_on(self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]) -> None:
         self._enter(self.membership.next_place(lost))
@@ -284,7 +353,7 @@ class Job:
 
     def _enter(self, place: Place) -> None:
         self.communicator.close()
-        self.view, self.communicator = place
+        self._place = place
 
     def _catch_up(self) -> None:
         undone, self._undone = self._undone, []
@@ -327,10 +396,12 @@ def by_itself(view: View) -> Communicator:
 
 
 def alone() -> Job:
-    """Return the job of a process that nobody watches: one worker, one replica."""
+    """Return the job of a process without an agent: one worker, one replica."""
     view = place(replicas=1, workers=(0,))
-    return Job(view, worker=0, seed=0, threads=0, communicator=by_itself(view), report=_ignore)
+    return Job(JobContext(worker=0, seed=0, threads=0, events=Bus(SystemClock(), 0)), (view, by_itself(view)))
 
 
-def _ignore(event: str, **fields: Any) -> None:
-    """Nobody watches a process that was started by hand."""
+def leave() -> None:
+    """Make this process, a child that a script has forked, a program by itself: it is no worker."""
+    context, view = current().context, place(1, (0,))
+    enter(Job(JobContext(0, context.seed, context.threads, Bus(SystemClock(), 0)), (view, by_itself(view))))

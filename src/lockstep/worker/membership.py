@@ -24,9 +24,7 @@ from lockstep.worker.script import summarize_own
 _REPORT_EVERY = 0.5
 """Seconds between two reports of a wait to the agent."""
 
-_ADVICE = (
-    "a worker that joins skips finished calls: give each call an input of its own, the same in every process"
-)
+_ADVICE = "a worker that joins skips finished calls: give each call its own input, equal in every process"
 
 
 def wait_policy(timeout: float) -> WaitPolicy:

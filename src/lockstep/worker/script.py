@@ -188,6 +188,23 @@ def summarize_own(error: LockstepError) -> str:
     return f"{type(said).__name__}: {' '.join(str(said).split())}{f' ({line})' if line else ''}"
 
 
+def keep_original(error: LockstepError) -> None:
+    """Remember an error that is raised where a library passes on only its text."""
+    _originals[:] = [error]
+
+
+def original_of(error: BaseException) -> BaseException:
+    """Return the error of Lockstep that a library has turned into one of its own; else `error` itself."""
+    for original in _originals:
+        if not isinstance(error, LockstepError) and str(original) in str(error):
+            return original
+    return error
+
+
+_originals: list[LockstepError] = []
+"""The last error that `keep_original` was given."""
+
+
 def _converted_line(error: BaseException) -> str | None:
     """Return the line of a function that TensorFlow has written anew, and so shows in the text only."""
     lines = [

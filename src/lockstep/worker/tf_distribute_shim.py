@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from lockstep.errors import ConfigError
 from lockstep.worker.import_hooks import when_imported
+from lockstep.worker.patching import PATCHES
 
 _BY_THE_SAME_NAME = (
     "DistributedDataset",
@@ -95,7 +96,7 @@ def refuse_theirs(replicas: int) -> None:
 def _refuse_in(replicas: int, tensorflow: ModuleType) -> None:
     # Of the names of one class the first counts.
     for name in reversed(_STRATEGIES):
-        attrgetter(name)(tensorflow.distribute).__init__ = _refusal(replicas, name)
+        PATCHES.put(__name__, attrgetter(name)(tensorflow.distribute), "__init__", _refusal(replicas, name))
 
 
 def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
@@ -114,12 +115,11 @@ def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
 def _serve_in(tensorflow: ModuleType) -> None:
     # Loads nothing of Lockstep's yet: Keras may be what imports TensorFlow, and is not ready then.
     served = Served(tensorflow.distribute, "")
-    vars(tensorflow)["distribute"] = served
+    PATCHES.put(__name__, tensorflow, "distribute", served)
     # `from tensorflow.distribute import ...` asks here.
-    sys.modules["tensorflow.distribute"] = served
-    sys.modules["tensorflow.distribute.experimental"] = served.experimental
-    for module in ("cluster_resolver", "coordinator"):
-        sys.modules[f"tensorflow.distribute.{module}"] = getattr(served, module)
+    PATCHES.put(__name__, sys.modules, "tensorflow.distribute", served)
+    for module in ("experimental", "cluster_resolver", "coordinator"):
+        PATCHES.put(__name__, sys.modules, f"tensorflow.distribute.{module}", getattr(served, module))
 
 
 class Served(ModuleType):

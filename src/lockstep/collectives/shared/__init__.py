@@ -1,1 +1,1 @@
-"""Members that are processes of one host: sums over shared memory; nothing that crosses machines."""
+"""The exchange between processes on one host: sums over shared memory; nothing crosses machines."""

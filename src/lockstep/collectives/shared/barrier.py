@@ -1,10 +1,10 @@
-"""How the processes that share a control segment synchronize: they arrive, say what they call, and wait."""
+"""The barrier of the processes that share a control segment: announce a call, arrive, wait, compare calls."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep.collectives.calls import CollectiveCall, compare, farewell
+from lockstep.collectives.calls import CollectiveCall, abort_reason, compare
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.shared import futex
 from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment, decode, encode
@@ -13,18 +13,19 @@ from lockstep.errors import DisagreementError, InternalError, PeerLostError, Sha
 from lockstep.system.clock import Clock
 
 SPIN = 1e-3
-"""Seconds to look again and again before blocking: about the difference between members that start a
-call together, also where several share a core. To block and to be woken takes longer than to yield."""
+"""Seconds to spin before blocking: about the skew between members that start a call together, also if
+several share a core. Blocking and waking take longer than yielding."""
 
 _BEHIND = 1 << 31
-"""Arrivals are counted modulo 2**32: differences from here on are negative numbers."""
+"""Arrivals are counted modulo 2**32: differences from this value on are negative numbers."""
 
 
 class Barrier:
-    """One member's end of the meetings in a control segment. Not for use by several threads, except `abort`.
+    """One member's end of the barrier in a control segment. Only `abort` is safe on several threads.
 
     Attributes:
-        notice: as the contract says.
+        notice: as the contract states.
+        waited: seconds that this member has waited for others to arrive.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class Barrier:
         self._arrival = 0
         self._closed = False
         self.notice = 0
+        self.waited = 0.0
 
     def calling(self, call: CollectiveCall) -> "_Calling":
-        """Surround everything a member does in one call.
+        """Return a context manager for everything that a member does in one call.
 
-        A member that leaves a call halfway can't take back what it has said in it, so the view ends
-        with that, unless all members leave it in the same place.
+        A member that leaves a call halfway cannot withdraw what it has published in it, so the view then
+        ends, unless all members leave the call in the same place.
 
         Raises:
             InternalError: this member is closed.
@@ -66,23 +68,23 @@ class Barrier:
         self._raise_if_over()
         return _Calling(self, call)
 
-    def leave_halfway(self, call: CollectiveCall, error: BaseException) -> None:
-        """End the view for all members, since this one does not finish `call`."""
-        self._segment.abort(farewell(self._workers[self._position], call, error))
+    def abort_call(self, call: CollectiveCall, error: BaseException) -> None:
+        """End the view for all members because this one does not complete `call`."""
+        self._segment.abort(abort_reason(self._workers[self._position], call, error))
 
-    def meet(
+    def exchange(
         self, call: CollectiveCall, blob: bytes = b"", describe: Callable[[], Sequence[str]] = list
     ) -> list[bytes]:
-        """Wait for all members, and return the blobs they brought.
+        """Wait for all members, and return the blobs that they passed.
 
         Args:
-            call: what this member calls.
-            blob: what it brings.
-            describe: says what its leaves are, a line each; asked for where layouts differ.
+            call: the call that this member makes.
+            blob: the bytes that it sends.
+            describe: returns a line for each of its leaves; called if layouts differ.
 
         Raises:
-            DisagreementError: the calls differ; on every member.
-            PeerLostError, PeerStuckError: as the contract says.
+            DisagreementError: the calls differ; raised on every member.
+            PeerLostError, PeerStuckError: as the contract states.
         """
         segment, arrival = self._segment, self._arrival + 1
         own = encode(call, len(blob))
@@ -91,7 +93,7 @@ class Barrier:
         if blob:
             self._send(blob, 0)
         if self._position == 0:
-            segment.pass_notice_on(arrival)
+            segment.publish_notice(arrival)
         self.sync(call)
         self.notice = segment.notice(arrival)
         for start in slots:
@@ -103,11 +105,15 @@ class Barrier:
         return self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
 
     def sync(self, call: CollectiveCall) -> None:
-        """Arrive, and return once all members have."""
+        """Arrive, and return once all members have arrived."""
         self._arrival = (self._arrival + 1) % (1 << 32)
         self._arrive()
-        if not self._spun():
-            self._block(call)
+        begun = time.perf_counter()
+        try:
+            if not self._spun(begun + SPIN):
+                self._block(call)
+        finally:
+            self.waited += time.perf_counter() - begun
 
     def abort(self, reason: str) -> None:
         """End the view for all members."""
@@ -122,17 +128,17 @@ class Barrier:
 
     def _compare(self, slots: Sequence[int], describe: Callable[[], Sequence[str]]) -> list[int]:
         control = self._segment.control
-        said = [decode(control[start : start + SLOT]) for start in slots]
+        announced = [decode(control[start : start + SLOT]) for start in slots]
 
         def described() -> list[list[str]]:
-            blobs = self.meet(CollectiveCall("describe", "describe"), "\n".join(describe()).encode())
+            blobs = self.exchange(CollectiveCall("describe", "describe"), "\n".join(describe()).encode())
             return [text.decode().splitlines() for text in blobs]
 
-        compare([call for call, _ in said], self._workers, described)
-        return [length for _, length in said]
+        compare([call for call, _ in announced], self._workers, described)
+        return [length for _, length in announced]
 
     def _send(self, blob: bytes, part: int) -> None:
-        """Put a part of `blob` where the others find it after the next arrival."""
+        """Write a part of `blob` to the mailbox that the others read after the next arrival."""
         data = blob[part * MAILBOX : (part + 1) * MAILBOX]
         start = self._segment.mailbox(self._position, self._arrival + 1)
         self._segment.control[start : start + len(data)] = data
@@ -154,9 +160,8 @@ class Barrier:
     def _has_arrived(self, position: int) -> bool:
         return (self._segment.arrivals(position) - self._arrival) % (1 << 32) < _BEHIND
 
-    def _spun(self) -> bool:
-        """Look for the others for a short while, and let them have the core; say whether all are here."""
-        end = time.perf_counter() + SPIN
+    def _spun(self, end: float) -> bool:
+        """Spin until `end`, yielding the core; return whether all members have arrived."""
         for other in self._others:
             while not self._has_arrived(other):
                 if time.perf_counter() >= end:
@@ -169,7 +174,7 @@ class Barrier:
     def _block(self, call: CollectiveCall) -> None:
         patience = ObservedWait(lambda: str(call), self._policy, self._observe, self._clock)
         while True:
-            # Whether somebody left is read before whether he arrived: he may do one after the other.
+            # Read first whether members have left, then whether they arrived: one may arrive, then leave.
             left = [other for other in self._others if self._segment.has_left(other)]
             seen = [(other, self._segment.arrivals(other)) for other in self._others]
             missing = [(other, count) for other, count in seen if not self._has_arrived(other)]
@@ -192,7 +197,7 @@ class Barrier:
 
 
 class _Calling:
-    """A call in progress; a class, since a generator would take longer than all the rest of it."""
+    """A call in progress; a class, because a generator would take longer than the rest of the call."""
 
     def __init__(self, barrier_: Barrier, call: CollectiveCall) -> None:
         self._barrier = barrier_
@@ -203,4 +208,4 @@ class _Calling:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, DisagreementError | SharedMemoryError):
-            self._barrier.leave_halfway(self._call, error)
+            self._barrier.abort_call(self._call, error)

@@ -1,8 +1,8 @@
 """One worker's mapping of the pool: a total, and the places outside of it.
 
-A large total is the same memory in every call; so are its places. With small ones others may still sum what
-was published for the last when this member publishes for the next: so the packets take turns to be in one
-half of the places or in the other.
+A large total uses the same memory in every call, and so do its places. With small totals, other members may
+still sum the packets of the last call when this member publishes for the next: so packets alternate between
+the two halves of the places.
 """
 
 import mmap
@@ -22,7 +22,7 @@ from lockstep.collectives.summing import Bytes
 
 _SIZES = struct.Struct("<QQ")
 _KEPT = 32
-"""For how many layouts and turns the work is kept; a job has a handful."""
+"""Number of layouts and turns for which the plan is cached; a job has a handful."""
 
 Given = tuple[Span, ...]
 Key = TypeVar("Key")
@@ -41,17 +41,17 @@ class Sizes(NamedTuple):
 
     @classmethod
     def largest(cls, packed: Iterable[bytes]) -> Self:
-        """Return the sizes in which all of `packed` fit."""
+        """Return the smallest sizes in which all of `packed` fit."""
         return cls(*map(max, zip(*map(_SIZES.unpack, packed), strict=True)))
 
     @property
     def whole(self) -> int:
-        """Bytes of both."""
+        """Bytes of both together."""
         return self.total + self.outside
 
 
 class Buffers:
-    """Memory for reductions, in view after view. Members that make the same calls have the same turn."""
+    """Memory for reductions, reused across views. Members that make the same calls have the same turn."""
 
     def __init__(self, pool: SharedPool) -> None:
         self._pool = pool
@@ -62,7 +62,7 @@ class Buffers:
         self._packets: dict[tuple[Layout, Given, int], tuple[PackedReduce, Leaves]] = {}
 
     def look_around(self) -> None:
-        """Map what others have taken already, while nobody waits for this worker.
+        """Map the memory that others have already allocated, while no member waits for this worker.
 
         Raises:
             SharedMemoryError: this process cannot map that much.
@@ -74,11 +74,11 @@ class Buffers:
         return sizes.total <= self._sizes.total and sizes.outside <= self._sizes.outside
 
     def enlarged(self, sizes: Sizes) -> Sizes:
-        """Return sizes for which both `sizes` and what fits now fit; whole pages."""
+        """Return sizes, in whole pages, that hold both `sizes` and the current ones."""
         return Sizes(*(_pages(max(new, old)) for new, old in zip(sizes, self._sizes, strict=True)))
 
     def take(self, sizes: Sizes) -> None:
-        """Grow the pool; for one member only.
+        """Grow the pool; called by one member only.
 
         Raises:
             SharedMemoryError: there is too little memory.
@@ -86,7 +86,7 @@ class Buffers:
         self._pool.grow(sizes.whole)
 
     def map(self, sizes: Sizes) -> Bytes:
-        """Map the grown pool, if it is not mapped yet.
+        """Map the grown pool unless it is already mapped.
 
         Raises:
             SharedMemoryError: this process cannot map that much.
@@ -96,7 +96,7 @@ class Buffers:
         return np.frombuffer(self._pool.map(sizes.whole), dtype=np.uint8)
 
     def use(self, sizes: Sizes, memory: Bytes) -> None:
-        """Use `memory` from now on; to be called once all members have mapped it, and none uses it."""
+        """Use `memory` from now on; call this once all members have mapped it and none uses it."""
         self._slices.clear()
         self._packets.clear()
         self._sizes, self._memory, self._turn = sizes, memory, 0
@@ -104,7 +104,7 @@ class Buffers:
     def slices(
         self, layout: Layout, plan: ReducePlan, places: SliceReduce, position: int, given: Given
     ) -> tuple[SliceWork, Leaves]:
-        """Return what this member does for the coming large total, and the total, read-only."""
+        """Return this member's work for the next large total, and the total, read-only."""
 
         def make() -> tuple[SliceWork, Leaves]:
             total, outside = self._memory[: layout.size], self._memory[self._sizes.total :]
@@ -116,7 +116,7 @@ class Buffers:
     def packets(
         self, layout: Layout, plan: ReducePlan, position: int, given: Given
     ) -> tuple[PackedReduce, Leaves]:
-        """Return what this member does for the coming small total, and the total, read-only."""
+        """Return this member's work for the next small total, and the total, read-only."""
 
         def make() -> tuple[PackedReduce, Leaves]:
             total, half = allocate(layout.size), self._sizes.total + self._turn * (self._sizes.outside // 2)
@@ -131,7 +131,7 @@ class Buffers:
 
 
 def remembered(made: dict[Key, Value], key: Key, make: Callable[[], Value]) -> Value:
-    """Return what was made for `key`, or make it; forgets everything when there is too much."""
+    """Return the cached value for `key`, or make it; clears the cache when it is full."""
     if key not in made:
         if len(made) >= _KEPT:
             made.clear()

@@ -24,9 +24,9 @@ Result = TypeVar("Result")
 class SharedCommunicator:
     """One member's end of the exchange in a `ControlSegment`, with partials and totals in `Buffers`.
 
-    The members meet once in a reduction with a small total: when all have published what others sum. With a
-    large one they meet also before, so that nobody reads the last total any more, and after, when all have
-    summed their slices. The control segment stays open when this is closed, so that `abort` still works.
+    A reduction with a small total has one barrier: publish. One with a large total has three: enter, so that
+    no member still reads the last total; publish; and sum, when all have summed their slices. Closing this
+    leaves the control segment open, so that `abort` still works.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class SharedCommunicator:
     def _swap_packets(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
         needed = Sizes(0, 2 * size(layout, self._plan))
         if not self._fits(needed):
-            self._barrier.meet(call, describe=layout.describe)
+            self._barrier.exchange(call, describe=layout.describe)
             self._grow(call, needed)
         packets, total = self._buffers.packets(layout, self._plan, self._position, tuple(partials))
         packets.publish({span: flat(leaves) for span, leaves in partials.items()}, self._adder)
-        self._barrier.meet(call, describe=layout.describe)
+        self._barrier.exchange(call, describe=layout.describe)
         self._buffers.turn()
         packets.sum(self._adder)
         return total
@@ -78,7 +78,7 @@ class SharedCommunicator:
     def _sum_slices(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
         places = remembered(self._places, layout, lambda: SliceReduce.of(layout, self._plan))
         needed = Sizes(layout.size, places.size)
-        self._barrier.meet(call, describe=layout.describe)
+        self._barrier.exchange(call, describe=layout.describe)
         if not self._fits(needed):
             self._grow(call, needed)
         work, total = self._buffers.slices(layout, self._plan, places, self._position, tuple(partials))
@@ -91,27 +91,32 @@ class SharedCommunicator:
 
     @property
     def notice(self) -> int:
-        """What was left for the members; see `Communicator`."""
+        """The notice of the view; see `Communicator`."""
         return self._barrier.notice
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for others; see `Communicator`."""
+        return self._barrier.waited
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members; see `Communicator`."""
         call = CollectiveCall("gather", what)
         with self._barrier.calling(call):
-            return self._barrier.meet(call, blob)
+            return self._barrier.exchange(call, blob)
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at `root`; see `Communicator`."""
         sent = outgoing(blob, is_root=self._position == root)
         call = CollectiveCall("broadcast", what, root=root)
         with self._barrier.calling(call):
-            return self._barrier.meet(call, sent)[root]
+            return self._barrier.exchange(call, sent)[root]
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""
         call = CollectiveCall("barrier", what)
         with self._barrier.calling(call):
-            self._barrier.meet(call)
+            self._barrier.exchange(call)
 
     def abort(self, reason: str) -> None:
         """End this view for all members; see `Communicator`."""
@@ -125,26 +130,28 @@ class SharedCommunicator:
         return self._has_room and self._buffers.fits(needed)
 
     def _grow(self, call: CollectiveCall, needed: Sizes) -> None:
-        """Find room: one member takes the memory for all, then each maps it.
+        """Make room: one member allocates the memory for all, then each maps it.
 
-        All come here before they write for the first time in a view: then nobody writes for the one before.
-        Who was in it has its memory, which is used again.
+        All members call this before their first write in a view, when none writes for the previous view any
+        more. Members of the previous view reuse its memory.
         """
         sizes = Sizes.largest(
-            self._barrier.meet(CollectiveCall("sizes", call.what), self._buffers.enlarged(needed).packed())
+            self._barrier.exchange(
+                CollectiveCall("sizes", call.what), self._buffers.enlarged(needed).packed()
+            )
         )
         self._together(call, lambda: self._buffers.take(sizes) if self._position == 0 else None)
         self._buffers.use(sizes, self._together(call, lambda: self._buffers.map(sizes)))
         self._has_room = True
 
     def _together(self, call: CollectiveCall, act: Callable[[], Result]) -> Result:
-        """Act, and raise on every member what failed on any."""
+        """Call `act`, and raise an error of any member on every member."""
         failed, results = "", list[Result]()
         try:
             results.append(act())
         except SharedMemoryError as error:
             failed = str(error)
-        texts = self._barrier.meet(CollectiveCall("memory", call.what), failed.encode())
+        texts = self._barrier.exchange(CollectiveCall("memory", call.what), failed.encode())
         for text in texts:
             if text:
                 raise SharedMemoryError(text.decode())

@@ -1,13 +1,13 @@
-"""How the members of one view find each other: a memfd, its layout, and the word that ends the view.
+"""The control segment of one view: a memfd, its layout, and the word that aborts the view.
 
     header     magic, version, number of members; the abort word and its reason; the notice
-    arrivals   for each member, in cache lines of its own: how often it has arrived, whether it has left;
-               for the first member also, two: the notice as it saw it when it arrived
-    slots      for each member, two: what it says of its call
+    arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left;
+               for the first member also two copies of the notice, as read when it arrived
+    slots      for each member, two: the description of its call
     mailboxes  for each member, two: a part of a blob
 
-A member's slots, mailboxes and notices alternate from one arrival to the next: it can't arrive a second time
-before all have arrived once, and thus have read what belongs to the arrival before.
+A member's slots, mailboxes and notices alternate from one arrival to the next: it cannot arrive a second time
+before all have arrived once, and thus have read the data of the previous arrival.
 
 The memfd has no name, so nothing is left behind however the processes end.
 """
@@ -30,7 +30,7 @@ from lockstep.errors import InternalError
 from lockstep.system.memory import available_memory
 
 MAILBOX = 1 << 19
-"""Bytes of a blob that travel in one arrival."""
+"""Bytes of a blob that one arrival transfers."""
 SLOT = 1 << 10
 REASON_LIMIT = 1 << 12
 
@@ -44,10 +44,10 @@ _aborting = threading.RLock()
 
 
 class ControlSegment:
-    """One process's mapping of the memory in which the members of a view meet.
+    """One process's mapping of the memory in which the members of a view synchronize.
 
-    Made by `create` in the process that starts the workers, and by `attach` in each worker. Aborting
-    a view needs no membership: any process that has the memfd can do it.
+    Use `create` in the process that starts the workers, and `attach` in each worker. Aborting a view needs
+    no membership: any process that has the memfd can do it.
     """
 
     def __init__(self, fd: int, members: int, control: mmap.mmap) -> None:
@@ -59,19 +59,19 @@ class ControlSegment:
 
     @classmethod
     def create(cls, members: int) -> Self:
-        """Make the memory for a new view of `members` workers.
+        """Create the memory for a new view of `members` workers.
 
-        Hand `fd` to a worker with `subprocess.Popen(..., pass_fds=[control segment.fd])`: it is closed in all
-        other programs that this process starts.
+        Pass `fd` to a worker with `subprocess.Popen(..., pass_fds=[segment.fd])`: it is closed in all other
+        programs that this process starts.
 
         Raises:
-            SharedMemoryError: there is too little memory even for the exchange's own needs.
+            SharedMemoryError: there is too little memory even for the control segment.
         """
         futex.require()
         fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             allocate(fd, 0, control_size(members), available_memory)
-            # Reading beyond the end of a file that was truncated kills a process.
+            # Reading beyond the end of a truncated file kills the process.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             control = mmap.mmap(fd, control_size(members))
         except BaseException:
@@ -82,7 +82,7 @@ class ControlSegment:
 
     @classmethod
     def attach(cls, fd: int) -> Self:
-        """Map the memory that another process has made; takes over `fd`.
+        """Map the memory that another process created; takes ownership of `fd`.
 
         Raises:
             InternalError: `fd` is no control segment of this version.
@@ -91,7 +91,7 @@ class ControlSegment:
         header = os.pread(fd, _MAGIC.size, 0) if size >= _PAGE else b""
         name, version, members = _MAGIC.unpack(header) if header else (b"", 0, 0)
         if name != _NAME or version != _VERSION or size < control_size(members):
-            raise InternalError(f"descriptor {fd} is not an control segment of version {_VERSION}")
+            raise InternalError(f"descriptor {fd} is not a control segment of version {_VERSION}")
         os.set_inheritable(fd, False)
         return cls(fd, members, mmap.mmap(fd, control_size(members)))
 
@@ -104,43 +104,43 @@ class ControlSegment:
         return self._words[(_ARRIVALS + position * _LINE) // 4]
 
     def has_left(self, position: int) -> bool:
-        """Whether a member has said that it makes no more calls."""
+        """Whether a member has announced that it makes no more calls."""
         return self._words[(_ARRIVALS + position * _LINE) // 4 + 1] != 0
 
     def leave(self, position: int) -> None:
-        """Say that a member makes no more calls."""
+        """Announce that a member makes no more calls."""
         self._words[(_ARRIVALS + position * _LINE) // 4 + 1] = 1
         futex.wake(self.address(position))
 
     def leave_notice(self, notice: int) -> None:
-        """Leave a number for the members, who all see it from the same call on; does nothing once closed."""
+        """Set the notice; all members see it from the same call on. Does nothing once closed."""
         if not self.control.closed:
             self._words[_NOTICE // 4] = notice
 
-    def pass_notice_on(self, arrival: int) -> None:
-        """Show all members the notice as it is now; for the first member, before it arrives."""
+    def publish_notice(self, arrival: int) -> None:
+        """Publish the current notice to all members; for the first member, before it arrives."""
         self._words[(_ARRIVALS + 8) // 4 + arrival % 2] = self._words[_NOTICE // 4]
 
     def notice(self, arrival: int) -> int:
-        """Return the notice that the first member passed on before an arrival."""
+        """Return the notice that the first member published before an arrival."""
         return self._words[(_ARRIVALS + 8) // 4 + arrival % 2]
 
     def slot(self, position: int, arrival: int) -> int:
-        """Return where the slot for an arrival of a member starts in `control`."""
+        """Return the offset in `control` of a member's slot for an arrival."""
         return _slots(self.members) + (2 * position + arrival % 2) * SLOT
 
     def mailbox(self, position: int, arrival: int) -> int:
-        """Return where the mailbox for an arrival of a member starts in `control`."""
+        """Return the offset in `control` of a member's mailbox for an arrival."""
         return _mailboxes(self.members) + (2 * position + arrival % 2) * MAILBOX
 
     def abort(self, reason: str) -> None:
         """End the view: members that wait, or call later, raise `PeerLostError(reason)`.
 
-        The first reason stays; beyond 4 KB of UTF-8 it is cut off. Does nothing once closed here.
+        The first reason stays; it is truncated to 4 KB of UTF-8. Does nothing once closed here.
         """
         if self.control.closed:
             return
-        with _aborting, _alone(self.fd):
+        with _aborting, _briefly_locked(self.fd):
             if not self._words[_ABORT // 4]:
                 text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
                 self.control[_REASON : _REASON + len(text)] = text
@@ -150,7 +150,7 @@ class ControlSegment:
             futex.wake(self.address(position))
 
     def reason(self) -> str | None:
-        """Return why the view has ended, or None while it has not."""
+        """Return why the view was aborted, or None if it was not."""
         ended = self._words[_ABORT // 4]
         if not ended:
             return None
@@ -159,7 +159,7 @@ class ControlSegment:
         return self.control[_REASON : _REASON + length].decode("utf-8", "ignore")
 
     def close(self) -> None:
-        """Unmap the memory and close the descriptor; the view goes on for the others."""
+        """Unmap the memory and close the descriptor; the view continues for the others."""
         if not self.control.closed:
             self._words.release()
             self.control.close()
@@ -167,7 +167,7 @@ class ControlSegment:
 
 
 def control_size(members: int) -> int:
-    """Return the bytes of a control segment: whole pages."""
+    """Return the size of a control segment in bytes, whole pages."""
     return _mailboxes(members) + members * 2 * MAILBOX
 
 
@@ -180,8 +180,8 @@ def _mailboxes(members: int) -> int:
 
 
 @contextlib.contextmanager
-def _alone(fd: int) -> Iterator[None]:
-    """Hold the memfd's lock, or go on without it after 0.1 s: a stopped process must not stop others."""
+def _briefly_locked(fd: int) -> Iterator[None]:
+    """Hold the memfd's lock, or continue without it after 0.1 s: a stopped process must not stop others."""
     for _ in range(100):
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,20 +197,20 @@ def _alone(fd: int) -> Iterator[None]:
 _CALL = struct.Struct("<16sB64si16sH")
 _LENGTH = struct.Struct("<Q")
 WHAT_LIMIT = 512
-"""Bytes of UTF-8 that a call's name has in a slot; the rest is cut off."""
+"""Maximum bytes of UTF-8 of a call's name in a slot; the rest is cut off."""
 _WHAT = _LENGTH.size + _CALL.size
 assert _WHAT + WHAT_LIMIT <= SLOT
 
 
 def encode(call: CollectiveCall, length: int) -> bytes:
-    """Return a slot that says that a member makes `call` with a blob of `length` bytes."""
+    """Encode a slot: a member makes `call` with a blob of `length` bytes."""
     what = call.what.encode("utf-8", "replace")[:WHAT_LIMIT]
     fields = (call.kind.encode(), len(call.check), call.check, call.root, call.layout, len(what))
     return _LENGTH.pack(length) + _CALL.pack(*fields) + what
 
 
 def decode(slot: bytes) -> tuple[CollectiveCall, int]:
-    """Return the call and the length of the blob from a slot (and what follows it)."""
+    """Decode the call and the length of the blob from a slot (bytes after it are ignored)."""
     (length,) = _LENGTH.unpack_from(slot)
     kind, checked, check, root, layout, named = _CALL.unpack_from(slot, _LENGTH.size)
     what = slot[_WHAT : _WHAT + named].decode("utf-8", "ignore")

@@ -1,6 +1,6 @@
-"""Words in shared memory that processes can wait for: futex(2), which Python has no function for.
+"""Words in shared memory that processes can wait for: futex(2), for which Python has no function.
 
-All functions take the address of an aligned 32-bit word in memory that is mapped shared.
+All functions take the address of an aligned 32-bit word in a shared mapping.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ _ADD_ONE = (1 << 28) | (1 << 12)
 _EVERYBODY = 2**31 - 1
 
 LOADS_IN_ORDER = platform.machine() == "x86_64"
-"""Whether a processor never reads data before a word that it read earlier in the program."""
+"""Whether the processor never reorders a read of data before an earlier read of a word."""
 
 
 class _Timespec(ctypes.Structure):
@@ -33,7 +33,7 @@ _number = ctypes.c_long(_NUMBERS.get(platform.machine(), -1))
 
 
 def require() -> None:
-    """Make sure that this machine's futex is known.
+    """Make sure that the futex call of this machine is known.
 
     Raises:
         UnfitError: it is not.
@@ -56,26 +56,26 @@ def wait(address: int, expected: int, seconds: float) -> None:
 
 
 def adder(address: int) -> Callable[[], None]:
-    """Return a function that adds 1 to the word and wakes all who wait for it.
+    """Return a function that adds 1 to the word and wakes all waiters.
 
-    The kernel adds atomically and in order: whoever sees the new word also sees what was written before.
+    The kernel adds atomically and in order: a process that sees the new word also sees all earlier writes.
     """
     word, zero = ctypes.c_void_p(address), ctypes.c_long(0)
     numbers = ctypes.c_int(_WAKE_OP), ctypes.c_uint32(_EVERYBODY), zero, word, ctypes.c_uint32(_ADD_ONE)
-    # To make these objects anew for each call would take longer than the call.
+    # Creating these objects for each call would take longer than the call.
     return functools.partial(_checked, _number, word, *numbers)
 
 
 def wake(address: int) -> None:
-    """Wake all who wait for the word."""
+    """Wake all waiters of the word."""
     _call(address, _WAKE, _EVERYBODY, None, None, 0)
 
 
 def confirm(address: int, seen: int) -> None:
-    """Order what this thread reads from now on after its reading of `seen` from the word.
+    """Order this thread's later reads after its read of `seen` from the word.
 
-    A processor with weak memory ordering may have read other data before it read the word in a spin.
-    To wait for a value that the word no longer has returns at once, but passes a full barrier.
+    In a spin, a processor with weak memory ordering may have read other data before it read the word.
+    Waiting for a value that the word no longer has returns at once, but passes a full memory barrier.
     """
     if not LOADS_IN_ORDER:
         wait(address, (seen - 1) & 0xFFFFFFFF, 0.0)

@@ -1,7 +1,7 @@
-"""Small totals: each member packs what it publishes, and all members sum everything.
+"""Small totals: each member packs what it publishes, and every member sums everything.
 
-To meet takes longer than to add a few numbers, and so does calling NumPy. So the members meet only once, and
-the leaves of a partial are put into a packet, in which neighbours of one dtype are one array.
+A barrier takes longer than adding a few numbers, and so does calling NumPy. So there is only one barrier, and
+the leaves of a partial are packed into a packet, in which adjacent leaves of one dtype are one array.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -37,11 +37,11 @@ class _Addition(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """How the leaves of one stretch are put together.
+    """How the leaves of one stretch are packed.
 
     Attributes:
         stretch: the leaves.
-        fills: for each of them what fills its last line up.
+        fills: for each leaf, the padding of its last line.
     """
 
     stretch: Stretch
@@ -55,7 +55,7 @@ class Packing:
         return cls(stretch, tuple(fills))
 
     def pack(self, leaves: Sequence[Array], out: Array) -> None:
-        """Put flat `leaves`, those of the whole layout, into `out`."""
+        """Pack flat `leaves`, those of the whole layout, into `out`."""
         parts = list[Array]()
         for leaf, fill in zip(leaves[self.stretch.first : self.stretch.last], self.fills, strict=True):
             parts.append(leaf)
@@ -71,8 +71,8 @@ class PackedReduce:
     Attributes:
         packings: one for each stretch.
         given: for each partial its packet, which others read or this member merges.
-        merges: sums of own packets, to be written before the members meet.
-        total: sums of all members' packets, to be written afterwards.
+        merges: sums of own packets, to be written before the barrier.
+        total: sums of all members' packets, to be written after it.
     """
 
     packings: tuple[Packing, ...]
@@ -89,10 +89,10 @@ class PackedReduce:
         given: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Work out what the member at `position` does that gives partials over the spans `given`.
+        """Plan the work of the member at `position`, which passes partials over the spans `given`.
 
         Args:
-            memory: that of the total, this member's own, and that of all members' packets.
+            memory: that of the total, private to this member, and that of all members' packets.
         """
         total, shared = memory
         spans = [span for published in plan.published for span in published]
@@ -119,7 +119,7 @@ class PackedReduce:
         _run(self.merges, adder)
 
     def sum(self, adder: Adder) -> None:
-        """Write the total, when all members have published."""
+        """Write the total; call this once all members have published."""
         _run(self.total, adder)
 
 

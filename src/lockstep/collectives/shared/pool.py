@@ -1,6 +1,6 @@
-"""The memory for partials and totals: a memfd that all workers of a job on this host share, and that grows.
+"""The memory for partials and totals: a growing memfd that all workers of a job on this host share.
 
-It outlives views: to take and map hundreds of megabytes anew would be most of a change of the view.
+It outlives views: allocating and mapping hundreds of megabytes again would dominate a change of the view.
 """
 
 import fcntl
@@ -15,7 +15,7 @@ from lockstep.system.memory import Available, available_memory
 class SharedPool:
     """One process's end of the memory.
 
-    Made by `create` in the process that starts the workers, and by `attach` in each worker.
+    Use `create` in the process that starts the workers, and `attach` in each worker.
     """
 
     def __init__(self, fd: int, available: Available = available_memory) -> None:
@@ -24,15 +24,15 @@ class SharedPool:
 
     @classmethod
     def create(cls) -> Self:
-        """Make the memory, of no size yet."""
+        """Create the memory, empty at first."""
         fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        # Reading beyond the end of a file that was truncated kills a process.
+        # Reading beyond the end of a truncated file kills the process.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         return cls(fd)
 
     @classmethod
     def attach(cls, fd: int, available: Available = available_memory) -> Self:
-        """Use the memory that another process has made; takes over `fd`.
+        """Use the memory that another process created; takes ownership of `fd`.
 
         Raises:
             InternalError: `fd` is no pool.
@@ -48,14 +48,14 @@ class SharedPool:
 
     @property
     def size(self) -> int:
-        """Bytes that were taken so far."""
+        """Bytes allocated so far."""
         return os.fstat(self.fd).st_size
 
     def grow(self, size: int) -> None:
         """Make sure that there are `size` bytes; one worker calls this for all.
 
         Raises:
-            SharedMemoryError: they cannot be had; nothing has changed.
+            SharedMemoryError: they cannot be allocated; nothing has changed.
         """
         end = self.size
         if size > end:
@@ -67,7 +67,7 @@ class SharedPool:
         Raises:
             SharedMemoryError: this process cannot map that much.
         """
-        # To populate costs the page faults now, all at once, and not in the first reduction.
+        # MAP_POPULATE takes the page faults now, all at once, and not in the first reduction.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         try:
             return mmap.mmap(self.fd, size, flags=flags) if size else mmap.mmap(-1, 1)
@@ -78,24 +78,23 @@ class SharedPool:
             ) from error
 
     def close(self) -> None:
-        """Close the descriptor; what is mapped stays so."""
+        """Close the descriptor; mappings stay valid."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def allocate(fd: int, start: int, size: int, available: Available) -> None:
-    """Take memory for `size` bytes of a memfd from `start` on.
+    """Allocate memory for `size` bytes of a memfd from `start` on.
 
     Raises:
-        SharedMemoryError: it cannot be had.
+        SharedMemoryError: there is too little.
     """
     room = available()
     try:
         if size > room:
             raise MemoryError("not enough memory")
-        # Without this, pages are taken when they are first written to, and where there are none left
-        # the process is killed.
+        # Without this, pages are allocated on the first write, and the process is killed if none is left.
         os.posix_fallocate(fd, start, size)
     except (OSError, MemoryError) as error:
         raise SharedMemoryError(

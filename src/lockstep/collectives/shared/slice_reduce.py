@@ -1,16 +1,16 @@
-"""Large totals: where members put what others sum, and what each then adds to what.
+"""Large totals: where members publish their parts, and which sums each member computes.
 
-Pure arithmetic over memory given.
+Pure arithmetic over given memory.
 
-The bytes of a total are divided into one slice a member. A member sums its own slice: of its own
-replicas from its own arrays, of the others' from what they publish. Each span that others sum has a
-place for every slice that its member does not own:
+The bytes of a total are divided into one slice per member. A member sums its own slice: its own replicas
+from its own arrays, the other replicas from what their members publish. Each published span has a place for
+every slice that its member does not own:
 
 * one published span of each slice has its place in the slice of the total itself. The total then
   overwrites it in the last addition, which saves a fifth of the traffic;
-* the others have places of their own.
+* the others have separate places.
 
-Totals and places are used again in every call, which begins when no member reads the last total any more.
+Every call reuses the total and the places; it begins when no member reads the last total any more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -31,8 +31,8 @@ class SliceReduce:
         bounds: for each member, the bytes of the total that it sums.
         inside: for each member, the foreign span whose place is its slice of the total; None for the
             only member of a plan.
-        outside: for each member's slice and each other foreign span, where its place starts.
-        size: bytes of all the places in `outside`.
+        outside: for each member's slice and each other foreign span, the offset of its place.
+        size: bytes of all places in `outside`.
     """
 
     bounds: tuple[tuple[int, int], ...]
@@ -60,8 +60,8 @@ class SliceReduce:
 class _SliceTask:
     """A sum over one piece of a leaf, written to `out`.
 
-    `operands` has for each of the sum's operands the array to read, or None for one of the member's
-    own partials.
+    For each operand of the sum, `operands` has the array to read, or None for one of the member's own
+    partials.
     """
 
     sum: Sum
@@ -75,8 +75,8 @@ class SliceWork:
     """What one member does in a reduction, for partials over certain spans, in certain memory.
 
     Attributes:
-        publish: sums of own partials, to be written before the members meet.
-        total: sums of all partials of the own slice, to be written afterwards.
+        publish: sums of own partials, to be written before the barrier.
+        total: sums of all partials of the own slice, to be written after it.
     """
 
     publish: tuple[_SliceTask, ...]
@@ -92,7 +92,7 @@ class SliceWork:
         given: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Work out the tasks of the member at `position` that gives partials over the spans `given`.
+        """Plan the tasks of the member at `position`, which passes partials over the spans `given`.
 
         Args:
             memory: that of the total, and that of the places outside of it.
@@ -133,7 +133,7 @@ class SliceWork:
 
 
 def run(tasks: Sequence[_SliceTask], own: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-    """Do `tasks` with a member's `own` partials, as flat leaves.
+    """Execute `tasks` with a member's `own` partials, as flat leaves.
 
     Callers silence NumPy's floating-point warnings (`np.errstate`).
     """

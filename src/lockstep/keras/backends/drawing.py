@@ -23,6 +23,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
 from lockstep.keras.state.randomness import GOLDEN, random_numbers, seed_of
+from lockstep.worker.patching import PATCHES
 
 _TIMES = 1 << 31
 """How often an operation may run in a step."""
@@ -111,7 +112,6 @@ class _GivenSeed(int):
 _active = _Active()
 _variables: dict[str, tf.Variable] = {}
 _counters: list[tf.Variable] = []
-_replaced: list[tuple[Any, str, Any]] = []
 _lock = threading.Lock()
 _blocks = 0
 
@@ -308,13 +308,13 @@ def _enter() -> None:
         _blocks += 1
         if _blocks > 1:
             return
-        _replace(random_seed, "get_seed", _noted)
-        _replace(function_context, "make_function_context", _apart)
-        _replace(control_flow_ops, "pfor", _vectorized)
+        PATCHES.replace(__name__, random_seed, "get_seed", _noted)
+        PATCHES.replace(__name__, function_context, "make_function_context", _apart)
+        PATCHES.replace(__name__, control_flow_ops, "pfor", _vectorized)
         for name, equivalent in _EQUIVALENTS.items():
-            _replace(gen_random_ops, name, partial(_drawn, equivalent))
+            PATCHES.replace(__name__, gen_random_ops, name, partial(_drawn, equivalent))
         for module, name in _WITHOUT_EQUIVALENT:
-            _replace(module, name, partial(_refused, name))
+            PATCHES.replace(__name__, module, name, partial(_refused, name))
 
 
 def _leave() -> None:
@@ -322,14 +322,8 @@ def _leave() -> None:
     global _blocks
     with _lock:
         _blocks -= 1
-        while not _blocks and _replaced:
-            setattr(*_replaced.pop())
-
-
-def _replace(module: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(module, name)
-    _replaced.append((module, name, original))
-    setattr(module, name, make(original))
+        if not _blocks:
+            PATCHES.give_back(__name__)
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,12 +53,8 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
         densities.append(_density(sample_weight, mask, reduction))
         return reduce(values, sample_weight=sample_weight, mask=mask, reduction=reduction, dtype=dtype)
 
-    keras_loss.reduce_weighted_values = observed
-    try:
-        with whole_sums(model, weight):
-            yield densities
-    finally:
-        keras_loss.reduce_weighted_values = reduce
+    with replaced(keras_loss, "reduce_weighted_values", observed), whole_sums(model, weight):
+        yield densities
 
 
 def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight: Any) -> dict[str, Any]:
@@ -156,12 +152,8 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
         added = sum(model._aggregate_additional_loss(loss) for loss in model.losses)
         return (total - added) / keras.ops.cast(weight, total.dtype) + added
 
-    # Past the model's own __setattr__, which tracks what it is given.
-    vars(model)["compute_loss"] = compute_whole
-    try:
+    with replaced(model, "compute_loss", compute_whole):
         yield
-    finally:
-        del vars(model)["compute_loss"]
 
 
 @contextmanager
@@ -227,7 +219,7 @@ def scaled_losses(replicas: int) -> Iterator[None]:
     Programs for `tf.distribute` count on it: Keras's losses divide their means by the number of replicas that
     TensorFlow's strategy has, and so do `tf.nn.scale_regularization_loss` and `tf.nn.compute_average_loss`.
     """
-    scale, reduce = keras_loss.scale_loss_for_distribution, keras_loss.reduce_values
+    reduce = keras_loss.reduce_values
 
     def reduced(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
         # Keras leaves a vector without elements as it is; its sum is the zero that its graphs give.
@@ -235,25 +227,22 @@ def scaled_losses(replicas: int) -> Iterator[None]:
             return keras.ops.sum(values)
         return reduce(values, sample_weight, reduction)
 
-    keras_loss.reduce_values = reduced
-    keras_loss.scale_loss_for_distribution = lambda value: value / keras.ops.cast(replicas, value.dtype)
-    try:
-        with _scaled_by_tensorflow(replicas) if keras.backend.backend() == "tensorflow" else nullcontext():
-            yield
-    finally:
-        keras_loss.scale_loss_for_distribution, keras_loss.reduce_values = scale, reduce
+    def scaled(value: Any) -> Any:
+        return value / keras.ops.cast(replicas, value.dtype)
+
+    with (
+        replaced(keras_loss, "reduce_values", reduced),
+        replaced(keras_loss, "scale_loss_for_distribution", scaled),
+        _scaled_by_tensorflow(replicas) if keras.backend.backend() == "tensorflow" else nullcontext(),
+    ):
+        yield
 
 
 @contextmanager
 def _scaled_by_tensorflow(replicas: int) -> Iterator[None]:
     from tensorflow.python.ops import nn_impl_distribute
 
-    library = nn_impl_distribute.distribute_lib
     strategy = SimpleNamespace(num_replicas_in_sync=replicas)
-    nn_impl_distribute.distribute_lib = SimpleNamespace(
-        has_strategy=lambda: False, get_strategy=lambda: strategy
-    )
-    try:
+    library = SimpleNamespace(has_strategy=lambda: False, get_strategy=lambda: strategy)
+    with replaced(nn_impl_distribute, "distribute_lib", library):
         yield
-    finally:
-        nn_impl_distribute.distribute_lib = library

@@ -62,7 +62,7 @@ def show_input(
         if not isinstance(x.source, Joint):
             raise DataError("each replica reads all of the dataset that the function makes for it")
         x = x.source.stream.dataset
-    seed = order_seed(job.current().seed, call)
+    seed = order_seed(job.current().context.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
         return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import keras
 
+from lockstep.worker.patching import PATCHES, definer
+
 
 class Listener(Protocol):
     """Hears of variables."""
@@ -60,18 +62,15 @@ def heard_by(listener: Listener | None) -> Iterator[None]:
         _listening.listener = before
 
 
-@functools.cache
 def install() -> None:
-    """Let variables tell the listener of their thread; once a process."""
-    _tell("__init__", "made")
-    _tell("_direct_assign", "assigned")
+    """Let variables tell the listener of their thread."""
+    if not PATCHES.has(__name__):
+        for method, event in (("__init__", "made"), ("_direct_assign", "assigned")):
+            owner = definer(keras.Variable, method)
+            PATCHES.replace(__name__, owner, method, functools.partial(_telling, event))
 
 
-def _tell(method: str, event: str) -> None:
-    # In the class that defines it, so that classes derived from it tell as well.
-    owner = next(cls for cls in keras.Variable.__mro__ if method in vars(cls))
-    original = vars(owner)[method]
-
+def _telling(event: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
         _Counted.assignments += 1
@@ -86,4 +85,4 @@ def _tell(method: str, event: str) -> None:
         finally:
             _listening.assigning = before
 
-    setattr(owner, method, telling)
+    return telling

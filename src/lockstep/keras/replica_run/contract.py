@@ -79,8 +79,8 @@ _made: list[Runs] = []
 
 def runs_of(job: Job) -> Runs:
     """Return what runs functions in this process; made when it is first asked for."""
+    replica.install()
     if not _made:
-        replica.install()
         _made.append(_runs(job))
     return _made[0]
 

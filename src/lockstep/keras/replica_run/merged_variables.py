@@ -18,6 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 from lockstep.errors import ModelError
 from lockstep.keras.replica_run.assignments import is_assigning
 from lockstep.keras.replica_run.replica import Op, current
+from lockstep.worker.patching import PATCHES
 
 _SCOPE = "lockstep_merged"
 """In the names of operations that assign what replicas have merged."""
@@ -34,13 +35,14 @@ def is_merged(variable: tf.Variable) -> bool:
     return variable.aggregation in _OPS and not _is_on_read(variable)
 
 
-@functools.cache
 def install() -> None:
-    """Let replicas merge what they assign; once a process."""
+    """Let replicas merge what they assign."""
+    if PATCHES.has(__name__):
+        return
     for owner in (BaseResourceVariable, ResourceVariable):
         for method, argument in _METHODS.items():
             if method in vars(owner):
-                setattr(owner, method, _merging(vars(owner)[method], argument))
+                PATCHES.replace(__name__, owner, method, functools.partial(_merging, argument))
 
 
 def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
@@ -52,7 +54,7 @@ def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
         for tensor in written:
             if id(tensor) in inside and _SCOPE not in operation.name:
                 raise ModelError(
-                    f"the function that strategy.run was given changes {inside[id(tensor)]!r}, whose "
+                    f"the function passed to strategy.run changes {inside[id(tensor)]!r}, whose "
                     f"aggregation merges what replicas assign, by {operation.type}; use assign, assign_add "
                     "or assign_sub in the function itself, not in a condition or a loop"
                 )
@@ -90,7 +92,7 @@ def _is_same_for_all(given: Any, variable: tf.Variable) -> bool:
     return True
 
 
-def _merging(original: Any, argument: str) -> Any:
+def _merging(argument: str, original: Any) -> Any:
     @functools.wraps(original)
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
         replica = current()
@@ -98,7 +100,7 @@ def _merging(original: Any, argument: str) -> Any:
             return original(self, *args, **kwargs)
         if tf.executing_eagerly() and not is_assigning():
             raise ModelError(
-                f"the function that strategy.run was given assigns {self.name!r}, a variable of TensorFlow's "
+                f"the function passed to strategy.run assigns {self.name!r}, a variable of TensorFlow's "
                 "own, where functions run eagerly: use a keras.Variable, or remove "
                 "tf.config.run_functions_eagerly(True)"
             )

@@ -12,6 +12,8 @@ from typing import Any, Literal, Protocol
 
 import keras
 
+from lockstep.worker.patching import PATCHES, definer
+
 Op = Literal["sum", "mean"]
 
 
@@ -81,16 +83,17 @@ class Single:
 
 
 def install() -> None:
-    """Let Keras's optimizers know of replicas; called once a process."""
+    """Let Keras's optimizers know of replicas."""
+    if PATCHES.has(__name__):
+        return
     optimizers = keras.optimizers
     kinds = [optimizers.Optimizer, optimizers.LossScaleOptimizer]
     # One that serves several others calls their `apply`; Keras does not name it publicly.
     known = [*kinds, *optimizers.Optimizer.__subclasses__()]
-    owners = {next(cls for cls in kind.__mro__ if "apply" in vars(cls)) for kind in known}
-    for owner in owners:
-        owner.apply = _noticed(owner.apply)
+    for owner in dict.fromkeys(definer(kind, "apply") for kind in known):
+        PATCHES.replace(__name__, owner, "apply", _noticed)
         if "stateless_apply" in vars(owner):
-            owner.stateless_apply = _by_itself(owner.stateless_apply)
+            PATCHES.replace(__name__, owner, "stateless_apply", _by_itself)
 
 
 def _by_itself(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,6 +15,7 @@ from lockstep.keras.state.checkpoint_callback import Checkpoint, Keeping
 from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.observability.events import CallStarted
 from lockstep.worker.job import Job
 
 
@@ -34,6 +35,7 @@ class Driving:
         self._backend = backend
         self._calls = calls
         self._snapshots = snapshots
+        self._resumable = snapshots.resumable
         self._keeping = keeping
         self._last = last
 
@@ -56,42 +58,40 @@ class Driving:
         for part in state.values():
             if isinstance(part, keras.Model):
                 self._last.trains(part)
-        with self._snapshots.call("steps") as call:
+        with self._resumable.call("steps") as call:
             if checkpoint is not None:
                 self._keeping.begin(checkpoint)
-            if finished := self._snapshots.finished():
+            if finished := self._resumable.resume():
                 if finished.kept is not None:
                     yield from self._pass_over(held, finished.kept)
                 finished.again()
                 return
             call.leaves = lambda call: {"steps": call.steps, "positions": held.positions}
-            self._job.driven = True
             try:
-                if self._snapshots.behind:
-                    if self._job.joins or call.skipped < count or held.incomplete:
-                        # Members that this worker has joined already are further on, and wait for it.
-                        with self._job.aside() if self._snapshots.catches_up else nullcontext():
-                            yield min(call.skipped, count - 1)
-                    if self._job.joins and self._snapshots.join():
-                        finished = self._snapshots.replayed()
-                        held.go_to(finished.kept["positions"])
-                        finished.again()
-                        return
-                    call.steps = call.skipped
-                    self._snapshots.restore(None, held)
-                else:
-                    self._job.report("call", name=call.name)
-                    settings = setting_facts(settings_of_parts(held.parts))
-                    self._compare(f"the beginning of {call.name}", held, settings)
-                while call.steps < count:
-                    yield call.steps
-                    self._end_step(call, held, count)
+                with self._job.driving():
+                    if self._resumable.behind:
+                        if self._job.joins or call.skipped < count or held.incomplete:
+                            # Members that this worker has joined already are further on, and wait for it.
+                            with self._job.aside() if self._resumable.catches_up else nullcontext():
+                                yield min(call.skipped, count - 1)
+                        if self._job.joins and self._resumable.join():
+                            finished = self._resumable.replay()
+                            held.go_to(finished.kept["positions"])
+                            finished.again()
+                            return
+                        call.steps = call.skipped
+                        self._snapshots.restore(None, held)
+                    else:
+                        self._job.events.publish(CallStarted(call.name))
+                        settings = setting_facts(settings_of_parts(held.parts))
+                        self._compare(f"the beginning of {call.name}", held, settings)
+                    while call.steps < count:
+                        yield call.steps
+                        self._end_step(call, held, count)
             except GeneratorExit:
-                self._snapshots.finish(None)
+                self._resumable.finish(None)
                 raise
-            finally:
-                self._job.driven = False
-            self._snapshots.finish(None)
+            self._resumable.finish(None)
 
     def _pass_over(self, held: NamedState, past: Mapping[str, Any]) -> Iterator[int]:
         """Do what is left of a loop that finished before this process began.
@@ -101,13 +101,11 @@ class Driving:
         """
         try:
             if held.incomplete and past["steps"]:
-                self._job.driven = True
-                with self._job.aside():
+                with self._job.driving(), self._job.aside():
                     yield 0
         finally:
             # The program may leave the loop in its first step.
-            self._job.driven = False
-            self._snapshots.replayed()
+            self._resumable.replay()
             held.go_to(past["positions"])
 
     def _end_step(self, call: KerasCall, held: NamedState, count: int) -> None:

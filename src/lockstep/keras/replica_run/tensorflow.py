@@ -100,7 +100,7 @@ class TensorFlowRuns:
         def found(ticket: Any) -> Any:
             return combine(Shelf.numbered(shelf).kept(int(ticket)).values)
 
-        tensor = on_host(self._job, found, [leaf.ticket], dtype)
+        tensor = on_host(found, [leaf.ticket], dtype)
         tensor.set_shape(shape)
         return tensor
 

@@ -27,6 +27,7 @@ from lockstep.errors import ConfigError, LockstepError, ScopeError
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import agree
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Alone, Job
@@ -101,8 +102,8 @@ class Keeping:
         self._job = job
         self._calls = calls
         self._snapshots = snapshots
+        self._resumable = snapshots.resumable
         self._folder: Path | None = None
-        self._found: Contents | None = None
 
     def begin(self, asked: Checkpoint) -> None:
         """Keep checkpoints from the call that begins on, and go on from the newest, if there is one.
@@ -117,7 +118,7 @@ class Keeping:
         folder = _folder(asked.folder)
         if folder == self._folder:
             return
-        if self._folder is not None or self._job.scheduler is not None:
+        if self._folder is not None or self._job.checkpoints.scheduler is not None:
             where = f"in {self._folder}" if self._folder else "where --checkpoint says"
             raise ConfigError(
                 f"lockstep.callbacks.Checkpoint names {folder}, but checkpoints are already saved {where}; "
@@ -125,68 +126,76 @@ class Keeping:
             )
         if len(self._calls.stack) > 2:
             raise ConfigError(
-                f"lockstep.callbacks.Checkpoint is given to {self._calls.current.name}: give it to the call "
+                f"lockstep.callbacks.Checkpoint is passed to {self._calls.current.name}: pass it to the call "
                 "that is not inside another"
             )
         every, keep = _every(asked.every), _keep(asked.keep)
-        self._job.accepts_changes = self._job.accepts_changes or asked.accept_changes
+        if asked.accept_changes:
+            self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
-        self._snapshots.since = self._calls.outermost - 1
+        self._resumable.ask()
         try:
-            if not self._snapshots.catches_up:
+            if not self._resumable.catches_up:
                 facts = {"checkpoints": f"in {folder}, every {asked.every}, keep {keep}"}
                 agree(self._job, self._calls.current.name, facts)
                 self._go_on(folder, claim)
         except LockstepError:
-            self._snapshots.since = None
+            self._resumable.withdraw()
             claim.leave()
             raise
-        scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.report)
-        self._folder, self._job.scheduler = folder, scheduler
-        self._job.report("keeps", folder=str(folder))
+        scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.events.publish)
+        self._folder = folder
+        self._job.checkpoints.keep(scheduler)
+        self._job.events.publish(CheckpointsConfigured(str(folder)))
         self._end_well(scheduler)
 
     def _go_on(self, folder: Path, claim: FolderLock) -> None:
         """Go on from the checkpoint that the chief chooses."""
 
+        found: Contents | None = None
+
         def choose(view: View, communicator: Communicator) -> bytes:
-            own = self._choose(folder, claim) if self._job.worker == view.chief else None
+            nonlocal found
+            own = None
+            if self._job.worker == view.chief:
+                choice, found = self._claim(folder, claim)
+                own = msgspec.json.encode(choice)
             return communicator.broadcast(own, root=0, what=f"the beginning of {self._calls.current.name}")
 
         choice = msgspec.json.decode(self._job.exchange(choose), type=_Choice)
-        found, self._found = self._found, None
         if choice.refusal:
             raise ConfigError(choice.refusal)
         for text in choice.notes if self._job.is_chief else ():
             note(text)
         if choice.path:
             contents = found or load(Path(choice.path))
-            self._snapshots.begin(contents)
-            self._job.resumed = contents
+            self._resumable.begin(contents)
+            self._job.checkpoints.resume(contents)
 
-    def _choose(self, folder: Path, claim: FolderLock) -> bytes:
+    def _claim(self, folder: Path, claim: FolderLock) -> tuple[_Choice, Contents | None]:
+        """Take the folder for this job; return what there is in it."""
         notes: list[str] = []
-        choice = _Choice()
+        choice, contents = _Choice(), None
         try:
             claim.take()
-            if found := Store(folder).newest(notes.append):
-                path, self._found = found
-                facts = job_facts(path, self._found)
+            if newest := Store(folder).newest(notes.append):
+                path, contents = newest
+                facts = job_facts(path, contents)
                 refuse_unlike(path, facts, self._snapshots.facts())
                 notes += filter(
                     None,
                     [
                         note_on_versions(path, facts),
-                        f"resuming training from {path}",
-                        note_if_finished(folder, self._found.step),
+                        f"resuming from {path}",
+                        note_if_finished(folder, contents.step),
                     ],
                 )
                 choice = _Choice(path=str(path))
         except LockstepError as error:
             choice = _Choice(refusal=str(error))
         choice.notes = tuple(notes)
-        return msgspec.json.encode(choice)
+        return choice, contents
 
     def _end_well(self, scheduler: CheckpointScheduler) -> None:
         """See that the last checkpoint is written when the process ends, and that its children keep none."""
@@ -199,7 +208,7 @@ class Keeping:
             end_at_a_step(scheduler, lambda: job.is_chief, _PATIENCE if alone else None)
 
         def forget() -> None:
-            job.scheduler = None
+            job.checkpoints.drop()
             atexit.unregister(_end)
 
         os.register_at_fork(after_in_child=forget)
@@ -213,23 +222,33 @@ def _end(scheduler: CheckpointScheduler) -> None:
         scheduler.finish()
 
 
-def apart(callbacks: Any) -> tuple[Checkpoint | None, Any]:
-    """Return the `Checkpoint` among the callbacks that `fit` was given, and the callbacks without it.
+def asked_in(callbacks: Any) -> Checkpoint | None:
+    """Return the `Checkpoint` among the callbacks that `fit` was given.
 
     Raises:
         ConfigError: there are several.
     """
-    listed = isinstance(callbacks, keras.callbacks.CallbackList)
-    given = callbacks.callbacks if listed else keras.tree.flatten(callbacks or [])
-    found = [one for one in given if isinstance(one, Checkpoint)]
-    if not found:
-        return None, callbacks
+    found = [one for one in _listed(callbacks) if isinstance(one, Checkpoint)]
     if len(found) > 1:
-        raise ConfigError("fit has several lockstep.callbacks.Checkpoint callbacks: give it one")
-    rest = [one for one in given if one is not found[0]]
-    if listed:
-        callbacks.callbacks[:] = rest
-    return found[0], callbacks if listed else rest
+        raise ConfigError("fit is given several lockstep.callbacks.Checkpoint: give it one")
+    return found[0] if found else None
+
+
+def take_out(asked: Checkpoint | None, callbacks: Any) -> Any:
+    """Return the callbacks that `fit` was given without `asked`; a CallbackList is changed in place."""
+    if asked is None:
+        return callbacks
+    rest = [one for one in _listed(callbacks) if one is not asked]
+    if not isinstance(callbacks, keras.callbacks.CallbackList):
+        return rest
+    callbacks.callbacks[:] = rest
+    return callbacks
+
+
+def _listed(callbacks: Any) -> list[Any]:
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        return list(callbacks.callbacks)
+    return list(keras.tree.flatten(callbacks or []))
 
 
 def _folder(folder: Any) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lockstep.keras.state.failures import Failure, remade
-from lockstep.keras.state.randomness import random_states, same_states, set_random_states
+from lockstep.keras.state.randomness import random_states, same_states
 
 _Kind = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
 """Of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it has
@@ -30,12 +30,14 @@ class FinishedCall:
         methods: how many calls of each method there were at its end.
         taken: steps of training that had been taken at its end.
         error: that it has raised.
+        states: the random states at its end; None if they are those of the beginning of the script.
     """
 
     kept: Any
     methods: Mapping[str, int]
     taken: int
     error: BaseException | None = None
+    states: Mapping[str, Any] | None = None
 
     @property
     def result(self) -> Any:
@@ -120,8 +122,8 @@ class Journal:
             journal._last_states = journal._states[max(journal._states)]
         return journal
 
-    def replay(self, number: int) -> FinishedCall:
-        """Return the finished call at `number`, from 0; set the random states to those at its end.
+    def finished(self, number: int) -> FinishedCall:
+        """Return the finished call at `number`, from 0.
 
         Raises:
             CheckpointError: it has raised an error that cannot be raised again.
@@ -135,12 +137,12 @@ class Journal:
         start = self._read.figures
         self._read.advance(kind)
         changes = list(self._states)
-        if at := bisect_right(changes, number):
-            set_random_states(self._states[changes[at - 1]])
+        at = bisect_right(changes, number)
+        states = self._states[changes[at - 1]] if at else None
         figures = self._figures[start : self._read.figures].tolist()
         result, failure = self._result(number, kind, figures)
         error = None if failure is None else remade(failure)
-        return FinishedCall(result, dict(self._read.methods), self._read.taken, error)
+        return FinishedCall(result, dict(self._read.methods), self._read.taken, error, states)
 
     def _result(self, number: int, kind: _Kind, figures: list[float]) -> tuple[Any, Failure | None]:
         form, names, _, _ = kind

@@ -103,7 +103,7 @@ def give(model: Any, folder: Path, contents: Contents, name: str | None = None) 
 def _read(path: Path) -> tuple[Path, Contents]:
     """Read the checkpoint at `path`, or the newest whole one there."""
     if not path.exists():
-        raise InputError(f"{path} does not exist; give the folder of a checkpoint, or that of several")
+        raise InputError(f"{path} does not exist; give the folder of one checkpoint or of several")
     if _CHECKPOINT.fullmatch(path.name) or any((path / file).exists() for file in _FILES):
         return path, load(path)
     damaged: list[str] = []
@@ -114,7 +114,7 @@ def _read(path: Path) -> tuple[Path, Contents]:
         if damaged:
             raise CheckpointError(f"no checkpoint in {path} is complete: {damaged[0]}")
         raise InputError(
-            f"there is no checkpoint in {path}; give the folder that `lockstep run --checkpoint` was given, "
+            f"there is no checkpoint in {path}; give the --checkpoint folder of `lockstep run`, "
             "or one of the step-... folders in it"
         )
     return found

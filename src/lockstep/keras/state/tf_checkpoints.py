@@ -17,25 +17,28 @@ from lockstep.keras.replica_run.tf_values import concrete
 from lockstep.keras.shared_saves import write_once
 from lockstep.system.paths import RunPaths
 from lockstep.worker.job import Job
+from lockstep.worker.patching import PATCHES
 
 
 def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
-    """Let `tf.train.Checkpoint`, and what manages it, write once; called once a process.
+    """Let `tf.train.Checkpoint`, and what manages it, write once.
 
     Args:
         job: whose workers write.
         behind: whether this process repeats what others have done, and saved, before.
     """
-    original = TrackableSaver.save
+    PATCHES.replace(__name__, TrackableSaver, "save", functools.partial(_shared, job, behind))
 
+
+def _shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def save(self: Any, file_prefix: str, *args: Any, **kwargs: Any) -> Any:
         if behind():
             return file_prefix
-        if job.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
+        if job.context.folder is None or len(job.view.workers) == 1 or not tf.executing_eagerly():
             return original(self, file_prefix, *args, **kwargs)
         write_once(
-            RunPaths(job.folder).saved,
+            RunPaths(job.context.folder).saved,
             # A checkpoint is several files, of which this is the last to come.
             f"{file_prefix}.index",
             digest_arrays(_state(self)),
@@ -44,7 +47,7 @@ def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
         )
         return file_prefix
 
-    TrackableSaver.save = save
+    return save
 
 
 def _state(saver: Any) -> list[npt.NDArray[Any]]:

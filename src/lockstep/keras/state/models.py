@@ -1,0 +1,84 @@
+"""The models that a script has compiled: their variables, and the values that these get from a checkpoint."""
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.state.matching import build_optimizers
+from lockstep.keras.state.variables import all_variables, assign, named_arrays
+
+
+class CompiledModels:
+    """The models of a process whose state is kept, in the order in which they were compiled.
+
+    A model may get the values of a checkpoint before it is built: then they wait until it is.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._models: list[weakref.ref[Any]] = []
+        self._built: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+
+    def add(self, model: Any) -> None:
+        """Count `model`, which was just compiled, among them."""
+        if all(known() is not model for known in self._models):
+            self._models.append(weakref.ref(model))
+
+    def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Make the variables that a step of `model` needs, and give them the values that wait for it.
+
+        Args:
+            model: is compiled.
+            kind: of the step.
+            batch: reads a batch to build the model with.
+        """
+        self._backend.build(model, kind, batch)
+        self._built.add(model)
+        self.load_waiting(model)
+
+    def is_built(self, model: Any) -> bool:
+        """Whether `model` has its variables. Keras does not know it of one that is never called."""
+        return model is not None and (model.built or model in self._built)
+
+    def awaits(self, model: Any) -> bool:
+        """Whether values wait for `model` to be built."""
+        return any(index in self._waiting and known() is model for index, known in enumerate(self._models))
+
+    def load(self, arrays: Mapping[str, Any]) -> None:
+        """Give all models the values that `values` has returned, now or when they are built."""
+        for index, known in enumerate(self._models):
+            if values := below(f"model {index}/", arrays):
+                self._waiting[index] = values
+                self.load_waiting(known())
+
+    def load_waiting(self, model: Any) -> None:
+        """Give a model, if it is built, the values that wait for it."""
+        for index, known in enumerate(self._models):
+            if index in self._waiting and known() is model and self.is_built(model):
+                values = self._waiting.pop(index)
+                # The calls that have built its optimizers were passed over.
+                build_optimizers(model, values)
+                assign(model, values)
+
+    def values(self, apart_from: Any) -> dict[str, Any]:
+        """Return the values of all models but one, without what they share with it.
+
+        Args:
+            apart_from: a model, or None.
+        """
+        own = set() if apart_from is None else {id(variable) for variable in all_variables(apart_from)}
+        found: dict[str, Any] = {}
+        for index, known in enumerate(self._models):
+            other = known()
+            if other is not None and other is not apart_from and self.is_built(other):
+                variables = [variable for variable in all_variables(other) if id(variable) not in own]
+                arrays = named_arrays(variables, variables)
+                found |= {f"model {index}/{name}": variable.value for name, variable in arrays.items()}
+        return found
+
+
+def below(prefix: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arrays whose names begin with `prefix`, by the rest of their names."""
+    return {name.removeprefix(prefix): value for name, value in arrays.items() if name.startswith(prefix)}

@@ -1,0 +1,379 @@
+"""The distributed calls of a script that may resume: each is replayed, skips its first steps, or is new.
+
+A process that resumes from a checkpoint, or joins a job, runs the script from its beginning. Calls that had
+finished return what they returned; the one in progress skips the steps that were taken, without computing
+them, and then takes over the state.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.values import unpack
+from lockstep.errors import CheckpointError, DisagreementError, LockstepError
+from lockstep.keras.call_stack import CallStack, KerasCall
+from lockstep.keras.consistency import ADVICE_ON_CALLS
+from lockstep.keras.state.failures import described
+from lockstep.keras.state.journal import FinishedCall, Journal
+from lockstep.keras.state.randomness import random_states, set_random_states
+from lockstep.worker.job import Job
+
+_PARTS: Mapping[str, type] = {
+    "journal": dict,
+    "steps": int,
+    "methods": dict,
+    "inner": dict,
+    "taken": int,
+    "logs": dict,
+    "callbacks": list,
+    "random": dict,
+}
+"""What a checkpoint says of a training, besides what versions of Lockstep before this one did not keep."""
+
+
+class Superseded(Exception):
+    """The members have finished the call in which this worker was about to join them."""
+
+
+@dataclass(frozen=True)
+class Fresh:
+    """The call is made for the first time."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The call had finished before this process began.
+
+    Attributes:
+        finished: what it has left.
+    """
+
+    finished: FinishedCall
+
+
+@dataclass(frozen=True)
+class SkipTo:
+    """The training resumes within the call.
+
+    Attributes:
+        steps: how many of its steps were taken before this process began.
+    """
+
+    steps: int
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a training resumes.
+
+    Attributes:
+        contents: of the checkpoint.
+        journal: the calls that were finished.
+        steps: how many steps of the call in progress had been taken; 0 where none was in progress.
+        looks: how often a batch of its data had been looked at before it began.
+        passes: over its examples that had begun.
+        states: the random states with which the last of them had begun.
+        call: the call that was in progress, or had just finished; empty where that is not known.
+        joined: whether this worker is a member of the job, and the other members wait for it.
+    """
+
+    contents: Contents
+    journal: Journal
+    steps: int
+    looks: int
+    passes: int
+    states: Mapping[str, Any]
+    call: str = ""
+    joined: bool = False
+
+    @classmethod
+    def of(cls, contents: Contents, facts: Mapping[str, Any], *, joined: bool = False) -> "Resumption":
+        """Read it from `contents`, whose facts about the training are unpacked."""
+        return cls(
+            contents,
+            Journal.unpacked(facts["journal"]),
+            facts["steps"],
+            facts.get("looks", 0),
+            facts.get("passes", 0),
+            facts.get("states", {}),
+            facts.get("call", ""),
+            joined,
+        )
+
+
+class ResumableCalls:
+    """The calls of one process, from its script's first to the one in progress."""
+
+    def __init__(self, job: Job, calls: CallStack) -> None:
+        self._job = job
+        self._calls = calls
+        self._since: int | None = None
+        self._journal = Journal()
+        self._resumption: Resumption | None = None
+        self._refusal: LockstepError | None = None
+        self._again: BaseException | None = None
+
+    @property
+    def journal(self) -> Journal:
+        """The calls that have finished."""
+        return self._journal
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """Where this process resumes, until the script is there."""
+        return self._resumption
+
+    @property
+    def since(self) -> int | None:
+        """How many calls the script had made when it asked for checkpoints itself; None if it has not."""
+        return self._since
+
+    @property
+    def behind(self) -> bool:
+        """Whether the script has not come yet to where the training is."""
+        return self._resumption is not None or self._job.joins
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether the other workers are further than this one's script, and make none of its calls."""
+        return self._job.joins or (self._resumption is not None and self._resumption.joined)
+
+    @property
+    def at_its_end(self) -> bool:
+        """Whether the call in progress is the last finished one, and the training resumes behind it."""
+        resumption = self._resumption
+        return (
+            resumption is not None
+            and resumption.steps == 0
+            and self._calls.outermost == len(resumption.journal)
+        )
+
+    @property
+    def may_look(self) -> bool:
+        """Whether every process looks at a batch of the call that begins, not only one that builds again.
+
+        A model that was built by earlier calls is not built yet in a process in which those were passed over.
+        That process looks at the data once more, and a stream must not notice.
+        """
+        return self._resumption is None or self._calls.current.looks < self._resumption.looks
+
+    def standing(self) -> Fresh | Replay | SkipTo:
+        """Return what the call that begins is for this process; changes nothing.
+
+        Raises:
+            DisagreementError: the call is none that the members of the job have made.
+            CheckpointError: the call is not the one that was made in this place, or had ended with an error
+                that cannot be raised again.
+        """
+        resumption = self._resumption
+        if resumption is None or len(self._calls.stack) > 2:
+            return Fresh()
+        if self._calls.outermost <= len(resumption.journal):
+            return Replay(self._finished(resumption))
+        if resumption.steps:
+            self._refuse_another(resumption.call)
+            return SkipTo(resumption.steps)
+        if self._job.joins:
+            raise DisagreementError(
+                f"{self._calls.current.name} of this worker, which is joining, is a call that the others "
+                f"have not made; {ADVICE_ON_CALLS}"
+            )
+        return Fresh()
+
+    def ask(self) -> None:
+        """Note that the call in progress is the one that asks for checkpoints."""
+        self._since = self._calls.outermost - 1
+
+    def withdraw(self) -> None:
+        """Undo `ask`: no checkpoints are kept."""
+        self._since = None
+
+    def begin(self, contents: Contents) -> None:
+        """Resume from `contents` when the script comes to its calls.
+
+        Raises:
+            CheckpointError: the script asks for checkpoints at another place than the one that kept it, or no
+                training kept it.
+        """
+        facts = unpack(contents.manifest.get("training"), contents.arrays)
+        if not isinstance(facts, dict):
+            raise CheckpointError(f"the checkpoint of step {contents.step} was not saved by a training run")
+        if facts.get("since", self._since) != self._since:
+            raise CheckpointError(
+                f"the checkpoint of step {contents.step} was saved by {_origin(facts['since'])}, and the job "
+                f"resumes with {_origin(self._since)}, where other calls have finished: configure "
+                "checkpoints as before, or start over in another folder"
+            )
+        if wrong := [name for name, kind in _PARTS.items() if not isinstance(facts.get(name), kind)]:
+            raise CheckpointError(
+                f"the checkpoint of step {contents.step} lacks state of the training, or has something else "
+                f"in its place: {', '.join(wrong)}; remove it to resume from the previous one"
+            )
+        try:
+            self._resumption = Resumption.of(contents, facts)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot read the finished calls in the checkpoint of step {contents.step}: {error!r}"
+            ) from error
+
+    @contextmanager
+    def call(self, method: str) -> Iterator[KerasCall]:
+        """Number a call of `method`, and make it the current one for the block; note an error that ends it.
+
+        Raises:
+            LockstepError: the training could not go on in an earlier call, and the script has caught that.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        self._settle_what_is_held(method)
+        with self._calls.enter(method) as call:
+            try:
+                yield call
+            except BaseException as error:
+                if len(self._calls.stack) == 2:
+                    self._fail(call, error)
+                raise
+
+    def resume(self) -> FinishedCall | None:
+        """Take the call that begins to where the training is; return what it has left, if it had finished.
+
+        If it had not, its first steps are skipped. A worker that is to join waits for the members to say
+        where the training is.
+
+        Raises:
+            DisagreementError: the call is none that the members of the job have made.
+            CheckpointError: the call is not the one that was made in this place, or had ended with an error
+                that cannot be raised again.
+            PeerLostError: the job is over.
+        """
+        if self._resumption is None and self._job.joins and len(self._calls.stack) == 2:
+            self._follow(self._job.membership.position())
+        match self.standing():
+            case Replay(finished):
+                self._pass_over(finished)
+                return finished
+            case SkipTo(steps):
+                self._calls.current.skipped = steps
+        return None
+
+    def replay(self) -> FinishedCall:
+        """Pass over the call in progress, which has finished elsewhere; return what it has left.
+
+        Raises:
+            CheckpointError: the call is not the one that was made in this place, or had ended with an error
+                that cannot be raised again.
+        """
+        assert self._resumption is not None
+        finished = self._finished(self._resumption)
+        self._pass_over(finished)
+        return finished
+
+    def join(self) -> bool:
+        """Become a member of the job; return whether the call in progress is one that has finished.
+
+        If it has not, its steps up to the one at whose end the state was given are skipped.
+        """
+        self._follow(self._job.join(), joined=True)
+        assert self._resumption is not None
+        if self._calls.outermost <= len(self._resumption.journal):
+            return True
+        self._calls.current.skipped = self._resumption.steps
+        return False
+
+    def arrive(self) -> None:
+        """Note that the script is where the training is: its state has been restored."""
+        assert self._resumption is not None
+        self._journal, self._resumption = self._resumption.journal, None
+
+    def finish(self, result: Any) -> None:
+        """Note that the call in progress, outside of any other, has returned `result`.
+
+        Raises:
+            CheckpointError: it should have come to where the training resumes.
+        """
+        call = self._calls.current
+        if self._resumption is not None:
+            raise CheckpointError(self._not_there(call, f"it has ended after {call.steps}"))
+        kept = result if call.leaves is None else call.leaves(call)
+        self._journal.add(kept, self._calls.methods, self._calls.taken)
+        if self._job.checkpoints.scheduler is not None:
+            self._job.checkpoints.scheduler.end_call()
+
+    def begin_pass(self) -> None:
+        """Note the random states with which a pass over the examples of the call in progress begins.
+
+        They decide in which order it visits them. If the training goes on within this pass, they are first
+        set to those that it began with: what a process draws until then is not what others have drawn.
+        """
+        call, resumption = self._calls.current, self._resumption
+        call.passes += 1
+        if resumption is not None and call.steps < call.skipped and call.passes == resumption.passes:
+            set_random_states(resumption.states)
+        call.states = random_states()
+
+    def _settle_what_is_held(self, method: str) -> None:
+        """Copy the state that is held late before a call of `method` that may change it."""
+        scheduler = self._job.checkpoints.scheduler
+        if scheduler is not None and self._calls.current.number == 0:
+            if method == "train_on_batch":
+                scheduler.drop()
+            else:
+                scheduler.settle()
+
+    def _finished(self, resumption: Resumption) -> FinishedCall:
+        """Return what the call in progress has left; refuse it if it is another one."""
+        finished, own = resumption.journal.finished(self._calls.outermost - 1), self._calls.methods
+        others = (f"{name} {n}" for name, n in finished.methods.items() if own.get(name) != n)
+        self._refuse_another(next(others, ""))
+        return finished
+
+    def _pass_over(self, finished: FinishedCall) -> None:
+        """Set everything that calls change to what it was at the end of the call in progress."""
+        self._again = finished.error
+        if finished.states is not None:
+            set_random_states(finished.states)
+        self._calls.methods.clear()
+        self._calls.methods.update(finished.methods)
+        self._calls.taken = finished.taken
+
+    def _follow(self, contents: Contents, *, joined: bool = False) -> None:
+        """Resume from what the members of the job have given, wherever checkpoints are asked for."""
+        facts = unpack(contents.manifest["training"], contents.arrays)
+        self._resumption = Resumption.of(contents, facts, joined=joined)
+
+    def _fail(self, call: KerasCall, error: BaseException) -> None:
+        """Note the error that ends the call in progress: the script may catch it."""
+        if self._resumption is None:
+            if len(self._journal) < self._calls.outermost:
+                kept = None if call.leaves is None else call.leaves(call)
+                self._journal.add(kept, self._calls.methods, self._calls.taken, described(error, call.name))
+        elif self._calls.outermost > len(self._resumption.journal) or isinstance(error, Exception):
+            if isinstance(error, LockstepError) and error is not self._again:
+                self._refusal = error
+            elif error is not self._again:
+                self._refusal = CheckpointError(self._not_there(call, f"it has ended with {error!r}"))
+
+    def _not_there(self, call: KerasCall, how: str) -> str:
+        assert self._resumption is not None
+        return (
+            f"training resumes after step {self._resumption.steps} of {call.name}, but in this script "
+            f"{how}: the script or its data differs from when the checkpoint was saved; "
+            "undo the change, or start over in another folder"
+        )
+
+    def _refuse_another(self, call: str) -> None:
+        """Refuse that the call in progress is not `call`, if that is known."""
+        own = self._calls.current.name
+        if call and call != own:
+            raise CheckpointError(
+                f"call {self._calls.outermost} of this script is {own}, but was {call} when the checkpoint "
+                "was saved: undo the change, or start over in another folder"
+            )
+
+
+def _origin(since: int | None) -> str:
+    if since is None:
+        return "--checkpoint"
+    return f"a lockstep.callbacks.Checkpoint in call {since + 1} of the script"

@@ -1,0 +1,400 @@
+"""What happens in a run: one frozen class an event, with its name in `events.jsonl` as its tag.
+
+Times are in seconds. A class, its tag and its fields are a row of docs/run-folder.md, which a test compares.
+"""
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+import msgspec
+
+FORMAT = 1
+"""Of `events.jsonl`; docs/run-folder.md says what a number promises."""
+
+
+class _Event(msgspec.Struct, frozen=True, tag_field="event"):
+    """Has an immutable value; its tag is its name on the disk."""
+
+
+class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
+    """A run starts.
+
+    Attributes:
+        format: of the events that follow.
+        versions: of Python and of what is installed, by distribution.
+        script: `path` and `sha256` of its file; None if it cannot be read.
+        cores: that the run may use.
+        host: the machine's name.
+
+    The rest is `lockstep.protocol.job_spec.JobSpec`, as built-in types.
+    """
+
+    format: int = FORMAT
+    versions: dict[str, str]
+    script: dict[str, str] | None
+    cores: int
+    host: str
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    workers: int
+    replicas: int
+    threads: int
+    seed: int
+    timeout: float
+    run_dir: str
+    tee: str
+    backend: str | None
+    chosen: str
+    devices: tuple[dict[str, Any], ...]
+    checkpoints: dict[str, Any] | None
+    accepts_changes: bool
+    min_workers: int
+    max_restarts: int
+    grace: float
+    tf_distribute: bool
+    adopts: bool
+    inherited: tuple[int, ...]
+
+
+class WorkerStarted(_Event, frozen=True, tag="started"):
+    """The process of a worker was started."""
+
+    worker: int
+    pid: int
+
+
+class WorkerReady(_Event, frozen=True, tag="ready"):
+    """A worker is about to run its script."""
+
+    worker: int
+
+
+class WorkerJoining(_Event, frozen=True, tag="asks"):
+    """A joining worker requests the position of the training, or, if `whole`, to join the next view."""
+
+    worker: int
+    whole: bool
+
+
+class ViewStarted(_Event, frozen=True, tag="view"):
+    """A new view, with its workers, the longest-serving first."""
+
+    number: int
+    workers: tuple[int, ...]
+    reason: str
+
+
+class WorkerJoined(_Event, frozen=True, tag="joined"):
+    """A worker is in the next view."""
+
+    worker: int
+    reason: str
+
+
+class WorkerLeft(_Event, frozen=True, tag="left"):
+    """A worker was asked to leave and is not in the next view."""
+
+    worker: int
+    reason: str
+
+
+class WorkerLost(_Event, frozen=True, tag="lost"):
+    """A worker was lost and is not in the next view."""
+
+    worker: int
+    reason: str
+
+
+class WorkerFailed(_Event, frozen=True, tag="failed"):
+    """The script raised an exception on a worker: in one line, and as Python prints it."""
+
+    worker: int
+    summary: str
+    traceback: str
+
+
+class WorkerDone(_Event, frozen=True, tag="done"):
+    """The script finished on a worker (status 0) or exited with another status."""
+
+    worker: int
+    status: int
+
+
+class ProcessEnded(_Event, frozen=True, tag="exited"):
+    """The process of a worker has ended; its status is negative for a signal."""
+
+    worker: int
+    status: int
+
+
+class WorkerWaiting(_Event, frozen=True, tag="wait"):
+    """A worker has waited for `seconds` in `what` for the workers `waits_for`; repeated while it waits."""
+
+    worker: int
+    what: str
+    waits_for: tuple[int, ...]
+    seconds: float
+
+
+class StopReceived(_Event, frozen=True, tag="stop"):
+    """The command received a signal to end the job."""
+
+    signal: int
+
+
+class DecisionMade(_Event, frozen=True, tag="decision"):
+    """The supervisor decided on actions (their names) for a reason."""
+
+    reason: str
+    actions: tuple[str, ...]
+
+
+class MemoryExhausted(_Event, frozen=True, tag="no memory"):
+    """The kernel killed `kills` processes because memory ran out, probably also this worker."""
+
+    worker: int
+    kills: int
+
+
+class OutputLost(_Event, frozen=True, tag="output lost"):
+    """The terminal or a log can no longer be written."""
+
+    reason: str
+
+
+class ConflictingWrite(_Event, frozen=True, tag="written by several"):
+    """A worker opens a file that another live worker writes; `line` of the script, such as `train.py:41`."""
+
+    worker: int
+    path: str
+    line: str
+
+
+class MessageMisunderstood(_Event, frozen=True, tag="misunderstood"):
+    """A worker sent an invalid message, or an event that this version does not know."""
+
+    worker: int
+    error: str
+
+
+class WarningShown(_Event, frozen=True, tag="warning"):
+    """The command showed a warning."""
+
+    text: str
+
+
+class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
+    """The run has ended.
+
+    Attributes:
+        status: exit status of the command.
+        message: why, in one line; empty if all went well.
+        workers: that are the reason.
+        seconds: that the run took.
+        lost: how many workers were.
+        joined: how many workers have.
+        checkpoints: how many were written.
+        before: steps of training that were taken before this run.
+        steps: of training, those included; None if the script trained nothing or did not end well.
+        model: name of the model that was trained last; empty if there is none.
+        digest: `lockstep.digest` of it; empty if there is none.
+    """
+
+    status: int
+    message: str
+    workers: tuple[int, ...] = ()
+    seconds: float
+    lost: int
+    joined: int
+    checkpoints: int
+    before: int
+    steps: int | None
+    model: str
+    digest: str
+
+
+class StrategyInstalled(_Event, frozen=True, tag="strategy"):
+    """The script created its strategy.
+
+    Attributes:
+        backend: of Keras.
+        libraries: their versions, by name, as imported.
+    """
+
+    backend: str
+    libraries: dict[str, str] = {}
+
+
+class DistributionBegan(_Event, frozen=True, tag="distributes"):
+    """The script uses the replicas for the first time."""
+
+
+class CallStarted(_Event, frozen=True, tag="call"):
+    """A distributed call starts, such as `fit 1`."""
+
+    name: str
+
+
+class FirstStepEnded(_Event, frozen=True, tag="first step"):
+    """The first step was computed and summed."""
+
+
+class TimeoutSet(_Event, frozen=True, tag="patience"):
+    """The script set after how many seconds a worker that others wait for is stuck."""
+
+    seconds: float
+
+
+class SourceChanged(_Event, frozen=True, tag="source"):
+    """The file of a module differs from the text that the workers run; `what` says how."""
+
+    path: str
+    what: str
+
+
+class DownloadAwaited(_Event, frozen=True, tag="waits for download"):
+    """The worker has waited for `seconds` until `of` has downloaded a file."""
+
+    file: str
+    of: str
+    seconds: float
+
+
+class CheckpointsConfigured(_Event, frozen=True, tag="keeps"):
+    """The script starts to save checkpoints in a folder."""
+
+    folder: str
+
+
+class CheckpointWritten(_Event, frozen=True, tag="checkpoint"):
+    """The checkpoint of a step is on the disk, which took `seconds`."""
+
+    path: str
+    step: int
+    seconds: float
+
+
+class CheckpointNotWritten(_Event, frozen=True, tag="checkpoint failed"):
+    """A checkpoint could not be written."""
+
+    reason: str
+
+
+class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
+    """An older checkpoint was removed to free space."""
+
+    path: str
+    reason: str
+
+
+class TrainingResumed(_Event, frozen=True, tag="resumed"):
+    """Training resumes after `where`, with `step` steps taken, from a checkpoint or from other workers."""
+
+    where: str
+    step: int
+
+
+class LastStepEnded(_Event, frozen=True, tag="leaving"):
+    """The chief completed its last step after a request to end."""
+
+    step: int
+
+
+class TrainingEnded(_Event, frozen=True, tag="trained"):
+    """The chief's script finished.
+
+    Attributes:
+        steps: of training, in all.
+        model: name of the model that was trained last; empty if there is none.
+        digest: `lockstep.digest` of it; empty if there is none.
+    """
+
+    steps: int
+    model: str = ""
+    digest: str = ""
+
+
+class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
+    """A worker has taken a step of `fit`, `evaluate` or `train_on_batch` that several replicas compute.
+
+    The parts are seconds of the worker's main thread; they follow one another and add up to `seconds`. A
+    backend may return from an update before it has computed it: what is left of it counts for the part that
+    waits for the result, mostly the next `compute`.
+
+    Attributes:
+        call: such as `fit 1`.
+        number: of the step in its call, from 1.
+        seconds: from the end of the step before it to its own; of the first step of a call, or after a
+            validation, from when it has its batch.
+        input: reading the batch and this worker's rows.
+        compute: the replicas of this worker, forward and backward.
+        wait: for other workers, in the sum and for a new view.
+        exchange: publishing and summing, without waiting.
+        update: applying the total.
+        other: callbacks, Keras's own loop, comparing states, and copying checkpoints.
+        logs: what the step returns: arrays of the backend, which it may still be computing.
+    """
+
+    call: str
+    number: int
+    seconds: float
+    input: float
+    compute: float
+    wait: float
+    exchange: float
+    update: float
+    other: float
+    logs: Mapping[str, Any] | None = None
+
+
+AgentEvent = (
+    JobStarted
+    | WorkerStarted
+    | WorkerReady
+    | WorkerJoining
+    | ViewStarted
+    | WorkerJoined
+    | WorkerLeft
+    | WorkerLost
+    | WorkerFailed
+    | WorkerDone
+    | ProcessEnded
+    | WorkerWaiting
+    | StopReceived
+    | DecisionMade
+    | MemoryExhausted
+    | OutputLost
+    | ConflictingWrite
+    | MessageMisunderstood
+    | WarningShown
+    | JobFinished
+)
+"""What an agent or the coordinator publishes."""
+
+WorkerEvent = (
+    StrategyInstalled
+    | DistributionBegan
+    | CallStarted
+    | FirstStepEnded
+    | TimeoutSet
+    | SourceChanged
+    | DownloadAwaited
+    | CheckpointsConfigured
+    | CheckpointWritten
+    | CheckpointNotWritten
+    | CheckpointRemoved
+    | TrainingResumed
+    | LastStepEnded
+    | TrainingEnded
+)
+"""What a worker publishes, and its agent publishes again."""
+
+Event = AgentEvent | WorkerEvent | StepEnded
+"""Every event. A step's stays in its worker."""
+
+WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)
+"""Those that a worker sends to its agent."""
+
+RUN_EVENTS: tuple[type[Event], ...] = get_args(AgentEvent | WorkerEvent)
+"""Those of `events.jsonl`."""

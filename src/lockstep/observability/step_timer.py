@@ -1,0 +1,99 @@
+"""Where the time of a step goes, measured while somebody subscribes to steps."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from lockstep.observability.bus import Bus
+from lockstep.observability.events import StepEnded
+
+Part = Literal["input", "compute", "wait", "exchange", "update", "other"]
+
+
+class StepTimer:
+    """Measures the steps of one thread, and publishes each as a `StepEnded`.
+
+    A lap is the time since the last lap. It counts for one part of the step; what of it was spent on waiting
+    for others counts for `wait`. Without a subscriber every method returns at once, and reads no clock.
+
+    Args:
+        events: where steps are published.
+        waited: returns the seconds that this worker has waited for others in its view so far.
+        now: reads a clock, in seconds.
+    """
+
+    def __init__(
+        self, events: Bus, waited: Callable[[], float], now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._events = events
+        self._waited = waited
+        self._now = now
+        self._call: str | None = None
+        self._parts: dict[str, float] = {}
+        self._start = 0.0
+        self._last = 0.0
+        self._last_waited = 0.0
+        self._charged = 0.0
+
+    @property
+    def running(self) -> bool:
+        """Whether a call's steps are measured."""
+        return self._call is not None
+
+    def begin(self, call: str) -> None:
+        """Note that a step of `call` begins: the step before has ended then, or this is the call's first."""
+        if not self._events.has_subscribers(StepEnded):
+            self.stop()
+        elif self._call == call:
+            self.lap("input")
+        else:
+            self._call = call
+            self._last_waited = self._waited()
+            self._reset(self._now())
+
+    def stop(self) -> None:
+        """Note that what follows belongs to no step, until one begins."""
+        self._call = None
+
+    def lap(self, part: Part) -> None:
+        """Count the time since the last lap for `part`."""
+        if self._call is None:
+            return
+        now, waited = self._now(), self._waited()
+        # A new view counts from zero.
+        waiting = max(0.0, waited - self._last_waited)
+        self._parts["wait"] += waiting
+        self._parts[part] += now - self._last - self._charged - waiting
+        self._last, self._last_waited, self._charged = now, waited, 0.0
+
+    def charging(self, part: Part, act: Callable[[], Any]) -> Callable[[], Any]:
+        """Return what does as `act`, whose time counts for `part` and not for the lap around it."""
+        if self._call is None:
+            return act
+
+        def timed() -> Any:
+            begun = self._now()
+            result = act()
+            seconds = self._now() - begun
+            self._parts[part] += seconds
+            self._charged += seconds
+            return result
+
+        return timed
+
+    def end(self, number: int, logs: Mapping[str, Any] | None) -> None:
+        """Publish step `number` of the call; the time since the last lap is in no other part."""
+        if self._call is None:
+            return
+        self.lap("other")
+        self._events.publish(
+            StepEnded(
+                call=self._call, number=number, seconds=self._last - self._start, logs=logs, **self._parts
+            )
+        )
+        self._reset(self._last)
+
+    def _reset(self, now: float) -> None:
+        self._parts = dict.fromkeys(("input", "compute", "wait", "exchange", "update", "other"), 0.0)
+        self._start = self._last = now
+        self._charged = 0.0

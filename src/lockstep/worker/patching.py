@@ -1,0 +1,127 @@
+"""What Lockstep replaces in other libraries: one registry, which can give everything back.
+
+A module of Lockstep that replaces an attribute of another library for longer than a block registers it here,
+under its own name.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from lockstep.errors import UnfitError
+
+_ABSENT = object()
+
+
+class Patch(NamedTuple):
+    """One attribute that is replaced.
+
+    Attributes:
+        by: the module of Lockstep that replaces it.
+        owner: the class or module that has it; `sys.modules` for a module.
+        name: of the attribute.
+        original: its value before, if it had one.
+        replacement: its value since.
+    """
+
+    by: str
+    owner: Any
+    name: str
+    original: Any
+    replacement: Any
+
+    def undo(self) -> None:
+        """Give the attribute its original value."""
+        if self.original is not _ABSENT:
+            _set(self.owner, self.name, self.original)
+        elif isinstance(self.owner, type):
+            delattr(self.owner, self.name)
+        else:
+            del _namespace(self.owner)[self.name]
+
+
+class PatchRegistry:
+    """The attributes that are replaced in this process, in the order of replacing; for any thread."""
+
+    def __init__(self) -> None:
+        self._patches: list[Patch] = []
+        self._lock = threading.RLock()
+
+    def __iter__(self) -> Iterator[Patch]:
+        with self._lock:
+            return iter(tuple(self._patches))
+
+    def has(self, by: str) -> bool:
+        """Whether the module `by` has replaced anything."""
+        with self._lock:
+            return any(patch.by == by for patch in self._patches)
+
+    def replace(self, by: str, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        """Replace an attribute by what `make` returns for its present value.
+
+        Raises:
+            UnfitError: there is no such attribute.
+        """
+        try:
+            original = getattr(owner, name)
+        except AttributeError:
+            raise UnfitError(
+                f"{owner.__name__} has no {name}, which {by} replaces: this version of "
+                f"{_library(owner)} is not supported"
+            ) from None
+        self.put(by, owner, name, make(original))
+
+    def put(self, by: str, owner: Any, name: str, value: Any) -> None:
+        """Give an attribute another value, whether or not there is one."""
+        with self._lock:
+            original = _namespace(owner).get(name, _ABSENT)
+            self._patches.append(Patch(by, owner, name, original, value))
+            _set(owner, name, value)
+
+    def give_back(self, by: str) -> None:
+        """Undo what the module `by`, or the modules in the package `by`, have replaced, the last first."""
+        with self._lock:
+            undone: list[Patch] = []
+            kept: list[Patch] = []
+            for patch in self._patches:
+                (undone if f"{patch.by}.".startswith(f"{by}.") else kept).append(patch)
+            self._patches = kept
+            for patch in reversed(undone):
+                patch.undo()
+
+
+def definer(cls: type, name: str) -> type:
+    """Return the class that defines a method of `cls`, so that its other subclasses have the replacement too.
+
+    Raises:
+        UnfitError: there is none.
+    """
+    for base in cls.__mro__:
+        if name in vars(base):
+            return base
+    raise UnfitError(
+        f"{cls.__name__} has no {name}, which Lockstep replaces: this version of {_library(cls)} is not "
+        "supported"
+    )
+
+
+def _namespace(owner: Any) -> Any:
+    return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        setattr(owner, name, value)
+    else:
+        # Past what some modules do where an attribute is set.
+        _namespace(owner)[name] = value
+
+
+def _library(owner: Any) -> str:
+    name = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+    return str(name).partition(".")[0]
+
+
+PATCHES = PatchRegistry()
+"""The registry of this process."""

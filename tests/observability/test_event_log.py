@@ -1,0 +1,78 @@
+"""Lines of `events.jsonl`."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from lockstep.observability.bus import Bus, PublishedEvent
+from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import (
+    RUN_EVENTS,
+    CallStarted,
+    Event,
+    StopReceived,
+    StrategyInstalled,
+    WorkerLost,
+    WorkerStarted,
+)
+from lockstep.system.clock import VirtualClock
+
+
+def test_events_are_appended_a_line_each(tmp_path: Path) -> None:
+    path, clock = tmp_path / "events.jsonl", VirtualClock(5.0)
+    path.write_bytes(b'{"unfinished": ')
+    for _ in range(2):
+        with EventLog.open(path, pytest.fail) as log:
+            bus = Bus(clock)
+            bus.subscribe(log.append, *RUN_EVENTS)
+            bus.publish(WorkerStarted(1, 77))
+            bus.publish(StrategyInstalled("jax", {"keras": "3"}), worker=1)
+        clock.advance(1.5)
+    lines = path.read_text().splitlines()
+    assert lines[0] == '{"unfinished": '
+    assert lines[1:] == [
+        line
+        for time in ("5.0", "6.5")
+        for line in (
+            f'{{"time":{time},"event":"started","worker":1,"pid":77}}',
+            f'{{"time":{time},"event":"strategy","backend":"jax","libraries":{{"keras":"3"}},"worker":1}}',
+        )
+    ]
+
+
+def test_times_have_milliseconds(tmp_path: Path) -> None:
+    with EventLog.open(tmp_path / "log", pytest.fail) as log:
+        log.append(PublishedEvent(1234567.89123, None, StopReceived(2)))
+    assert (tmp_path / "log").read_text() == '{"time":1234567.891,"event":"stop","signal":2}\n'
+
+
+@pytest.mark.parametrize("event", [CallStarted("ä\n\udc80"), WorkerLost(0, "ä\n\udc80")])
+def test_names_that_are_no_unicode_are_kept(tmp_path: Path, event: CallStarted | WorkerLost) -> None:
+    with EventLog.open(tmp_path / "log", pytest.fail) as log:
+        log.append(PublishedEvent(0.0, None, event))
+    (line,) = (tmp_path / "log").read_text().splitlines()
+    assert "ä\n\udc80" in json.loads(line).values()
+
+
+SAMPLES: dict[type, object] = {
+    msgspec.inspect.BoolType: True,
+    msgspec.inspect.IntType: 7,
+    msgspec.inspect.FloatType: 1.5,
+    msgspec.inspect.StrType: "ä",
+    msgspec.inspect.VarTupleType: (),
+    msgspec.inspect.DictType: {},
+    msgspec.inspect.UnionType: None,
+}
+
+
+@pytest.mark.parametrize("kind", RUN_EVENTS)
+def test_a_line_reads_back_as_its_event(tmp_path: Path, kind: type[Event]) -> None:
+    fields = msgspec.inspect.type_info(kind).fields
+    event = kind(**{field.name: SAMPLES[type(field.type)] for field in fields})
+    with EventLog.open(tmp_path / "log", pytest.fail) as log:
+        log.append(PublishedEvent(0.0, None, event))
+    (line,) = (tmp_path / "log").read_bytes().splitlines()
+    assert msgspec.json.decode(line, type=kind) == event
+    assert json.loads(line).keys() == {"time", "event", *kind.__struct_fields__}

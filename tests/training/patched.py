@@ -1,0 +1,121 @@
+"""Installs what Lockstep replaces in Keras and its backend, and takes it back; argument: a folder.
+
+Ends with an error where the registry of patches does not tell what is replaced.
+"""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import keras
+
+import lockstep
+from lockstep.keras import patches
+from lockstep.keras.replica_run import assignments
+from lockstep.keras.replica_run.contract import runs_of
+from lockstep.observability.bus import Bus
+from lockstep.system.clock import SystemClock
+from lockstep.topology import place
+from lockstep.worker import downloads, jax_cache, tf_distribute_shim
+from lockstep.worker.job import Job, JobContext, by_itself
+from lockstep.worker.patching import PATCHES
+
+LIBRARIES = ("jax", "keras", "tensorflow", "torch")
+OWN = str(Path(lockstep.__file__).parent)
+VIEW = place(3, (0,))
+JOB = Job(JobContext(0, 0, 1, Bus(SystemClock(), 0)), (VIEW, by_itself(VIEW)))
+
+Attributes = dict[tuple[int, str], tuple[str, Any]]
+
+
+def owners() -> Iterator[Any]:
+    """Yield the modules of the libraries, and the classes in them."""
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] in LIBRARIES]
+    found: dict[int, Any] = {}
+    for module in modules:
+        if isinstance(module, ModuleType):
+            found[id(module)] = module
+            for value in vars(module).values():
+                if isinstance(value, type) and str(value.__module__).partition(".")[0] in LIBRARIES:
+                    found[id(value)] = value
+    yield from found.values()
+
+
+def attributes() -> Attributes:
+    """Return all attributes that can be called, by the owner's id and their names."""
+    return {
+        (id(owner), name): (f"{owner.__name__}.{name}", value)
+        for owner in owners()
+        for name, value in list(vars(owner).items())
+        if callable(value)
+    }
+
+
+def own(found: Attributes) -> set[tuple[int, str]]:
+    """Return the attributes that are functions of Lockstep's."""
+    return {
+        at
+        for at, (_, value) in found.items()
+        if isinstance(value, FunctionType) and value.__code__.co_filename.startswith(OWN)
+    }
+
+
+def install() -> None:
+    patches.install(JOB)
+    patches.install_at_compile(JOB)
+    assignments.install()
+    runs_of(JOB)
+    downloads.serve_downloads()
+
+
+def check(before: Attributes) -> None:
+    """See that what differs from `before` is what the registry has."""
+    now = attributes()
+    changed = {at for at, (_, value) in now.items() if at in before and before[at][1] is not value}
+    listed = {(id(patch.owner), patch.name) for patch in PATCHES if callable(patch.replacement)}
+    differing = [now[at][0] for at in (changed | own(now)) ^ listed if at in now]
+    assert not differing, differing
+    assert len({(id(patch.owner), patch.name, id(patch.replacement)) for patch in PATCHES}) == len([*PATCHES])
+
+
+def main() -> None:
+    backend = keras.backend.backend()
+    before = attributes()
+    assert not own(before), [before[at][0] for at in own(before)]
+    install()
+    assert len([*PATCHES]) > 30
+    check(before)
+    installed = [*PATCHES]
+    install()
+    assert [*PATCHES] == installed
+    if backend == "tensorflow":
+        from lockstep.keras.backends.drawing import drawn_from
+
+        with drawn_from(None):
+            check(before)
+            assert len([*PATCHES]) > len(installed)
+        assert [*PATCHES] == installed
+        tf_distribute_shim.serve()
+        tf_distribute_shim.refuse_theirs(3)
+        check(before)
+    if backend == "jax":
+        jax_cache.keep_compiled(Path(sys.argv[1]), 1)
+        check(before)
+    for patch in PATCHES:
+        print(patch.by.removeprefix("lockstep."), getattr(patch.owner, "__name__", "sys.modules"), patch.name)
+    patches.uninstall()
+    assert {patch.by.split(".")[1] for patch in PATCHES} == {"worker"}
+    PATCHES.give_back("lockstep")
+    now = attributes()
+    assert not own(now), [now[at][0] for at in own(now)]
+    changed = [text for at, (text, value) in before.items() if at in now and now[at][1] is not value]
+    assert not changed, changed
+    assert before.keys() <= now.keys()
+    install()
+    assert len([*PATCHES]) > 30
+
+
+if __name__ == "__main__":
+    main()
