@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.backend import NAMES
+from lockstep.protocol.job_spec import BACKEND_NAMES
 
 DEFAULT = '{"floatx": "float32", "epsilon": 1e-07, "backend": "%s", "image_data_format": "channels_last"}'
 SHOW = "import os; print(os.environ['KERAS_BACKEND'])\n"
@@ -37,7 +37,7 @@ def test_a_fresh_home_gives_the_same_backend_again(tmp_path: Path) -> None:
     assert run(tmp_path, "--run-dir", "run", "a.py") == first
     installed = [name for name in ("tensorflow", "jax", "torch") if find_spec(name)]
     assert first[0] == installed[0]
-    assert f"; on {NAMES[installed[0]]}, because {FIRST}; " in first[1]
+    assert f"; on {BACKEND_NAMES[installed[0]]}, because {FIRST}; " in first[1]
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_the_bits_are_those_of_a_script_whoever_dies(tmp_path: Path) -> None:
     script = str(HERE / "launched_training.py")
 
     def run(*command: str) -> "subprocess.CompletedProcess[str]":
-        return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=120)
+        return subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=1200)
 
     alone = run(sys.executable, "-m", "lockstep", "run", "-n", "2", script)
     launched = run(sys.executable, script, "launch")

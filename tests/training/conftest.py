@@ -69,7 +69,11 @@ def environment(shared_folder: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def plain(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def plain(
+    environment: dict[str, str],
+    lean: Callable[[Path, str], dict[str, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., str]:
     """Run a script of this folder without the command; return what it printed."""
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
@@ -79,7 +83,7 @@ def plain(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
     def run(script: str, *arguments: str, backend: str = "jax") -> str:
         command = [sys.executable, str(HERE / script), *arguments]
-        variables = environment | compiled | {"KERAS_BACKEND": backend}
+        variables = environment | lean(HERE / script, backend) | compiled | {"KERAS_BACKEND": backend}
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
         assert result.returncode == 0, result.stderr
         return result.stdout
@@ -88,14 +92,19 @@ def plain(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def launch(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def launch(
+    environment: dict[str, str],
+    lean: Callable[[Path, str], dict[str, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Run]:
     """Run a script of this folder with `lockstep run`."""
 
     def run(options: str, script: str, *arguments: str, backend: str = "jax") -> Run:
         folder = tmp_path_factory.mktemp("run")
         command = [sys.executable, "-m", "lockstep", "run", "--backend", backend, "--run-dir", str(folder)]
         command += [*options.split(), str(HERE / script), *arguments]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+        variables = environment | lean(HERE / script, backend)
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
         return Run(result.returncode, result.stdout, result.stderr, folder)
 
     return run

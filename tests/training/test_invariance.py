@@ -105,32 +105,25 @@ class Replicas(NamedTuple):
     trainings: list[str]
     losses: list[str]
     rounds: list[str]
-    cnn: list[str]
     folder: Path
 
 
 @pytest.fixture(scope="module")
 def replicas(trained: Trained, tmp_path_factory: pytest.TempPathFactory, backend: str) -> Replicas:
-    """Two workers: what plain Keras computes too, and one training that draws random numbers."""
+    """Two workers that train what plain Keras computes too."""
     folder = tmp_path_factory.mktemp("replicas")
     trainings = f"program --exact --save {folder} {' '.join(names(backend))}"
-    return Replicas(*trained(backend, 2, trainings, "losses", "rounds --exact", "program cnn"), folder)
+    return Replicas(*trained(backend, 2, trainings, "losses", "rounds --exact"), folder)
 
 
-def test_four_replicas_give_the_same_bits_on_any_number_of_workers(
-    trained: Trained, replicas: Replicas, backend: str
-) -> None:
-    lines = {workers: results(whole(trained, backend, workers), "cnn") for workers in (1, 3)}
-    lines[2] = replicas.cnn
+def test_four_replicas_give_the_same_bits_on_any_number_of_workers(trained: Trained, backend: str) -> None:
+    # What a training draws may depend on the calls before it: the first is compared.
+    (one,), (three,) = (trained(backend, n, f"program {' '.join(in_ci(backend))}") for n in (1, 3))
+    lines = {1: one[:1], 3: three[:1]}
     if backend == "jax":
-        (lines[4],) = trained(backend, 4, "program cnn")
+        lines |= {workers: trained(backend, workers, "program cnn")[0] for workers in (2, 4)}
     assert lines == dict.fromkeys(lines, lines[1])
-    assert len(lines[1]) == 1
-
-
-def whole(trained: Trained, backend: str, workers: int) -> list[str]:
-    (lines,) = trained(backend, workers, f"program {' '.join(in_ci(backend))}")
-    return lines
+    assert results(lines[1], "cnn") == lines[1]
 
 
 def test_every_training_gives_the_same_bits_on_one_and_three_workers(
