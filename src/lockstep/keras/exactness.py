@@ -1,4 +1,4 @@
-"""What differs from one process on the global batch by more than rounding: it is computed per replica."""
+"""The parts of a training that are computed per replica and so differ from one process, beyond rounding."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from lockstep.system.prose import count
 from lockstep.topology import View
 
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
-"""Keras's losses that compare the examples of a batch, or divide by what is in all of them."""
+"""Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:
-    """Say that a method of `keras.Model` is distributed, and which parts are computed per replica."""
+    """Return the note that a method of `keras.Model` is distributed, and which parts are per replica."""
     over = count(len(view.workers), "worker")
     if len(view.workers) != view.replicas:
         over = f"{count(view.replicas, 'replica')} on {over}"
@@ -26,20 +26,20 @@ def introduction(method: str, view: View, parts: Sequence[str]) -> str:
 
 
 def said_of(parts: Sequence[str]) -> str:
-    """Say which parts are computed per replica."""
+    """Return a text on which parts are computed per replica."""
     return f"computed per replica: {', '.join(parts)}"
 
 
 def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name what of a model's training differs from that of one process by more than rounding.
+    """Name the parts of a model's training that differ from one process by more than rounding.
 
-    That is what looks at several examples at once: the statistics of BatchNormalization, a loss or a metric
-    that compares examples, a sum that a layer adds to the loss, and perhaps a step of the program's own.
-    Random layers draw other numbers in each replica; they are not named.
+    These use several examples at once: the statistics of BatchNormalization, a loss or a metric that compares
+    examples, a sum that a layer adds to the loss, and perhaps a custom step. Random layers draw different
+    numbers in each replica; they are not named.
 
     Args:
         model: built.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if something is tried.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a part must be tested.
     """
     counted = Counter(
         type(layer).__name__
@@ -57,7 +57,7 @@ def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
 
 
 def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the losses that are no means over examples; those of which this is not known are tried."""
+    """Name the losses that are not means over examples; test those for which this is unknown."""
     given = [loss for loss in keras.tree.flatten(model.loss) if loss is not None]
     doubtful = [loss for loss in given if _may_compare_examples(loss)]
     if not doubtful:
@@ -67,13 +67,13 @@ def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
     ]
     try:
         whole, first, second = _in_parts(rows(), lambda x, y: _compiled_loss(model, x, y))
-    except Exception:  # A step of the program's own may give losses what it likes.
+    except Exception:  # A custom step may pass anything to losses.
         return [f"{name} (possibly: it could not be tested)" for name in names]
     return [] if _near(whole, (first + second) / 2) or _near(whole, first + second) else names
 
 
 def _sums_of_layers(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the layers of the program's own if what they add to the loss is no mean over examples."""
+    """Name the program's own layers if the loss that they add is not a mean over examples."""
     layers = [layer for layer in model._flatten_layers() if _adds_losses(type(layer))]
     if not layers:
         return []
@@ -102,7 +102,7 @@ def _may_compare_examples(loss: Any) -> bool:
 
 def _compiled_loss(model: Any, x: Any, y: Any) -> Any:
     with keras.StatelessScope():
-        # A sum is a tensor of its own, without a mask, which would change what the mean is over.
+        # The sum is a new tensor without a mask, which would change the examples in the mean.
         outputs = keras.tree.map_structure(lambda leaf: leaf + 0, model(x, training=False))
         return model._compile_loss(y, outputs)
 
@@ -114,14 +114,14 @@ def _added_losses(model: Any, x: Any) -> Any:
 
 
 def _in_parts(data: Any, compute: Callable[[Any, Any], Any]) -> tuple[float, float, float]:
-    """Return `compute(x, y)` of some rows of `data`, and of each half of them; of fewer than two, zeros."""
+    """Return `compute(x, y)` of some rows of `data` and of each half of them; zeros for fewer than two."""
     half = tried_rows(data)
     if not half:
         return 0.0, 0.0, 0.0
 
     def of(rows: slice) -> float:
         x, y, _ = rows_of(data, rows)
-        # What the program draws here must not change what it draws later.
+        # Random numbers drawn here must not affect later ones.
         with random_numbers(0):
             return float(keras.ops.convert_to_numpy(compute(x, y)))
 

@@ -15,15 +15,15 @@ _PROBED_ROWS = 8
 
 
 def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
-    """Raise ModelError if a metric's state is not a sum over examples; change nothing.
+    """Raise ModelError if a metric's state is not a sum over examples; leave the model unchanged.
 
-    Replicas start a step from zero, and their states are added. Keras's own metrics that start from zero
-    add up. One that the user wrote is tried: updating it with some rows and then with others has to give
-    the sum of both alone.
+    Replicas start a step from zero, and their states are added. Keras's own metrics that start from zero are
+    additive. A user's metric is tested: updating it with some rows and then with others must give the sum of
+    the separate updates.
 
     Args:
         model: built, with its metrics.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tried.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tested.
     """
     for metric in model.metrics:
         with keras.StatelessScope() as scope:
@@ -40,7 +40,7 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
             _try(model, data)
     except ModelError:
         raise
-    except Exception as error:  # A step of the program's own may give metrics what it likes.
+    except Exception as error:  # A custom step may pass anything to metrics.
         warnings.warn(
             f"cannot check whether the metric {own[0].name!r} adds up over replicas, because the model or "
             f"its metrics cannot be called with a batch ({type(error).__name__}); it adds up if it keeps "
@@ -50,13 +50,13 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
 
 
 def metrics_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the metrics of the program's own that compare the examples of a batch.
+    """Name the user's metrics that compare the examples of a batch.
 
-    That is: after one update with some rows, their state is not the sum of what either half adds.
+    After one update with some rows, the state of such a metric is not the sum of updates with either half.
 
     Args:
         model: built, with its metrics.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tried.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tested.
     """
     own = _own_metrics(model)
     if not own:
@@ -69,7 +69,7 @@ def metrics_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
         parts = (slice(0, 2 * half), slice(0, half), slice(half, 2 * half))
         with random_numbers(0):
             states = [_state(model, [_updates(model, data, part)]) for part in parts]
-    except Exception:  # A step of the program's own may give metrics what it likes.
+    except Exception:  # A custom step may pass anything to metrics.
         return []
     differing = {
         id(variable)
@@ -84,7 +84,7 @@ def _own_metrics(model: Any) -> list[Any]:
 
 
 def tried_rows(data: Any) -> int:
-    """Return how many rows of a batch are tried, and as many others; 0 where there is no second one."""
+    """Return the number of rows to test against as many others; 0 if the batch has fewer than two."""
     counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None]
     return min(_PROBED_ROWS, min(counts) // 2)
 
