@@ -1,4 +1,4 @@
-"""Training with one replica while checkpoints are kept: Keras's own train function, watched."""
+"""Training with one replica and checkpoints: a wrapper of Keras's own train function."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ from lockstep.keras.state.snapshots import Snapshots
 
 
 class Watched:
-    """What Keras's loop calls instead of its own train function, which takes the same steps.
+    """A wrapper of Keras's train function that takes the same steps.
 
-    A call may be passed over, because another process has made it. After it, a checkpoint is kept if it is
-    time. A call that the loop makes has `steps_per_execution` steps, also where the data has fewer left.
+    It skips calls that another process has already made. After a call, it saves a checkpoint if one is due. A
+    call of the loop has `steps_per_execution` steps, even if the data has fewer left.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Watched:
         self._call = backend.watched(model, function, self._execute)
 
     def __call__(self, *args: Any) -> Any:
-        """Do as the train function that is watched."""
+        """Call the wrapped train function."""
         return self._call(*args)
 
     def _execute(self, execution: Execution) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Nests of arrays on the host: taken apart, and packed again."""
+"""Flattening and packing nests of arrays on the host."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 Nest = Any
-"""A nest of arrays, or of what stands for them; None where a dataset gives nothing."""
+"""A nest of arrays or placeholders; None for a missing leaf."""
 
 
 def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
-    """Return the leaves of a nest, those that are None too, and what packs others in their places.
+    """Return the leaves of a nest, including None, and a function that packs others in the same structure.
 
-    Most inputs are (x, y), for which `keras.tree` would take as long as it takes to gather a small batch.
+    Most inputs are (x, y), for which `keras.tree` would take as long as gathering a small batch.
     """
     if type(nest) is tuple and all(leaf is None or hasattr(leaf, "shape") for leaf in nest):
         return list(nest), tuple
@@ -23,7 +23,7 @@ def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
 
 
 def on_host(leaf: Any) -> npt.NDArray[Any]:
-    """Return an array or a tensor as an array of NumPy, in its own memory where NumPy can read that."""
+    """Return an array or a tensor as a NumPy array, without a copy if NumPy can read its memory."""
     if isinstance(leaf, np.ndarray):
         return leaf
     if type(leaf).__module__.startswith("torch"):

@@ -1,4 +1,4 @@
-"""A `PyDataset` in the order in which passes visit its batches."""
+"""A `PyDataset` with its batches in the order in which passes visit them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from lockstep.keras.input.visits import OrderSeed, Visits, visits_of_batches
 
 
 class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
-    """A `PyDataset` whose batches are visited in the order of `lockstep.keras.input.visits`.
+    """A `PyDataset` whose batches have the order of `lockstep.keras.input.visits`.
 
     Attributes:
         inner: the dataset itself.
@@ -30,7 +30,7 @@ class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
             ]
 
     def first(self) -> Any:
-        """Return the first batch of a pass that Keras begins to look at it."""
+        """Return the first batch of a pass that Keras begins to read a sample."""
         looked = slice(0, 1) if self.visits is None else self.visits.look()
         return self.inner[looked.start if isinstance(looked, slice) else int(looked[0])]
 
@@ -39,6 +39,6 @@ class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches; None where the dataset never ends."""
+        """Number of batches; None if the dataset never ends."""
         batches: int | None = self.inner.num_batches
         return batches

@@ -1,4 +1,4 @@
-"""What becomes of `tf.distribute`'s ways to give each worker a part of a dataset's files or elements."""
+"""The mapping of `tf.distribute`'s options for sharding a dataset by files or elements."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ _EXPLANATIONS = {
 
 
 def explain_sharding(job: Job, dataset: Any) -> None:
-    """Say, once and on the chief, what Lockstep does where a dataset asks for a way that it does not need."""
+    """Print a note, once and on the chief, on what Lockstep does with a dataset's auto-shard policy."""
     if not is_tensorflow(dataset):
         return
     policy = dataset.options().experimental_distribute.auto_shard_policy.name

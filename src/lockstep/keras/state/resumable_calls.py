@@ -194,8 +194,8 @@ class ResumableCalls:
         """Resume from `contents` when the script reaches its position.
 
         Raises:
-            CheckpointError: the script that saved them requested checkpoints at another position, or they are
-                not from a training.
+            CheckpointError: the checkpoint is not from a training, or its script requested checkpoints at
+                another position.
         """
         facts = unpack(contents.manifest.get("training"), contents.arrays)
         if not isinstance(facts, dict):
