@@ -127,7 +127,7 @@ class JobSize:
         restarts_left: how many more lost workers will be replaced.
         max_restarts: the budget at the start of the job and after each request to scale.
         closed: whether no worker is replaced because none can join.
-        by_hand: whether no worker is replaced because a person starts the workers.
+        by_hand: whether no worker is replaced because the user starts the workers by hand.
     """
 
     wanted: int = 0
