@@ -1,9 +1,9 @@
-"""What it costs to publish the event of a step: to nobody, to a feed, and to events.jsonl.
+"""The cost of publishing the event of a step: without a subscriber, with a feed, and to events.jsonl.
 
     events.py [--turns N] [--steps N]
 
 One process, in turns of many steps. A step makes every call that a step of `fit` makes of its timer. Nothing
-in it waits, so the figures are CPU time of the thread: what else the machine does is not in them.
+in it waits, so the figures are CPU time of the thread, which other processes do not change.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SHARE = int
 
 
 def steps(timer: StepTimer, count: int) -> float:
-    """Return the CPU seconds of a step that does nothing but to measure and publish itself."""
+    """Return the CPU seconds of a step that only measures and publishes itself."""
     begun = time.thread_time()
     for number in range(count):
         timer.begin("fit 1")
@@ -42,7 +42,7 @@ def steps(timer: StepTimer, count: int) -> float:
     return (time.thread_time() - begun) / count
 
 
-def to_nobody(timer: StepTimer, bus: Bus, log: EventLog, count: int) -> float:
+def without_subscriber(timer: StepTimer, bus: Bus, log: EventLog, count: int) -> float:
     return steps(timer, count)
 
 
@@ -63,7 +63,7 @@ def to_a_file(timer: StepTimer, bus: Bus, log: EventLog, count: int) -> float:
 
 
 WAYS: dict[str, Callable[[StepTimer, Bus, EventLog, int], float]] = {
-    "a step, without a subscriber": to_nobody,
+    "a step, without a subscriber": without_subscriber,
     "a step, with a feed, which is full": to_a_feed,
     "a step, as a line of events.jsonl": to_a_file,
 }

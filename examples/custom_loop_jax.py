@@ -1,10 +1,10 @@
-"""A training loop of one's own on JAX: gradients of a compiled function, added up over the replicas.
+"""A custom training loop on JAX: gradients of a compiled function, summed over the replicas.
 
     lockstep run -n 2 --backend jax examples/custom_loop_jax.py
 
-What is compiled is pure, as always with JAX. The function that `strategy.run` is given reads and assigns
+The compiled function is pure, as always with JAX. The function passed to `strategy.run` reads and assigns
 variables, so that each replica draws its own random numbers, and the averages of BatchNormalization become
-the mean of the replicas'.
+the mean over the replicas.
 """
 
 import os

@@ -1,7 +1,7 @@
 """TensorFlow's tutorial "Custom training loop with Keras and MultiWorkerMirroredStrategy", on digits.
 
-What differs from a program for tf.distribute is the import. It saves the training's state after every ten
-steps, and goes on from there when it is started again, by tf.train.CheckpointManager:
+Only the import differs from a tf.distribute program. The program saves its state every ten steps with
+tf.train.CheckpointManager, and resumes from it when it is restarted:
 
     lockstep run -n 2 examples/custom_loop_tensorflow.py saved
 """

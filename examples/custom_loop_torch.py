@@ -1,4 +1,4 @@
-"""A training loop of one's own on PyTorch: forward, backward and update are the function of a replica.
+"""A custom training loop on PyTorch: each replica computes forward pass, backward pass and update.
 
 lockstep run -n 2 --backend torch examples/custom_loop_torch.py
 """

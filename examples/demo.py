@@ -1,4 +1,4 @@
-"""Train the same program with two workers, with one, and with two of which the chief is killed; compare.
+"""Train the same program with two workers, with one, and with a killed chief, and compare the results.
 
 make demo
 """

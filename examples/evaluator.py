@@ -1,4 +1,4 @@
-"""A chief and a worker train, and an evaluator evaluates their checkpoints meanwhile: one script for all.
+"""A chief and a worker train while an evaluator evaluates their checkpoints: one script for all tasks.
 
 cd examples
 TASKS='{"chief": ["localhost:20000"], "worker": ["localhost:20001"]}'

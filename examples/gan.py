@@ -2,9 +2,9 @@
 
     lockstep run -n 2 examples/gan.py
 
-Each of the two updates is a step of a compiled model of its own, which works on every backend: the
-discriminator learns to tell drawings from digits, and `adversary`, the generator followed by the frozen
-discriminator, learns to have its drawings taken for digits.
+Each of the two updates is a step of its own compiled model, which works on every backend: the discriminator
+learns to distinguish drawings from digits, and `adversary`, the generator followed by the frozen
+discriminator, learns to draw digits that the discriminator accepts.
 """
 
 import keras

@@ -1,8 +1,8 @@
-"""A loop of one's own that workers may join and leave: kill one, or `lockstep scale`, while it trains.
+"""A custom loop that workers can join and leave: kill one, or use `lockstep scale`, while it trains.
 
     lockstep run -n 2 --checkpoint saved examples/hot_loop.py
 
-The state that the loop names goes to whoever joins, and into checkpoints.
+Joining workers and checkpoints receive the state that the loop names.
 """
 
 import os

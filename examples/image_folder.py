@@ -1,10 +1,10 @@
-"""Trains on a folder of images, one subfolder a class, as PyTorch's examples lay them out.
+"""Train on a folder of images with one subfolder per class, as in PyTorch's examples.
 
     lockstep run -n 2 examples/image_folder.py [FOLDER]
 
-FOLDER holds `train/<class>/*.png` and `validation/<class>/*.png`. Without one, handwritten digits are written
-to a temporary folder first, by each worker for itself, as each host of a cluster would have its own copy.
-TensorFlow reads the files; the model trains on any backend.
+FOLDER holds `train/<class>/*.png` and `validation/<class>/*.png`. Without FOLDER,
+each worker first writes handwritten digits to its own temporary folder. TensorFlow reads the files; the model
+trains on any backend.
 """
 
 import sys

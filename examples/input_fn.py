@@ -1,8 +1,8 @@
-"""An Estimator's `input_fn(mode, input_context)`, which makes the pipeline of one replica.
+"""An Estimator's `input_fn(mode, input_context)`, which creates the pipeline of one replica.
 
     lockstep run -n 2 examples/input_fn.py
 
-Each replica reads the part of the examples that its `input_context` names, on whichever worker computes it.
+Each replica reads the part of the examples that its `input_context` names, on any worker.
 """
 
 import keras

@@ -2,7 +2,7 @@
 
     lockstep run -n 2 examples/text.py
 
-The paragraphs are those of the docstrings of Python's own standard library.
+The paragraphs come from the docstrings of Python's standard library.
 """
 
 import ast

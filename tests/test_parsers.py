@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.state_transfer import unpack_state
 from lockstep.cli.run import PARTS
 from lockstep.cluster import slurm, tf_config
 from lockstep.cluster.slurm import SlurmClusterResolver
@@ -25,9 +24,13 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.launcher import devices, import_scan
 from lockstep.protocol import admin as admin_messages
 from lockstep.protocol import fork as fork_messages
+from lockstep.protocol import host as host_messages
 from lockstep.protocol import rendezvous as rendezvous_messages
 from lockstep.protocol import worker as worker_messages
+from lockstep.protocol.channel import Attachment
 from lockstep.system import environment, invocation
+from lockstep.transport.packet_channel import PacketDecoder
+from lockstep.transport.state_memory import MemoryTransport
 
 quick = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 words = st.text(max_size=6) | st.sampled_from(
@@ -127,8 +130,6 @@ variables = dict.fromkeys(
     "LOCKSTEP_SEED": "0",
     "LOCKSTEP_RUN_DIR": "/x",
     "LOCKSTEP_CONTROL_FD": "3",
-    "LOCKSTEP_POOL_FD": "4",
-    "LOCKSTEP_ARENA_FD": "none",
     "LOCKSTEP_CHECKPOINTS": "null",
 }
 OF_CHECKPOINTS = ["folder", "steps", "seconds", "keep", "resume"]
@@ -172,7 +173,7 @@ def show_jobs(packet: bytes) -> None:
 def unpack(data: bytes) -> None:
     descriptor = os.memfd_create("parcel")
     os.write(descriptor, data)
-    unpack_state(descriptor)
+    MemoryTransport().fetch(Attachment(descriptor))
 
 
 def ask_resolver(text: str) -> None:
@@ -222,7 +223,10 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "hosts": (hosts_texts, slurm.expand_hosts, (ConfigError,)),
     "counts": (hosts_texts, slurm.expand_counts, (ConfigError,)),
     "worker": (environments, lambda given: environment.read_worker(variables | given), (ConfigError,)),
-    "messages": (packets, worker_messages.decode, (ValueError,)),
+    "what workers say": (packets, PacketDecoder(worker_messages.WorkerMessage).decode, (ValueError,)),
+    "what agents say": (packets, PacketDecoder(worker_messages.AgentMessage).decode, (ValueError,)),
+    "instructions": (packets, PacketDecoder(host_messages.Instruction).decode, (ValueError,)),
+    "reports": (packets, PacketDecoder(host_messages.HostReport).decode, (ValueError,)),
     "orders": (packets, admin_messages.decode_order, (ValueError,)),
     "replies": (packets, show_jobs, (ValueError,)),
     "arrivals": (packets, rendezvous_messages.decode_arrival, (ValueError,)),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from lockstep.coordinator.job_summary import JobSummary
+from lockstep.coordinator.job_report import JobSummary
 from lockstep.coordinator.provenance import provenance
 from lockstep.observability.events import FORMAT, RUN_EVENTS, WORKER_EVENTS, JobFinished, JobStarted
 from lockstep.protocol.job_spec import JobSpec

@@ -1,8 +1,8 @@
-"""TensorFlow's tutorial "Multi-worker training with Keras": nothing here knows of Lockstep.
+"""TensorFlow's tutorial "Multi-worker training with Keras", without a reference to Lockstep.
 
     lockstep run --tf-distribute -n 2 examples/tutorial/main.py
 
-Add `--backend jax` and the same program computes on JAX, while tf.data feeds it.
+With `--backend jax`, the same program computes on JAX and reads with tf.data.
 """
 
 import json

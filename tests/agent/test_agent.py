@@ -1,5 +1,6 @@
-"""The agent with workers that the test plays."""
+"""The coordinator and the agent with workers that the test plays."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,23 +8,30 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_launcher import FakeHandle, FakeLauncher, end_by_signal
 
 from lockstep.agent.agent import Agent
-from lockstep.agent.console import Console
 from lockstep.agent.starter import LocalStarter
-from lockstep.agent.views import ExchangeHandle, Views
+from lockstep.coordinator.coordinator import Coordinator
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
+from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.endpoint import SharedMemory
+from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Failed, Finished, Started, Stop, WaitReport, encode
+from lockstep.protocol.worker import EventReport, Failed, Finished, Started, WaitReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
+from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.packet_channel import PacketChannel
 
 QUICK = TimeLimits(timeout=60, blame=0.01, look=0.01, abort=0.01, term=0.01, kill=0.01)
 
@@ -62,6 +70,36 @@ class Outcome:
 
 
 Play = Callable[[FakeHandle], None]
+Connect = Callable[[], tuple[Any, Any]]
+
+
+def packet_channels() -> tuple[Any, Any]:
+    """Connect coordinator and agent as if they were two processes."""
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return PacketChannel(one, HostReport), PacketChannel(other, Instruction)
+
+
+def nothing() -> Attachment:
+    return Attachment(os.open(os.devnull, os.O_RDONLY))
+
+
+class FakeExchange:
+    """An exchange whose abort ends all workers."""
+
+    def __init__(self, members: int, aborts: list[str], workers: list[FakeHandle]) -> None:
+        self.endpoint = SharedMemory(nothing())
+        self._aborts, self._workers = aborts, workers
+
+    def leave_notice(self, notice: int) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        self._aborts.append(reason)
+        for worker in self._workers:
+            worker.end(1)
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass
@@ -69,8 +107,9 @@ class Stage:
     """Runs the agent with workers that do what `plays` say; the last ones join, if any do."""
 
     folder: Path
-    command: socket.socket
-    agent_side: socket.socket
+    connect: Connect
+    command: PacketChannel[Stop, Stop]
+    agent_side: PacketChannel[Stop, Stop]
 
     def run(
         self,
@@ -85,10 +124,10 @@ class Stage:
         workers, wanted = len(plays) - joining, len(plays) if joining else 0
         spec = JobSpec("a.py", False, (), workers, len(plays), 1, 0, 60.0, self.folder)
 
-        def abort(reason: str) -> None:
-            aborts.append(reason)
-            for worker in launcher.started:
-                worker.end(1)
+        to_agent, to_coordinator = self.connect()
+
+        def open_exchange(members: int) -> FakeExchange:
+            return FakeExchange(members, aborts, launcher.started)
 
         out, err = self.folder / "out", self.folder / "err"
         with out.open("wb", 0) as stdout, err.open("wb", 0) as stderr:
@@ -97,18 +136,31 @@ class Stage:
             with EventLog.open(paths.events, pytest.fail) as log:
                 events.subscribe(log.append, *run_events.RUN_EVENTS)
                 events.subscribe(lambda published: on_event(published.event), *run_events.RUN_EVENTS)
-                status = Agent(
-                    spec,
-                    paths,
-                    LocalStarter(spec, paths, os.getpid(), launcher, console, pool=0),
-                    Views(lambda members: ExchangeHandle(0, abort, lambda notice: None, lambda: None)),
-                    self.agent_side,
-                    console,
-                    events,
-                    SystemClock(),
-                    descendants,
-                    State.of(spec.view, QUICK, JobSize.of(wanted, 1, 0)),
-                ).run()
+                with EventLoop() as loop:
+                    agent = Agent(
+                        "a",
+                        to_coordinator,
+                        loop,
+                        LocalStarter(spec, paths, os.getpid(), launcher, console),
+                        open_exchange,
+                        nothing(),
+                        console,
+                        descendants,
+                    )
+                    coordinator = Coordinator(
+                        spec,
+                        paths,
+                        os.getpid(),
+                        to_agent,
+                        self.agent_side,
+                        loop,
+                        console,
+                        events,
+                        SystemClock(),
+                        State.of(spec.view, QUICK, JobSize.of(wanted, 1, 0)),
+                    )
+                    with contextlib.closing(agent):
+                        status = coordinator.run()
         entries = [json.loads(line) for line in paths.events.read_text().splitlines()]
         return Outcome(
             status,
@@ -121,11 +173,13 @@ class Stage:
         )
 
 
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    command, agent_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with command, agent_side:
-        yield Stage(tmp_path, command, agent_side)
+@pytest.fixture(params=[LocalChannel.pair, packet_channels], ids=["one process", "packets"])
+def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
+    command, coordinator_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with command, coordinator_side:
+        yield Stage(
+            tmp_path, request.param, PacketChannel(command, Stop), PacketChannel(coordinator_side, Stop)
+        )
 
 
 def well(worker: FakeHandle) -> None:
@@ -277,7 +331,7 @@ def test_what_is_not_understood_is_noted_and_ignored(stage: Stage, packet: bytes
 
 
 def test_a_stop_reaches_every_worker_once(stage: Stage) -> None:
-    stage.command.send(encode(Stop(signal.SIGTERM)))
+    stage.command.send(Stop(signal.SIGTERM))
     outcome = stage.run(waits, waits)
     assert outcome.status == 143
     assert [worker.signals for worker in outcome.workers] == [[15], [15]]
@@ -290,7 +344,7 @@ def test_workers_that_ignore_a_stop_are_killed(stage: Stage) -> None:
         if number == signal.SIGKILL:
             worker.end(-number)
 
-    stage.command.send(encode(Stop(signal.SIGINT)))
+    stage.command.send(Stop(signal.SIGINT))
     outcome = stage.run(waits, waits, react=ignore)
     assert outcome.status == 130
     assert [worker.signals for worker in outcome.workers] == [[2, 9], [2, 9]]
@@ -322,7 +376,8 @@ def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
 
 
 def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.coordinator.startup_progress._QUIET", 0.0)
+    for pause in ("_QUIET", "_EVERY"):
+        monkeypatch.setattr(f"lockstep.coordinator.startup_progress.{pause}", 0.0)
 
     def compiles(worker: FakeHandle) -> None:
         worker.say(Started())
@@ -331,7 +386,7 @@ def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: p
 
     def stop(event: run_events.Event) -> None:
         if isinstance(event, run_events.CallStarted):
-            stage.command.send(encode(Stop(signal.SIGINT)))
+            stage.command.send(Stop(signal.SIGINT))
 
     outcome = stage.run(waits, compiles, on_event=stop)
     assert outcome.status == 130

@@ -17,7 +17,7 @@ import time
 from lockstep.rendezvous import join
 begun = time.monotonic()
 try:
-    rendezvous.take_part()
+    join.take_part()
 finally:
     print(f"took {time.monotonic() - begun:.3f} s", flush=True)
 """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-PROGRAM = str(Path(__file__).parent / "training.py")
+PROGRAM = Path(__file__).parent / "training.py"
 ASKED = os.environ.get("BACKENDS", "jax")
 ALL = ["jax", "tensorflow", "torch"] if ASKED == "all" else ASKED.split()
 BACKENDS = [name if name == "jax" else pytest.param(name, marks=pytest.mark.slow) for name in ALL]
@@ -20,14 +20,17 @@ Undisturbed = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, lean: Callable[..., Any]) -> Undisturbed:
     """What `lockstep run` comes to, to which nothing happens."""
 
     @cache
     def run(backend: str, how: str = "nothing") -> str:
         command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--backend", backend, PROGRAM, how]
-        folder = tmp_path_factory.mktemp("undisturbed")
-        return digest(subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout)
+        where = {
+            "cwd": tmp_path_factory.mktemp("undisturbed"),
+            "env": {**os.environ, **lean(PROGRAM, backend)},
+        }
+        return digest(subprocess.run(command, **where, check=True, capture_output=True, text=True).stdout)
 
     return run
 
@@ -37,17 +40,24 @@ def digest(text: str) -> str:
     return line
 
 
-def start(desk: Any, how: str, backend: str, *tasks: int) -> list[Any]:
-    return [desk.start(desk.config(task), PROGRAM, how, KERAS_BACKEND=backend) for task in tasks]
+@pytest.fixture
+def start(desk: Any, lean: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Start the program as some tasks, each in a terminal of its own."""
+
+    def started(how: str, backend: str, *tasks: int) -> list[Any]:
+        variables = {"KERAS_BACKEND": backend, **lean(PROGRAM, backend)}
+        return [desk.start(desk.config(task), str(PROGRAM), how, **variables) for task in tasks]
+
+    return started
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_chief_that_is_killed_and_started_again_joins(
-    desk: Any, undisturbed: Undisturbed, backend: str
+    start: Callable[..., list[Any]], undisturbed: Undisturbed, backend: str
 ) -> None:
-    chief, other = start(desk, "killed", backend, 0, 1)
+    chief, other = start("killed", backend, 0, 1)
     assert chief.status() == -signal.SIGKILL
-    (again,) = start(desk, "killed", backend, 0)
+    (again,) = start("killed", backend, 0)
     assert digest(other.end()) == digest(again.end()) == undisturbed(backend)
     assert (
         "worker 0 ended (exit status unknown); start it again and it joins; worker 1 continues (view 2)"
@@ -64,11 +74,11 @@ def test_a_chief_that_is_killed_and_started_again_joins(
     [pytest.param("backup", "unshuffled", marks=pytest.mark.slow), ("checkpoint", "nothing")],
 )
 def test_all_are_stopped_at_step_7_and_go_on_there(
-    desk: Any, undisturbed: Undisturbed, how: str, without: str, backend: str
+    start: Callable[..., list[Any]], undisturbed: Undisturbed, how: str, without: str, backend: str
 ) -> None:
-    for terminal in start(desk, how, backend, 1, 0):
+    for terminal in start(how, backend, 1, 0):
         assert terminal.status() == -signal.SIGKILL
         assert "goes on at step 1\n" in terminal.text
-    for terminal in start(desk, how, backend, 0, 1):
+    for terminal in start(how, backend, 0, 1):
         assert digest(terminal.end()) == undisturbed(backend, without)
         assert "goes on at step 7\n" in terminal.text

@@ -13,7 +13,7 @@ from lockstep.collectives.contract import Span
 from lockstep.collectives.shared import barrier, communicator, futex
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.packed_reduce import PackedReduce
-from lockstep.worker import membership
+from lockstep.transport.state_memory import MemoryTransport
 from lockstep.worker.membership import AgentMembership
 
 POINTS = (
@@ -174,7 +174,7 @@ def prepare(faults: Faults) -> None:
     around(barrier.Barrier, "_receive", before="in a gather")
     around(AgentMembership, "next_place", before="told of a loss", after="in the next view")
     around(AgentMembership, "hand_over", before="giving the state", after="given")
-    around(membership, "pack_state", after="halfway through giving")
+    around(MemoryTransport, "publish", after="halfway through giving")
     around(AgentMembership, "position", before="asking where", after="knowing where")
     around(AgentMembership, "join", before="asking to be let in", after="let in")
     around(communicator.SharedCommunicator, "barrier", before="waiting for the change")

@@ -20,7 +20,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import chaos_steps as steps
@@ -37,23 +37,29 @@ from chaos_faults import (
 )
 
 from lockstep.agent.agent import Agent
-from lockstep.agent.console import Console
+from lockstep.agent.exchange import open_shared
 from lockstep.agent.starter import LocalStarter
-from lockstep.agent.views import ExchangeHandle, Views
 from lockstep.checkpoint.store import Store, load
-from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
+from lockstep.coordinator.coordinator import Coordinator
 from lockstep.launcher.launcher import Launch, LocalHandle
 from lockstep.observability.bus import Bus
+from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.observability.events import RUN_EVENTS, WORKER_EVENTS, StrategyInstalled
+from lockstep.protocol.channel import Attachment
 from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.worker import AgentMessage, WorkerMessage
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import Checkpoints, read_worker
+from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.topology import place
+from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.packet_channel import PacketChannel
+from lockstep.transport.state_memory import MemoryTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.checkpoints import open_checkpoints
 from lockstep.worker.job import Job, JobContext, by_itself
@@ -89,15 +95,16 @@ class ForkLauncher:
             status = 1
             try:
                 status = work(launch, theirs, self.faults)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
                 os._exit(status)
         theirs.close()
         os.close(out)
         os.close(err)
-        mine.setblocking(False)
         for descriptor in (stdout, stderr):
             os.set_blocking(descriptor, False)
-        handle = LocalHandle(pid, os.pidfd_open(pid), stdout, stderr, mine)
+        handle = LocalHandle(pid, os.pidfd_open(pid), stdout, stderr, PacketChannel(mine, WorkerMessage))
         self.handles.append(handle)
         return handle
 
@@ -106,19 +113,17 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     """Be a worker, and print what it came to."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = read_worker(launch.environment(connection.fileno()))
-    config = replace(config, pool=os.dup(config.pool))
-    client = AgentClient(connection)
+    client = AgentClient(PacketChannel(connection, AgentMessage))
     events = Bus(SystemClock(), config.worker)
     events.subscribe(client.report, *WORKER_EVENTS)
     faults = Faults([fault for fault in given if fault.worker == config.worker])
     prepare(faults)
-    membership = AgentMembership(config, client, wait_policy(config.timeout))
-    if config.segment is None:
+    membership = AgentMembership(config, client, wait_policy(config.timeout), MemoryTransport())
+    if config.joins:
         view = place(config.replicas, (config.worker,))
         communicator = by_itself(view)
     else:
-        view = place(config.replicas, tuple(range(config.workers)))
-        communicator = membership.enter(view, os.dup(config.segment))
+        view, communicator = membership.first_place()
     context = JobContext(config.worker, config.seed, 1, events, began_with=config.workers)
     entered: Job
     checkpoints = open_checkpoints(config, events, lambda: entered.is_chief)
@@ -177,28 +182,42 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
         min_workers=job.workers if job.replace else 1,
         max_restarts=100 if job.replace else 0,
     )
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    person, command = LocalChannel.pair()
+    to_agent, to_coordinator = LocalChannel.pair()
     launcher = ForkLauncher(job.faults)
-    pool = SharedPool.create()
-    events = Bus(SystemClock(), complain=print)
-    with (folder / "out").open("wb", 0) as out, EventLog.open(paths.events, print) as log:
+    with (
+        (folder / "out").open("wb", 0) as out,
+        EventLog.open(paths.events, print) as log,
+        EventLoop() as loop,
+    ):
+        events = Bus(SystemClock(), complain=print)
         events.subscribe(log.append, *RUN_EVENTS)
         console = Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0)
         agent = Agent(
+            job=folder.name,
+            coordinator=to_coordinator,
+            loop=loop,
+            starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
+            open_exchange=open_shared,
+            pool=Attachment(SharedPool.create().fd),
+            console=console,
+            descendants=Nobody(),
+        )
+        coordinator = Coordinator(
             spec=spec,
             paths=paths,
-            starter=LocalStarter(spec, paths, os.getpid(), launcher, console, pool.fd),
-            views=Views(open_exchange),
-            command=there,
+            pid=os.getpid(),
+            agent=to_agent,
+            command=command,
+            loop=loop,
             console=console,
             events=events,
             clock=SystemClock(),
-            descendants=Nobody(),
             state=State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
         )
-        status = agent.run()
-    pool.close()
-    here.close()
+        with contextlib.closing(agent):
+            status = coordinator.run()
+    person.close()
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("worker-*.log"))]
     results = [line.removeprefix("result ") for text in lines for line in text if line.startswith("result ")]
     return status, results, len(launcher.handles)
@@ -212,11 +231,6 @@ def wrong_checkpoints(folder: Path, expected: list[str]) -> list[str]:
         if steps.digest(state, chain) != expected[step - 1]:
             wrong.append(f"{entry.path.name} does not hold the state of its step")
     return wrong
-
-
-def open_exchange(members: int) -> ExchangeHandle:
-    segment = ControlSegment.create(members)
-    return ExchangeHandle(segment.fd, segment.abort, segment.leave_notice, segment.close)
 
 
 def drawn(random_: random.Random, point: str | None) -> Drawn:

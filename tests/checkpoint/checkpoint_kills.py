@@ -26,7 +26,7 @@ import lockstep.checkpoint.folder
 from lockstep.checkpoint.store import Contents, Store
 
 LARGE = 5_000_000
-PATIENCE = 30.0
+PATIENCE = 300.0
 
 
 def fork(act: Callable[[], Any]) -> int:

@@ -161,6 +161,6 @@ def test_several_writers_take_turns(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert errors == []
     assert steps(tmp_path) == list(range(8))

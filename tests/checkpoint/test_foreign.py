@@ -169,7 +169,7 @@ def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
     (tmp_path / "step-000000000007").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "step-000000000008")
     command = [sys.executable, "-c", COMMANDS, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
     assert told.count("is not a regular file") >= 5
     assert told.endswith("cannot be read: .training is not a regular file\n")
 

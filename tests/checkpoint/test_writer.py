@@ -11,7 +11,7 @@ from lockstep.checkpoint.store import Contents, Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
 
-PATIENCE = 30.0
+PATIENCE = 300.0
 
 
 class Gate(Store):

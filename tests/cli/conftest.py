@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-PATIENCE = 30.0
+PATIENCE = 300.0
 
 
 @dataclass

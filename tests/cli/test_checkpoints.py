@@ -19,7 +19,7 @@ JOB = {"replicas": 4, "seed": 7, "threads": 1}
 
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "lockstep", *arguments]
-    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(line, cwd=folder, capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def goes_on(folder: Path, script: str, *options: str, **variables: str) -> subpr
     line = [sys.executable, "-m", "lockstep", "run", "-n", "1", "--checkpoint", "kept", *options, script]
     inherited = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
     environment = inherited | {"KERAS_HOME": str(folder)} | variables
-    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(line, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
 def test_the_backend_is_that_of_the_checkpoint(tmp_path: Path) -> None:

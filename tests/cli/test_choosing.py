@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.launcher.backend import NAMES
+from lockstep.protocol.job_spec import BACKEND_NAMES
 
 DEFAULT = '{"floatx": "float32", "epsilon": 1e-07, "backend": "%s", "image_data_format": "channels_last"}'
 SHOW = "import os; print(os.environ['KERAS_BACKEND'])\n"
@@ -24,7 +24,7 @@ def run(home: Path, *arguments: str, **variables: str) -> tuple[str, str]:
         env=environment | {"HOME": str(home)} | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip(), done.stderr.splitlines()[0]
@@ -37,7 +37,7 @@ def test_a_fresh_home_gives_the_same_backend_again(tmp_path: Path) -> None:
     assert run(tmp_path, "--run-dir", "run", "a.py") == first
     installed = [name for name in ("tensorflow", "jax", "torch") if find_spec(name)]
     assert first[0] == installed[0]
-    assert f"; on {NAMES[installed[0]]}, because {FIRST}; " in first[1]
+    assert f"; on {BACKEND_NAMES[installed[0]]}, because {FIRST}; " in first[1]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert "lockstep: the script selects PyTorch itself, so it runs on PyTorch, not on JAX" in done.stderr
 
@@ -101,7 +101,7 @@ def test_keras_2_is_refused(tmp_path: Path, source: str, variables: dict[str, st
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert done.returncode == (2 if who else 0)
     assert (f"lockstep: {who} sets TF_USE_LEGACY_KERAS=" in done.stderr) == bool(who)

@@ -28,7 +28,7 @@ def doctor(folder: Path, *options: str, script: str = "", **variables: str) -> t
         [sys.executable, *command],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
         cwd=folder,
         env=os.environ | variables,
     )
@@ -132,7 +132,7 @@ def test_a_report_that_cannot_be_written_is_a_failure_in_one_line(tmp_path: Path
             ["bash", "-o", "pipefail", "-c", f"{command} {output}"],
             stderr=subprocess.PIPE,
             text=True,
-            timeout=300,
+            timeout=1200,
             cwd=tmp_path,
             env=os.environ | {"KERAS_BACKEND": "jax", "PYTHONPATH": str(broken)},
         )
@@ -153,7 +153,7 @@ def test_a_watch_that_nobody_can_read_ends_in_one_line(tmp_path: Path) -> None:
             ],
             stderr=subprocess.PIPE,
             text=True,
-            timeout=300,
+            timeout=1200,
             cwd=tmp_path,
         )
         assert done.returncode == status

@@ -165,7 +165,7 @@ def test_a_killed_command_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
     running, processes = begin(lockstep, DEAF)
     processes.append(os.pidfd_open(running.agent()))
     running.process.kill()
-    assert is_gone(processes, 5)
+    assert is_gone(processes, 300)
     assert running.end().status == -signal.SIGKILL
 
 
@@ -189,7 +189,7 @@ def test_workers_do_not_outlive_command_and_agent(lockstep: Any, is_gone: Gone) 
     running.process.send_signal(signal.SIGSTOP)
     processes = [*workers, *(os.pidfd_open(int(pid)) for pid in below)]
     os.kill(agent, signal.SIGKILL)
-    assert is_gone(processes, 5)
+    assert is_gone(processes, 300)
 
 
 def test_a_stopped_agent_does_not_save_anybody(lockstep: Any, is_gone: Gone) -> None:
@@ -208,7 +208,7 @@ def test_a_terminal_that_nobody_reads_does_not_save_anybody(lockstep: Any, is_go
     processes = [pidfd for pidfds in running.born(2).values() for pidfd in pidfds]
     processes.append(os.pidfd_open(running.agent()))
     running.process.kill()
-    assert is_gone(processes, 5)
+    assert is_gone(processes, 300)
 
 
 @pytest.mark.parametrize(("text", "status"), [("escape()", 0), ("escape(); sys.exit(3)", 3)])
@@ -231,10 +231,10 @@ def test_children_the_command_already_had_are_spared(lockstep: Any, is_gone: Gon
     ) as process:
         assert process.stdout is not None
         sleeper = os.pidfd_open(int(process.stdout.readline()))
-        process.wait(timeout=30)
+        process.wait(timeout=300)
         assert process.returncode == 0
         signal.pidfd_send_signal(sleeper, signal.SIGKILL)
-        assert is_gone([sleeper], 5)
+        assert is_gone([sleeper], 300)
 
 
 def test_a_killed_process_group_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
@@ -242,4 +242,4 @@ def test_a_killed_process_group_leaves_nobody(lockstep: Any, is_gone: Gone) -> N
     running = lockstep.start("-n", "2", lockstep.script(DEAF), process_group=0)
     processes = [pidfd for pidfds in running.born(4).values() for pidfd in pidfds]
     os.killpg(running.process.pid, signal.SIGKILL)
-    assert is_gone(processes, 5)
+    assert is_gone(processes, 300)

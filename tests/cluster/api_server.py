@@ -51,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         [selector] = parse_qs(url.query)["labelSelector"]
         self.server.asked.append((f"{url.path}?{selector}", self.headers["Authorization"]))
-        self.server.answers.wait(30)
+        self.server.answers.wait(300)
         if self.server.refusal:
             code, message = self.server.refusal
             self._answer(

@@ -69,7 +69,10 @@ def test_a_job_may_have_no_tasks() -> None:
         (config({"worker": {"0": "a:1", "2": "b:1"}}), "has the worker tasks [0, 2] in 'cluster'"),
         (config({"boss": ["a:1"]}), "has the type 'boss' in 'cluster', expected one of 'chief', 'worker'"),
         (config({"master": ["a:1"]} | TWO), "has the type 'master' in 'cluster', expected 'chief'"),
-        (config({"chief": ["c:1", "d:1"]} | TWO), "has 2 tasks of type 'chief' in 'cluster', expected one"),
+        (
+            config({"chief": ["c:1", "d:1"]} | TWO),
+            "has 2 tasks of type 'chief' in 'cluster', expected at most one",
+        ),
         (config({"evaluator": ["c:1", "d:1"]} | TWO), "has 2 tasks of type 'evaluator' in 'cluster'"),
         (
             '{"cluster": {"worker": ["a:1"]}}',

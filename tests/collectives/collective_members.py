@@ -26,7 +26,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.system.memory import available_memory
 from lockstep.topology import place
 
-DEADLINE = 20.0
+DEADLINE = 300.0
 
 
 class TickingClock(SystemClock):

@@ -313,7 +313,7 @@ def test_another_job_of_the_same_name_is_not_waited_for(jobs: Jobs) -> None:
         waiter.start()
         select.select([listener], [], [])
         with process(TAKES_OVER, str(listener.fileno()), inherits=listener.fileno()):
-            waiter.join(30)
+            waiter.join(300)
         assert not waiter.is_alive()
 
 

@@ -5,8 +5,9 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lockstep.launcher.launcher import Launch
-from lockstep.protocol.worker import WorkerMessage, encode
+from lockstep.launcher.launcher import AgentChannel, Launch
+from lockstep.protocol.worker import AgentMessage, WorkerMessage
+from lockstep.transport.packet_channel import PacketChannel, encode
 
 
 def end_by_signal(worker: "FakeHandle", number: int) -> None:
@@ -31,7 +32,7 @@ class FakeHandle:
     exited: int
     stdout: int
     stderr: int
-    control: socket.socket
+    channel: AgentChannel
     react: Callable[["FakeHandle", int], None]
     signals: list[int] = field(default_factory=list)
     _status: int | None = None
@@ -53,7 +54,16 @@ class FakeHandle:
         self.end(0)
         for descriptor in (self.exited, self.stdout, self.stderr):
             os.close(descriptor)
-        self.control.close()
+        self.channel.close()
+
+    def hear(self) -> list[AgentMessage]:
+        """Return what the agent has sent since the last time."""
+        assert self._mouth is not None
+        channel: PacketChannel[WorkerMessage, AgentMessage] = PacketChannel(self._mouth, AgentMessage)
+        messages = []
+        while isinstance(message := channel.receive(), AgentMessage):
+            messages.append(message)
+        return messages
 
     def say(self, message: WorkerMessage) -> None:
         """Send a message to the agent."""
@@ -108,7 +118,6 @@ class FakeLauncher:
         pipes = [os.pipe() for _ in range(3)]
         for reading, _ in pipes:
             os.set_blocking(reading, False)
-        mine.setblocking(False)
         (exited, alive), (stdout, out), (stderr, err) = pipes
         handle = FakeHandle(
             launch=launch,
@@ -117,7 +126,7 @@ class FakeLauncher:
             exited=exited,
             stdout=stdout,
             stderr=stderr,
-            control=mine,
+            channel=PacketChannel(mine, WorkerMessage),
             react=self._react,
             _ends=(alive, out, err),
             _mouth=theirs,

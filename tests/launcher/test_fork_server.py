@@ -12,10 +12,12 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.import_scan import NOTHING, ImportScan
 from lockstep.launcher.launcher import Launch, LocalHandle, LocalLauncher
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.worker import Welcome
 from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
 from lockstep.system.prctl import adopt_orphans
 
-PATIENCE = 20_000
+PATIENCE = 300_000
 
 
 class Workers:
@@ -23,7 +25,6 @@ class Workers:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.pool = SharedPool.create()
         self.launcher: LocalLauncher | None = None
         self._handles: list[LocalHandle] = []
 
@@ -36,8 +37,9 @@ class Workers:
         assert self.launcher is not None
         while (descriptor := self.launcher.prepare()) is not None:
             wait_for(descriptor)
-        handle = self.launcher.start(Launch(worker, self._environment(worker), (self.pool.fd,)))
+        handle = self.launcher.start(Launch(worker, self._environment(worker)))
         self._handles.append(handle)
+        handle.channel.send(Welcome(Attachment(SharedPool.create().fd)))
         return handle
 
     def output(self, worker: int = 1) -> tuple[int | None, str, str]:
@@ -59,13 +61,10 @@ class Workers:
             wait_for(handle.exited)
             handle.poll()
             handle.close()
-        self.pool.close()
 
     def _environment(self, worker: int) -> Callable[[int], dict[str, str]]:
         def environment(control: int) -> dict[str, str]:
-            config = WorkerConfig(
-                worker, 1, 2, 5, 1, 60.0, self.folder, os.getpid(), control, self.pool.fd, None
-            )
+            config = WorkerConfig(worker, 1, 2, 5, 1, 60.0, self.folder, os.getpid(), control, joins=True)
             return worker_environment(config, slot=worker)
 
         return environment

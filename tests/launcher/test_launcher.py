@@ -3,7 +3,6 @@
 import os
 import select
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,15 @@ from fake_launcher import FakeHandle, FakeLauncher
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.launcher.fork_server import ForkServerPlan
-from lockstep.launcher.launcher import Handle, Launch, Launcher, LocalLauncher
-from lockstep.protocol.worker import Finished, Started, decode
+from lockstep.launcher.launcher import AgentChannel, Handle, Launch, Launcher, LocalLauncher
+from lockstep.protocol.channel import Attachment, PeerGone
+from lockstep.protocol.endpoint import SharedMemory
+from lockstep.protocol.worker import Finished, NewView, Started, Welcome
 from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import adopt_orphans
 
-PATIENCE = 20_000
+PATIENCE = 300_000
 Start = Callable[[str], Handle]
 
 SCRIPTS = {
@@ -43,12 +44,11 @@ def play(script: str, worker: FakeHandle) -> None:
 
 @pytest.fixture(params=["local", "fake"])
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    segment, pool = ControlSegment.create(1), SharedPool.create()
     handles, launchers = [], []
     RunPaths(tmp_path).sources.mkdir()
 
     def environment(control: int) -> dict[str, str]:
-        config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control, pool.fd, segment.fd)
+        config = WorkerConfig(0, 1, 1, 0, 1, 60.0, tmp_path, os.getpid(), control)
         return worker_environment(config)
 
     def start(script: str) -> Handle:
@@ -60,8 +60,13 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         launchers.append(launcher)
         while (descriptor := launcher.prepare()) is not None:
             wait_for(descriptor)
-        handles.append(launcher.start(Launch(0, environment, (pool.fd, segment.fd))))
-        return handles[-1]
+        handle = launcher.start(Launch(0, environment))
+        handles.append(handle)
+        handle.channel.send(Welcome(Attachment(SharedPool.create().fd)))
+        segment = ControlSegment.create(1)
+        handle.channel.send(NewView(1, (0,), SharedMemory(Attachment.copy_of(segment.fd))))
+        segment.close()
+        return handle
 
     adopt_orphans()
     yield start
@@ -72,11 +77,9 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         wait_for(handle.exited)
         handle.poll()
         handle.close()
-    os.close(segment.fd)
-    pool.close()
 
 
-def wait_for(descriptor: int | socket.socket) -> None:
+def wait_for(descriptor: int | AgentChannel) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     assert poll.poll(PATIENCE)
@@ -91,9 +94,8 @@ def read(descriptor: int, size: int) -> bytes:
 
 
 def hear(handle: Handle) -> Any:
-    wait_for(handle.control)
-    packet = handle.control.recv(1000)
-    return decode(packet) if packet else None
+    wait_for(handle.channel)
+    return handle.channel.receive()
 
 
 def test_output_comes_apart_and_ends(start: Start) -> None:
@@ -104,7 +106,7 @@ def test_output_comes_apart_and_ends(start: Start) -> None:
 
 def test_messages_come_and_end(start: Start) -> None:
     handle = start("ends")
-    assert [hear(handle), hear(handle), hear(handle)] == [Started(), Finished(), None]
+    assert [hear(handle), hear(handle), hear(handle)] == [Started(), Finished(), PeerGone()]
 
 
 @pytest.mark.parametrize(("script", "status"), [("ends", 0), ("leaves", 3)])
@@ -130,6 +132,7 @@ def test_reading_does_not_block(start: Start) -> None:
     handle = start("stays")
     read(handle.stdout, 4)
     assert hear(handle) == Started()
-    for descriptor in (handle.stdout, handle.stderr, handle.control.fileno()):
+    assert handle.channel.receive() is None
+    for descriptor in (handle.stdout, handle.stderr):
         with pytest.raises(BlockingIOError):
             os.read(descriptor, 1)

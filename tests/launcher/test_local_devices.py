@@ -78,7 +78,7 @@ print(job.current().worker, job.current().view.replicas, sys.argv[1:], __name__)
 
 def python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=60, env=os.environ
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=600, env=os.environ
     )
 
 

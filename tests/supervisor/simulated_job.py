@@ -11,6 +11,7 @@ from lockstep.supervisor.events import (
     Action,
     AskMembers,
     DeadlinePassed,
+    DumpStack,
     Event,
     FinishJob,
     JobOutcome,
@@ -158,6 +159,8 @@ class Job(Workers):
                 self._signal(self.workers[worker], number)
             case KillWorker(worker):
                 self.end(self.workers[worker], -9)
+            case DumpStack(worker):
+                self.interrupt(self.workers[worker])
             case ShowMessage(text):
                 self.notices.append(text)
             case FinishJob(outcome):

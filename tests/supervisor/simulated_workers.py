@@ -164,6 +164,13 @@ class Workers:
             one.hung = False
             self.then(one, 0.0, one.resume)
 
+    def interrupt(self, one: Worker) -> None:
+        """Perhaps let a worker that hangs raise, while it writes its stack."""
+        if one.hung and self.dice.random() < 0.3:
+            self.seen["raises while stuck"] += 1
+            one.hung = False
+            self._raise(one, "E: interrupted", blames=False)
+
     def _raise(self, one: Worker, summary: str, *, blames: bool) -> None:
         one.turn, one.waits = one.turn + 1, None
         self.send(one, ScriptFailed(one.number, 1, summary, blames))

@@ -33,7 +33,7 @@ from lockstep.supervisor.events import (
     WorkerArrived,
     WorkerExited,
 )
-from lockstep.supervisor.state import Stage, State
+from lockstep.supervisor.state import Phase, Stage, State
 from lockstep.topology import View
 
 SCHEDULES = 10_000
@@ -96,7 +96,7 @@ class Watched(Job):
             case DeadlinePassed():
                 self._instant = (self.now, self._instant[1] + 1 if self._instant[0] == self.now else 1)
                 assert self._instant[1] <= 3, "time does not pass"
-            case ScriptFailed(worker) if state.stage is Stage.RUNNING:
+            case ScriptFailed(worker) if state.active:
                 self.raised.add(worker)
             case JoinRequested(worker, whole):
                 self.asks[worker] = Request.CHANGE if whole else Request.POSITION
@@ -123,6 +123,9 @@ class Watched(Job):
         if state.stage is not Stage.RUNNING or not state.elastic:
             return
         assert state.present, "nobody is left, and the job goes on"
+        lost = any(state.workers[worker].phase is Phase.LOST for worker in state.members)
+        settles = state.shutdown.deadline is not None or state.running.intersection(state.failures)
+        assert not lost or settles or state.admission.given, "a lost worker is not left behind"
         if state.finished:
             return
         if state.admission.given:
@@ -280,6 +283,7 @@ def test_the_simulation_meets_every_fate_at_every_moment() -> None:
         "joined",
         "left",
         "given too late",
+        "raises while stuck",
         "not started",
     }
     assert not (fates | others) - seen.keys()

@@ -442,6 +442,8 @@ def play(state: State, happenings: list[tuple[float, Event]]) -> None:
     assert aborts <= 1
     assert finishes == (state.stage is Stage.FINISHED)
     assert (state.stage is Stage.FINISHED) == (state.shutdown.outcome is not None)
+    if state.elastic and state.stage is Stage.RUNNING and not state.running.intersection(state.failures):
+        assert state.admission.given or not state.within(Phase.LOST).intersection(state.members)
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), events), max_size=30))

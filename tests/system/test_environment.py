@@ -31,13 +31,14 @@ CONFIG = WorkerConfig(
     run_dir=Path("/runs/a b"),
     agent=99,
     control=5,
-    pool=8,
-    segment=6,
 )
 
 
 def test_read_inverts_write() -> None:
-    for config in (CONFIG, replace(CONFIG, tf_distribute=True), replace(CONFIG, by_hand=True)):
+    for config in (
+        CONFIG,
+        *(replace(CONFIG, **{name: True}) for name in ("tf_distribute", "by_hand", "joins")),
+    ):
         assert read_worker(worker_environment(config, {})) == config
 
 
@@ -54,8 +55,6 @@ def test_the_whole_environment_of_a_worker() -> None:
         "LOCKSTEP_RUN_DIR": "/runs/a b",
         "LOCKSTEP_AGENT": "99",
         "LOCKSTEP_CONTROL_FD": "5",
-        "LOCKSTEP_ARENA_FD": "6",
-        "LOCKSTEP_POOL_FD": "8",
         "NPROC": "4",
         "OMP_NUM_THREADS": "4",
         "OPENBLAS_NUM_THREADS": "4",

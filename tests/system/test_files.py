@@ -176,7 +176,7 @@ blocked()
         assert process.stdout is not None
         assert process.stdout.read(1) == b"x"
         process.send_signal(STACK_SIGNAL)
-        process.communicate(b"x", timeout=20)
+        process.communicate(b"x", timeout=300)
     assert process.returncode == 0
     assert innermost(path.read_text(), 1)[0].endswith(" in blocked")
 

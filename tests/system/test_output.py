@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.agent.console import Console
 from lockstep.observability.bus import PublishedEvent
+from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.observability.events import DistributionBegan
 from lockstep.system.output import LinePrefixer, Log, Sink

@@ -23,7 +23,7 @@ class Stuck(keras.callbacks.Callback):  # type: ignore[misc]
 options = lockstep.CommunicationOptions(
     implementation=lockstep.CommunicationImplementation[sys.argv[1]],
     bytes_per_pack=1 << 20,
-    timeout_seconds=1 if "stuck" in sys.argv else None,
+    timeout_seconds=5 if "stuck" in sys.argv else None,
 )
 strategy = lockstep.MultiWorkerMirroredStrategy(communication_options=options)
 with strategy.scope():

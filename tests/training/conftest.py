@@ -1,9 +1,13 @@
+import fcntl
+import hashlib
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -32,6 +36,8 @@ def _backends() -> list[str]:
 
 BACKENDS = _backends()
 REPLICAS_IN_PROCESS = 3
+PATIENCE = 1200.0
+"""Seconds that a process may take on a machine that others use too."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +63,17 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def environment(shared_folder: Path) -> dict[str, str]:
     """JAX compiles what several tests need only once, and the person's own folder is left alone."""
-    return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("compiled"))}
+    return os.environ | {"XDG_CACHE_HOME": str(shared_folder)}
 
 
 @pytest.fixture(scope="session")
-def plain(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def plain(
+    environment: dict[str, str],
+    lean: Callable[[Path, str], dict[str, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., str]:
     """Run a script of this folder without the command; return what it printed."""
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
@@ -73,8 +83,8 @@ def plain(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
     def run(script: str, *arguments: str, backend: str = "jax") -> str:
         command = [sys.executable, str(HERE / script), *arguments]
-        variables = environment | compiled | {"KERAS_BACKEND": backend}
-        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=300)
+        variables = environment | lean(HERE / script, backend) | compiled | {"KERAS_BACKEND": backend}
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
         assert result.returncode == 0, result.stderr
         return result.stdout
 
@@ -82,15 +92,45 @@ def plain(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="session")
-def launch(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+def launch(
+    environment: dict[str, str],
+    lean: Callable[[Path, str], dict[str, str]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., Run]:
     """Run a script of this folder with `lockstep run`."""
 
     def run(options: str, script: str, *arguments: str, backend: str = "jax") -> Run:
         folder = tmp_path_factory.mktemp("run")
         command = [sys.executable, "-m", "lockstep", "run", "--backend", backend, "--run-dir", str(folder)]
         command += [*options.split(), str(HERE / script), *arguments]
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        variables = environment | lean(HERE / script, backend)
+        result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
         return Run(result.returncode, result.stdout, result.stderr, folder)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def undisturbed_run(launch: Callable[..., Run], shared_folder: Path) -> Callable[..., Run]:
+    """Like `launch`, for runs that nothing happens to: each once for all processes of a test run.
+
+    In the arguments, `{folder}` is a folder of its own for each run.
+    """
+
+    def run(options: str, script: str, *arguments: str, backend: str = "jax") -> Run:
+        asked = repr((options, script, arguments, backend))
+        known = shared_folder / f"{hashlib.sha256(asked.encode()).hexdigest()}.json"
+        with known.open("a+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            text = file.read()
+            if not text:
+                folder = tempfile.mkdtemp(dir=shared_folder)
+                given = [argument.format(folder=folder) for argument in arguments]
+                text = json.dumps(asdict(launch(options, script, *given, backend=backend)), default=str)
+                file.write(text)
+        found = json.loads(text)
+        return Run(**found | {"folder": Path(found["folder"])})
 
     return run
 

@@ -253,6 +253,17 @@ def apply_in_a_traced_function(strategy: lockstep.Strategy) -> None:
     strategy.run(lambda: jax.jit(lambda x: optimizer.apply([x], [weight]))(1.0))
 
 
+def apply_different_optimizers(strategy: lockstep.Strategy) -> None:
+    weight = variable(1.0, trainable=True)
+    optimizers = [keras.optimizers.SGD(1.0), keras.optimizers.SGD(1.0)]
+
+    def step() -> None:
+        replica = lockstep.get_replica_context().replica_id_in_sync_group
+        optimizers[min(replica, 1)].apply([ops.ones(())], [weight])
+
+    strategy.run(step)
+
+
 def take_different_paths(strategy: lockstep.Strategy) -> None:
     metric = keras.metrics.Sum()
 
@@ -274,6 +285,7 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
         (lambda s: s.run(lambda: weight.assign(1.0)), "assigns the weight 'wanted' itself"),
         (lambda s: s.run(lambda: s.run(lambda: None)), "strategy.run is called in a function"),
         (apply_in_a_traced_function, "cannot synchronize in a function that JAX traces"),
+        (apply_different_optimizers, "applies another optimizer than before"),
         (return_different_nests, "replicas return nests of different structures"),
         (take_different_paths, r"replicas compute different things \(.*metric/0/sum/total"),
     ],

@@ -189,7 +189,7 @@ def test_a_damaged_checkpoint_is_named_once_and_an_older_one_evaluated(
     damaged = folder.keep(20)
     (damaged / "manifest.json").unlink()
     folder.check(watch(folder, nothing, folder.end), 10)
-    said = [line for line in capsys.readouterr().err.splitlines() if "passed over" in line]
+    said = [line for line in capsys.readouterr().err.splitlines() if "skipping this checkpoint" in line]
     assert len(said) == 1
     assert said[0].startswith(f"lockstep: {damaged}/manifest.json is missing")
 

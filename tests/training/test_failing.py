@@ -37,7 +37,7 @@ def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_
     assert newest in (10, 12)
     done = launch(f"-n 1 {keeping}", "failing.py")
     assert done.status == 0, done.stderr
-    assert f"behind step {newest - 6} of fit 2" in done.stderr
+    assert f"resumed after step {newest - 6} of fit 2" in done.stderr
     marked = [
         [line for mark in ("caught ", "figure ") for line in run.marked(0, mark)] for run in (died, done)
     ]
@@ -146,7 +146,7 @@ class TestWhereTheTrainingResumes:
         calls = begun()
         for method in ("evaluate", "fit"):
             with (
-                pytest.raises(CheckpointError, match=r"call 1 .* is evaluate 1, and was predict 1"),
+                pytest.raises(CheckpointError, match=r"call 1 .* is evaluate 1, but was predict 1"),
                 calls.call(method),
             ):
                 calls.resume()

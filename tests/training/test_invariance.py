@@ -1,13 +1,15 @@
 """The number of workers never changes a bit, and replicas compute what one process computes."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 Launch = Callable[..., Any]
+Trained = Callable[..., list[list[str]]]
 
 TRAININGS = [
     *("cnn", "weighted", "callbacks", "mixed", "uncompiled", "eager", "several", "dataset", "nested"),
@@ -16,56 +18,138 @@ TRAININGS = [
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 TOLERANCE = {"mixed": 1e-3}
 """How near replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
+LOSSES, ROUNDS = ["masked", "weighted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
+ROUNDS["torch"] = ROUNDS["tensorflow"]
 
 
 def names(backend: str) -> list[str]:
     return [name for name in TRAININGS if (backend, name) not in IMPOSSIBLE]
 
 
-def results(launch: Launch, backend: str, workers: int, replicas: int, *arguments: str) -> list[str]:
-    """Run the trainings; check that the workers agree; return their result lines."""
-    run = launch(f"-n {workers} --replicas {replicas}", "program.py", *arguments, backend=backend)
-    assert run.status == 0, run.stderr
-    lines = [run.marked(worker, "result ") + run.marked(worker, "logs ") for worker in range(workers)]
-    assert lines == [lines[0]] * workers
-    assert lines[0]
-    return lines[0]
+def in_ci(backend: str) -> list[str]:
+    """Of the trainings with what is random or computed per replica, those whose compiling is not slow."""
+    return names(backend) if backend == "jax" else ["cnn"]
 
 
-def test_four_replicas_give_the_same_bits_on_any_number_of_workers(launch: Launch, backend: str) -> None:
-    some = (1, 2, 3, 4) if backend == "jax" else (1, 3)
-    lines = {workers: results(launch, backend, workers, 4, "cnn") for workers in some}
+def divided(lines: Iterable[str]) -> list[list[str]]:
+    """What each program of `together.py` has printed of its results."""
+    parts: list[list[str]] = []
+    for line in lines:
+        if line.startswith("begins "):
+            parts.append([])
+        elif line.startswith(("result ", "logs ", "numbers ")):
+            parts[-1].append(line)
+    return parts
+
+
+def results(lines: Iterable[str], name: str | None = None) -> list[str]:
+    """The lines with digests: of one training, or of all."""
+    mark = "result " if name is None else f"result {name} "
+    return [line for line in lines if line.startswith(mark)]
+
+
+def assert_near(found: list[str], wanted: list[str]) -> None:
+    """The numbers are those of plain Keras."""
+    numbers = [
+        [np.array(line.split()[1:], "float64") for line in lines if line.startswith("numbers ")]
+        for lines in (found, wanted)
+    ]
+    assert numbers[0]
+    for got, expected in zip(*numbers, strict=True):
+        assert np.linalg.norm(got - expected) <= 1e-5 * np.linalg.norm(expected)
+
+
+@pytest.fixture(scope="session")
+def trained(launch: Launch) -> Trained:
+    """Run programs together on so many workers; check that the workers agree; return what each came to."""
+
+    @functools.cache
+    def run(backend: str, workers: int, *programs: str, replicas: int = 4) -> list[list[str]]:
+        arguments = " -- ".join(programs).split()
+        done = launch(f"-n {workers} --replicas {replicas}", "together.py", *arguments, backend=backend)
+        assert done.status == 0, done.stderr
+        parts = [divided(done.log(worker)) for worker in range(workers)]
+        assert parts == [parts[0]] * workers
+        assert len(parts[0]) == len(programs)
+        assert all(parts[0])
+        return parts[0]
+
+    return run
+
+
+class Alone(NamedTuple):
+    """What plain Keras has printed of the programs, and where its figures are."""
+
+    trainings: list[str]
+    losses: list[str]
+    rounds: list[str]
+    by_hand: list[str]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def alone(plain: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, backend: str) -> Alone:
+    """Plain Keras; and then, in the same process, a strategy of a script that is started by hand."""
+    folder = tmp_path_factory.mktemp("plain")
+    trainings = f"program --plain --exact --save {folder} {' '.join(names(backend))}"
+    programs = (trainings, "losses --plain", "rounds --plain --exact", "program --exact cnn")
+    printed = plain("together.py", *" -- ".join(programs).split(), backend=backend)
+    found = Alone(*divided(printed.splitlines()), folder)
+    assert [line.split()[1] for line in found.trainings] == names(backend)
+    return found
+
+
+class Replicas(NamedTuple):
+    """What two workers with four replicas have printed, and where their figures are."""
+
+    trainings: list[str]
+    losses: list[str]
+    rounds: list[str]
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def replicas(trained: Trained, tmp_path_factory: pytest.TempPathFactory, backend: str) -> Replicas:
+    """Two workers that train what plain Keras computes too."""
+    folder = tmp_path_factory.mktemp("replicas")
+    trainings = f"program --exact --save {folder} {' '.join(names(backend))}"
+    return Replicas(*trained(backend, 2, trainings, "losses", "rounds --exact"), folder)
+
+
+def test_four_replicas_give_the_same_bits_on_any_number_of_workers(trained: Trained, backend: str) -> None:
+    # What a training draws may depend on the calls before it: the first is compared.
+    (one,), (three,) = (trained(backend, n, f"program {' '.join(in_ci(backend))}") for n in (1, 3))
+    lines = {1: one[:1], 3: three[:1]}
+    if backend == "jax":
+        lines |= {workers: trained(backend, workers, "program cnn")[0] for workers in (2, 4)}
     assert lines == dict.fromkeys(lines, lines[1])
+    assert results(lines[1], "cnn") == lines[1]
 
 
 def test_every_training_gives_the_same_bits_on_one_and_three_workers(
-    launch: Launch, thorough_backend: str
+    trained: Trained, thorough_backend: str
 ) -> None:
     backend = thorough_backend
-    one, three = (results(launch, backend, workers, 4, *names(backend)) for workers in (1, 3))
+    ((one,), (three,)) = (trained(backend, n, f"program {' '.join(names(backend))}") for n in (1, 3))
     assert len(one) == len(names(backend)) + 1
     assert one == three
 
 
-@pytest.fixture(scope="session")
-def keras_alone(
-    plain: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, backend: str
-) -> tuple[list[str], Path]:
-    """What plain Keras prints for the exact trainings, and the folder of its figures."""
-    folder = tmp_path_factory.mktemp("plain")
-    options = ("--plain", "--exact", "--save", str(folder))
-    printed = plain("program.py", *options, *names(backend), backend=backend)
-    return [line for line in printed.splitlines() if line.startswith("result ")], folder
-
-
-def test_replicas_agree_with_plain_keras(
-    launch: Launch, backend: str, keras_alone: tuple[list[str], Path], tmp_path: Path
+@pytest.mark.slow
+def test_losses_and_rounds_give_the_same_bits_on_one_and_three_workers(
+    trained: Trained, backend: str
 ) -> None:
-    results(launch, backend, 2, 4, "--exact", "--save", str(tmp_path), *names(backend))
+    programs = ("losses", "rounds", "rounds --eager")
+    one, three = (trained(backend, workers, *programs) for workers in (1, 3))
+    assert [len(lines) for lines in one] == [4, *[len(ROUNDS[backend])] * 2]
+    assert one == three
+
+
+def test_replicas_agree_with_plain_keras(alone: Alone, replicas: Replicas, backend: str) -> None:
     far = []
     for name in names(backend):
-        (expected,) = keras_alone[1].glob(f"{name}-*.npz")
-        found = list(tmp_path.glob(f"{name}-*.npz"))
+        (expected,) = alone.folder.glob(f"{name}-*.npz")
+        found = list(replicas.folder.glob(f"{name}-*.npz"))
         assert len(found) == 2
         wanted = np.load(expected)
         for got in map(np.load, found):
@@ -77,18 +161,32 @@ def test_replicas_agree_with_plain_keras(
     assert far == []
 
 
-def test_one_replica_is_plain_keras_to_the_last_bit(
-    keras_alone: tuple[list[str], Path], launch: Launch, backend: str
+def test_losses_with_one_denominator_are_those_of_plain_keras(alone: Alone, replicas: Replicas) -> None:
+    assert [line.split()[1] for line in results(replicas.losses)] == LOSSES
+    assert_near(replicas.losses, alone.losses)
+
+
+def test_several_updates_in_a_step_are_those_of_plain_keras(
+    alone: Alone, replicas: Replicas, backend: str
 ) -> None:
-    assert len(keras_alone[0]) == len(names(backend))
+    """Steps that update weights several times, or use them after an update."""
+    assert [line.split()[1] for line in results(replicas.rounds)] == ROUNDS[backend]
+    assert_near(replicas.rounds, alone.rounds)
+
+
+def test_one_replica_is_plain_keras_to_the_last_bit(alone: Alone, trained: Trained, backend: str) -> None:
     some = ["cnn", "weighted", "dataset", "nested"]
-    expected = [line for line in keras_alone[0] if line.split()[1] in some]
-    assert results(launch, backend, 1, 1, "--exact", *some) == expected
+    expected = [line for line in alone.trainings if line.split()[1] in some]
+    assert trained(backend, 1, f"program --exact {' '.join(some)}", replicas=1) == [expected]
 
 
-def test_a_script_that_is_started_by_hand_is_plain_keras_too(
-    keras_alone: tuple[list[str], Path], plain: Callable[..., str], backend: str
+@pytest.mark.slow
+def test_losses_and_rounds_with_one_replica_are_plain_keras_to_the_last_bit(
+    alone: Alone, trained: Trained, backend: str
 ) -> None:
-    printed = plain("program.py", "--exact", "cnn", backend=backend).splitlines()
-    (expected,) = (line for line in keras_alone[0] if line.startswith("result cnn "))
-    assert [line for line in printed if line.startswith("result ")] == [expected]
+    assert trained(backend, 1, "losses", "rounds --exact", replicas=1) == [alone.losses, alone.rounds]
+
+
+def test_a_script_that_is_started_by_hand_is_plain_keras_too(alone: Alone) -> None:
+    assert alone.by_hand == results(alone.trainings, "cnn")
+    assert len(alone.by_hand) == 1

@@ -1,6 +1,5 @@
 """Workers leave and join a job while it runs: all that are there at the end come to the same bits."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +14,12 @@ def results(run: Any, worker: int) -> list[str]:
     return [line for mark in MARKS for line in run.marked(worker, mark)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+@pytest.fixture
+def undisturbed(undisturbed_run: Launch) -> Callable[[str], list[str]]:
     """What a run of a backend comes to that nothing happened to."""
 
-    @functools.cache
     def run(backend: str) -> list[str]:
-        folder = str(tmp_path_factory.mktemp("undisturbed"))
-        return results(launch("-n 1 --replicas 4", "resuming.py", folder, backend=backend), 0)
+        return results(undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend), 0)
 
     return run
 

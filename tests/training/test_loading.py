@@ -209,7 +209,7 @@ def test_the_newest_whole_one_is_taken_and_damaged_ones_are_named(
 
 
 def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"there is no checkpoint in .*; give the folder"):
+    with pytest.raises(InputError, match=r"there is no checkpoint in .*; give the --checkpoint folder"):
         lockstep.load_checkpoint(small(), tmp_path)
     with pytest.raises(InputError, match="nowhere does not exist"):
         lockstep.load_checkpoint(small(), tmp_path / "nowhere")

@@ -1,4 +1,4 @@
-"""How losses that are no plain means over examples combine: exactly, or per replica as the docs list it."""
+"""Losses and metrics that replicas combine otherwise than one process, as the docs list them."""
 
 import inspect
 from collections.abc import Callable
@@ -12,37 +12,11 @@ import pytest
 import lockstep
 from lockstep.topology import split_evenly
 
-Launch = Callable[..., Any]
 ops = keras.ops
 REPLICAS = 3
 """Of the job that this process is in."""
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(10, 4, 1)).astype("float32")
-
-
-def trained(launch: Launch, backend: str, workers: int, replicas: int) -> list[str]:
-    run = launch(f"-n {workers} --replicas {replicas}", "losses.py", backend=backend)
-    assert run.status == 0, run.stderr
-    lines: list[str] = run.marked(0, "result ") + run.marked(0, "numbers ")
-    assert len(lines) == 4
-    return sorted(lines)
-
-
-def alone(plain: Callable[..., str], backend: str) -> list[str]:
-    return sorted(plain("losses.py", "--plain", backend=backend).splitlines())
-
-
-def test_one_denominator_is_exact(launch: Launch, plain: Callable[..., str], backend: str) -> None:
-    for found, line in zip(trained(launch, backend, 2, 4), alone(plain, backend), strict=True):
-        if line.startswith("numbers "):
-            got, wanted = (np.array(text.split()[1:], "float64") for text in (found, line))
-            assert np.linalg.norm(got - wanted) <= 1e-5 * np.linalg.norm(wanted)
-
-
-@pytest.mark.slow
-def test_denominators_give_the_same_bits(launch: Launch, plain: Callable[..., str], backend: str) -> None:
-    assert trained(launch, backend, 1, 4) == trained(launch, backend, 3, 4)
-    assert trained(launch, backend, 1, 1) == alone(plain, backend)
 
 
 class Masks(keras.layers.Layer):

@@ -53,7 +53,7 @@ def test_the_program_of_the_readme(environment: dict[str, str], tmp_path: Path) 
     for how in ("", "-m lockstep run -n 1 --threads-per-worker 2", "-m lockstep run -n 2"):
         command = [sys.executable, *how.split(), "train.py"]
         done = subprocess.run(
-            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=300
+            command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=1200
         )
         assert done.returncode == 0, done.stderr
         weights[how] = keras.models.load_model(tmp_path / "model.keras").get_weights()

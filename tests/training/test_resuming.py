@@ -1,6 +1,5 @@
 """All processes of a job die; the same command goes on from its newest checkpoint, to the same bits."""
 
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -23,16 +22,10 @@ def results(run: Any, place: str, worker: int = 0) -> list[str]:
     return [line for mark in (*MARKS, *seen) for line in run.marked(worker, mark)]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+@pytest.fixture
+def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
     """A run of a backend that nothing happened to."""
-
-    @functools.cache
-    def run(backend: str) -> Any:
-        folder = str(tmp_path_factory.mktemp("undisturbed"))
-        return launch("-n 2 --replicas 4", "resuming.py", folder, backend=backend)
-
-    return run
+    return lambda backend: undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend)
 
 
 def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> None:
@@ -55,9 +48,9 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
 
 
 def test_a_job_that_was_killed_goes_on_with_another_number_of_workers(
-    launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
+    launch: Launch, backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    goes_on(launch, thorough_backend, "killed", "fit 1 step 7", tmp_path, undisturbed(thorough_backend))
+    goes_on(launch, backend, "killed", "fit 1 step 7", tmp_path, undisturbed(backend))
 
 
 @pytest.mark.slow
@@ -100,7 +93,7 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     assert "worker 0 was killed by SIGKILL" in lost.stderr
     assert steps() == [10], "the chief has written half of another one"
     more = run("-n 1", "3", "0")
-    assert "is finished, after 10 steps" in more.stderr
+    assert "is finished after 10 steps" in more.stderr
     assert steps() == [10, 12], "the fit was stopped in its third epoch"
     assert printed(more) == printed(lost, 1)
     still_more = run("-n 1", "3", "3")

@@ -11,9 +11,10 @@ from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, ModelError
-from lockstep.keras.replica_run.exchange import RunExchange, RunRound, gathered_scalars, spread
+from lockstep.keras.replica_run.exchange import RunExchange
 from lockstep.keras.replica_run.results import Results
 from lockstep.keras.replica_run.values import Returned, Spec
+from lockstep.keras.synchronization import gathered_scalars, spread
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
@@ -68,7 +69,7 @@ def test_a_replica_without_examples_computes_too_and_numbers_go_to_everybody() -
         return {"metric": np.full(2, replica % 2 + 1.0), "output/0": np.float32(replica + 0.5)}
 
     def act(worker: int, exchange: RunExchange) -> Any:
-        total = exchange.total(RunRound([Examples([1, 1, 0])], "a run"), compute)
+        total = exchange.total(exchange.round("a run", compute, [Examples([1, 1, 0])]))
         return total["metric"].tolist(), [float(n) for n in gathered_scalars(total["output/0"], "float32")]
 
     assert together(act) == [([4.0, 4.0], [0.5, 1.5, 2.5])] * 2
@@ -78,28 +79,26 @@ def test_a_replica_without_examples_computes_too_and_numbers_go_to_everybody() -
 def test_what_is_joined_has_the_rows_of_all_in_the_order_of_the_replicas() -> None:
     def act(worker: int, exchange: RunExchange) -> Any:
         counts = [2, 1, 0]
-        rows = exchange.total(
-            RunRound([Examples(counts)], "a run"), lambda r: {"gather/0/0": np.full((counts[r], 1), r)}
-        )
-        return rows["gather/0/0"].tolist()
+        this = exchange.round("a run", lambda r: {"gather/0/0": np.full((counts[r], 1), r)})
+        return exchange.total(this)["gather/0/0"].tolist()
 
     assert together(act) == [[[0], [0], [1]]] * 2
 
 
 def test_where_there_is_nothing_to_add_up_nobody_waits() -> None:
     def act(worker: int, exchange: RunExchange) -> Any:
-        return exchange.total(RunRound((), "a run"), lambda r: {}) if worker == 0 else None
+        return exchange.total(exchange.round("a run", lambda r: {})) if worker == 0 else None
 
     assert together(act) == [{}, None]
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [(lambda worker: f"metric/{worker}", b""), (lambda worker: "metric/0", None)]
+    ("name", "seed"), [(lambda worker: f"metric/{worker}", 0), (lambda worker: "metric/0", None)]
 )
-def test_workers_that_compute_something_else_are_told_apart(name: Any, seed: bytes | None) -> None:
+def test_workers_that_compute_something_else_are_told_apart(name: Any, seed: int | None) -> None:
     def act(worker: int, exchange: RunExchange) -> Any:
-        this = RunRound((), "a run", seed=bytes([worker]) if seed is None else seed)
-        return exchange.total(this, lambda r: {name(worker): np.ones(1)})
+        own = worker if seed is None else seed
+        return exchange.total(exchange.round("a run", lambda r: {name(worker): np.ones(1)}, seed=own))
 
     for error in together(act):
         assert isinstance(error, DisagreementError)
@@ -108,8 +107,8 @@ def test_workers_that_compute_something_else_are_told_apart(name: Any, seed: byt
 
 def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
     def act(worker: int, exchange: RunExchange) -> Any:
-        this = RunRound((), "a run")
-        return {} if worker else exchange.total(this, lambda r: {"metric/0": np.ones(1)} if r else {})
+        this = exchange.round("a run", lambda r: {"metric/0": np.ones(1)} if r else {})
+        return {} if worker else exchange.total(this)
 
     error, _ = together(act)
     assert isinstance(error, ModelError)
@@ -118,8 +117,8 @@ def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
 
 def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:
     def act(worker: int, exchange: RunExchange) -> Any:
-        this = RunRound((), "a run")
-        return {} if worker else exchange.total(this, lambda r: {"merge/0": np.ones(r + 1)})
+        this = exchange.round("a run", lambda r: {"merge/0": np.ones(r + 1)})
+        return {} if worker else exchange.total(this)
 
     error, _ = together(act)
     assert isinstance(error, ModelError)

@@ -86,7 +86,7 @@ def program(edit: Callable[[str], str] = str, **changes: Any) -> dict[str, str]:
         ({"rate": 0.5}, "layer dropout: rate was 0.2, and is 0.5"),
         ({"activation": "tanh"}, 'layer dense: activation was "relu", and is "tanh"'),
         ({"trainable": False}, "layer dense: trainable was true, and is false"),
-        ({"more": [layers.ReLU()]}, "layer re_lu: class was absent and is ReLU"),
+        ({"more": [layers.ReLU()]}, "layer re_lu: class was absent, and is ReLU"),
         ({"optimizer": optimizers.SGD(0.01)}, "optimizer: class was Adam, and is SGD"),
         ({"optimizer": optimizers.Adam(0.02)}, "optimizer: learning_rate was 0.0"),
         ({"optimizer": optimizers.Adam(0.01, clipnorm=1.0)}, "optimizer: clipnorm was null, and is 1.0"),

@@ -30,7 +30,7 @@ def tutorial(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[
             env=environment | short,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=1200,
         )
         assert done.returncode == 0, done.stderr
         logs = [log.read_text().splitlines() for log in sorted(folder.glob("*.log"))]

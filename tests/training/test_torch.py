@@ -37,7 +37,7 @@ Y = X[:, :1]
 def test_in_a_process_with_the_pytorch_backend() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
     environment = os.environ | {"KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout[-5000:]
 
 

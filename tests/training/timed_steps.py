@@ -16,7 +16,7 @@ from lockstep.observability.events import StepEnded
 from lockstep.worker import job
 
 OWN = job.current()
-OWN.policy.report_every = 0.2
+OWN.context.policy.report_every = 0.2
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(40, 6)).astype("float32")
 HELD = 1
@@ -44,8 +44,8 @@ class Hold(keras.callbacks.Callback):
 
 def waits() -> bool:
     """Whether worker 0 has been noted as waiting in the call that is heard."""
-    assert OWN.folder is not None
-    events = [json.loads(line) for line in (OWN.folder / "events.jsonl").read_text().splitlines()]
+    assert OWN.context.folder is not None
+    events = [json.loads(line) for line in (OWN.context.folder / "events.jsonl").read_text().splitlines()]
     return any(
         event["event"] == "wait" and event["worker"] == 0 and "of fit 2" in event["what"] for event in events
     )

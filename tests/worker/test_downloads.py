@@ -73,12 +73,12 @@ def test_who_waits_says_for_whom(
 
     def slow() -> str:
         begun.set()
-        assert said.wait(60)
+        assert said.wait(300)
         return str(tmp_path)
 
     thread = threading.Thread(target=turns(0).take, args=(ORIGIN, "file", "a", slow))
     thread.start()
-    assert begun.wait(60)
+    assert begun.wait(300)
     turns(1, job, publish).take(ORIGIN, "file", "a", lambda: str(tmp_path))
     thread.join()
     (event,) = published

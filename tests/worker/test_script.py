@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lockstep.errors import ConfigError, LockstepError, ModelError, ScopeError
-from lockstep.worker.script import Script, summarize, summarize_own
+from lockstep.worker.script import Script, keep_original, original_of, summarize, summarize_own
 
 SHOW = """
 import sys
@@ -167,3 +167,12 @@ def test_an_error_of_lockstep_in_one_line(error: LockstepError, text: str) -> No
 @pytest.mark.parametrize("script", [Script("a.py", False, ("-m", "x")), Script("a.b", True, ("-m", "x"))])
 def test_the_command_line_is_what_parse_reads(script: Script) -> None:
     assert Script.parse(script.command_line) == script
+
+
+def test_an_error_whose_text_a_library_has_passed_on_is_found_again() -> None:
+    first, last = ModelError("no such step"), ModelError("no such loss")
+    keep_original(first)
+    keep_original(last)
+    assert original_of(ValueError("in a graph: no such loss, in loss.py")) is last
+    for other in (ValueError("in a graph: no such step"), ScopeError("no such loss")):
+        assert original_of(other) is other

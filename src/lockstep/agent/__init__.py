@@ -1,1 +1,1 @@
-"""What starts, watches and ends the workers of one host; it decides nothing about the job."""
+"""One a host: starts, watches and ends the workers of that host; it decides nothing about the job."""

@@ -1,6 +1,5 @@
 """The command's side of a job: it starts the agent, passes signals on, and cleans up if the agent dies."""
 
-import contextlib
 import math
 import os
 import select
@@ -12,11 +11,13 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from lockstep.errors import LockstepError, UnfitError
-from lockstep.protocol.worker import Stop, encode
+from lockstep.protocol.channel import Channel
+from lockstep.protocol.host import Stop
 from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
 from lockstep.system.notes import flush_streams, note
 from lockstep.system.prctl import adopt_orphans
+from lockstep.transport.packet_channel import PacketChannel
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_PATIENCE = 10.0
@@ -25,11 +26,11 @@ _STOP_PATIENCE = 10.0
 _HURRY_PATIENCE = 2.0
 
 
-def run_under_agent(be_agent: Callable[[socket.socket], int], grace: float) -> int:
-    """Fork an agent, and return its exit status once no process of the job is left.
+def run_under_agent(be_agent: Callable[[Channel[Stop, Stop]], int], grace: float) -> int:
+    """Fork the process of coordinator and agent; return its exit status once no process of the job is left.
 
     Args:
-        be_agent: what the agent does with its socket to this process; its result is the exit status.
+        be_agent: what it does with its channel to this process; its result is the exit status.
         grace: seconds that it may take for a checkpoint after SIGTERM.
 
     Raises:
@@ -48,10 +49,10 @@ def run_under_agent(be_agent: Callable[[socket.socket], int], grace: float) -> i
         raise UnfitError(f"no process can be started: {error.strerror}") from None
     if agent == 0:
         mine.close()
-        _become_agent(theirs, be_agent)
+        _become_agent(PacketChannel(theirs, Stop), be_agent)
     theirs.close()
     with mine:
-        return _Watch(agent, mine, LinuxDescendants(spare), grace).run(heard)
+        return _Watch(agent, PacketChannel(mine, Stop), LinuxDescendants(spare), grace).run(heard)
 
 
 def fill_standard_descriptors() -> None:
@@ -67,7 +68,7 @@ def let_go_of_stdout() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _become_agent(command: socket.socket, be_agent: Callable[[socket.socket], int]) -> None:
+def _become_agent(command: Channel[Stop, Stop], be_agent: Callable[[Channel[Stop, Stop]], int]) -> None:
     status = 1
     try:
         os.setsid()
@@ -90,10 +91,10 @@ class _Watch:
     """Waits for the agent to end, and passes signals on."""
 
     def __init__(
-        self, agent: int, connection: socket.socket, descendants: LinuxDescendants, grace: float
+        self, agent: int, channel: Channel[Stop, Stop], descendants: LinuxDescendants, grace: float
     ) -> None:
         self._agent = agent
-        self._connection = connection
+        self._channel = channel
         self._descendants = descendants
         self._grace = grace
         self._stopped_by: int | None = None
@@ -130,9 +131,8 @@ class _Watch:
         patience = grace + _STOP_PATIENCE if self._stopped_by is None else _HURRY_PATIENCE
         self._stopped_by = self._stopped_by or number
         self._deadline = min(time.monotonic() + patience, self._deadline or math.inf)
-        # An agent that is gone, or so far behind that its socket is full, is dealt with by the deadline.
-        with contextlib.suppress(OSError):
-            self._connection.send(encode(Stop(number)), socket.MSG_DONTWAIT)
+        # An agent that is gone, or so far behind that this is lost, is dealt with by the deadline.
+        self._channel.send(Stop(number))
 
     def _conclude(self, in_time: bool) -> int:
         if not in_time:

@@ -1,14 +1,52 @@
-"""The memory in which the members of a view meet, as an agent makes it."""
+"""The exchange of a view, as the agent that opens it sees it."""
 
-from lockstep.agent.views import ExchangeHandle
+from collections.abc import Callable
+from typing import Protocol
+
 from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.endpoint import Endpoint, SharedMemory
 
 
-def open_exchange(workers: int) -> ExchangeHandle:
-    """Make what so many members share.
+class HostExchange(Protocol):
+    """What the members of one view share.
 
-    Raises:
-        SharedMemoryError: this machine has too little memory.
+    Attributes:
+        endpoint: how a member reaches it.
     """
-    segment = ControlSegment.create(workers)
-    return ExchangeHandle(segment.fd, segment.abort, segment.leave_notice, segment.close)
+
+    endpoint: Endpoint
+
+    def leave_notice(self, notice: int) -> None:
+        """Leave a number for the members, who all see it from the same call on."""
+
+    def abort(self, reason: str) -> None:
+        """End the view: members that wait, or call later, raise `PeerLostError(reason)`."""
+
+    def close(self) -> None:
+        """Release it here; the members keep it."""
+
+
+OpenExchange = Callable[[int], HostExchange]
+"""Opens an exchange for so many members.
+
+Raises:
+    SharedMemoryError: this machine has too little memory.
+    OSError: this process has too many descriptors.
+"""
+
+
+class SharedExchange:
+    """An exchange in the memory of this host; an `HostExchange`."""
+
+    def __init__(self, segment: ControlSegment) -> None:
+        self._segment = segment
+        self.endpoint: Endpoint = SharedMemory(Attachment.copy_of(segment.fd))
+        self.leave_notice = segment.leave_notice
+        self.abort = segment.abort
+        self.close = segment.close
+
+
+def open_shared(members: int) -> SharedExchange:
+    """Open an exchange for so many members; see `OpenExchange`."""
+    return SharedExchange(ControlSegment.create(members))

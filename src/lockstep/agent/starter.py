@@ -1,4 +1,4 @@
-"""What a worker of a job is given when it is started."""
+"""How an agent comes to have workers: contracts, and workers that are started on this host."""
 
 import itertools
 from collections.abc import Callable
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from lockstep.agent.console import Console
 from lockstep.agent.worker_handle import OutputPipe, WorkerHandle
 from lockstep.launcher.launcher import Launch, Launcher
+from lockstep.observability.console import Console
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.environment import WorkerConfig, worker_environment
 from lockstep.system.output import Log
@@ -16,13 +16,7 @@ from lockstep.system.paths import RunPaths
 
 
 class Starter(Protocol):
-    """Brings the workers of one job to life.
-
-    Attributes:
-        pid: of the agent, which workers check.
-    """
-
-    pid: int
+    """Starts the workers of one job."""
 
     def prepare(self) -> int | None:
         """Make ready to start workers.
@@ -37,13 +31,13 @@ class Starter(Protocol):
     def close(self) -> None:
         """Start no more; what is only there to start workers is gone then."""
 
-    def start(self, worker: int, taken: frozenset[int], segment: int | None) -> WorkerHandle:
+    def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
         """Start a worker, or take one that is there.
 
         Args:
             worker: its id.
             taken: the slots of the others.
-            segment: descriptor of the memory in which the first workers meet; None for a worker that joins.
+            joins: whether it joins a job that runs already.
 
         Raises:
             OSError: the machine cannot.
@@ -73,7 +67,6 @@ class LocalStarter:
         pid: of the agent, which workers check.
         launcher: makes processes.
         console: shows what they write.
-        pool: descriptor of the memory for partials and totals.
     """
 
     spec: JobSpec
@@ -81,7 +74,6 @@ class LocalStarter:
     pid: int
     launcher: Launcher
     console: Console
-    pool: int
 
     def prepare(self) -> int | None:
         """Make ready to start workers; return where to wait until that is so, if it is not yet.
@@ -95,7 +87,7 @@ class LocalStarter:
         """Start no more."""
         self.launcher.close()
 
-    def start(self, worker: int, taken: frozenset[int], segment: int | None) -> WorkerHandle:
+    def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
         """Start a worker at the first slot that is free.
 
         Raises:
@@ -103,14 +95,13 @@ class LocalStarter:
         """
         slot = next(slot for slot in itertools.count() if slot not in taken)
         log = Log.open(self.paths.log(worker), self.console.say)
-        memory = (self.pool,) if segment is None else (self.pool, segment)
-        environment = partial(self._environment, worker, slot, segment)
-        handle = self.launcher.start(Launch(worker, environment, memory))
+        environment = partial(self._environment, worker, slot, joins)
+        handle = self.launcher.start(Launch(worker, environment))
         stdout, stderr = self.console.outlets(worker)
         streams = OutputPipe(handle.stdout, log, stdout), OutputPipe(handle.stderr, log, stderr)
         return WorkerHandle(worker, slot, handle, log, streams, self.paths.stack(worker))
 
-    def _environment(self, worker: int, slot: int, segment: int | None, control: int) -> dict[str, str]:
+    def _environment(self, worker: int, slot: int, joins: bool, control: int) -> dict[str, str]:
         spec = self.spec
         config = WorkerConfig(
             worker=worker,
@@ -122,8 +113,7 @@ class LocalStarter:
             run_dir=self.paths.root,
             agent=self.pid,
             control=control,
-            pool=self.pool,
-            segment=segment,
+            joins=joins,
             checkpoints=spec.checkpoints,
             accepts_changes=spec.accepts_changes,
             tf_distribute=spec.tf_distribute,

@@ -2,20 +2,20 @@
 
 import contextlib
 import os
-import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.agent.console import Write
-from lockstep.launcher.launcher import Handle
-from lockstep.protocol.worker import MAX_PACKET, AgentMessage, encode
+from lockstep.launcher.launcher import AgentChannel, Handle
+from lockstep.observability.console import Write
+from lockstep.protocol.host import WorkerEvidence
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.system.output import Log
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost
 
 _PIECE = 64 * 1024
 _MOST_PIECES = 64
+_LOG_LINES = 20
+_FRAMES = 10
 
 
 @dataclass
@@ -72,21 +72,10 @@ class WorkerHandle:
     said: int = UNKNOWN_STATUS
     _stack_start: int | None = None
 
-    def receive(self, take: Callable[[bytes, list[int]], None]) -> bool:
-        """Give every packet that has come, and its descriptors, to `take`; return whether more can come."""
-        with contextlib.suppress(BlockingIOError, ConnectionResetError):
-            while True:
-                flags = socket.MSG_CMSG_CLOEXEC
-                packet, descriptors, _, _ = socket.recv_fds(self.handle.control, MAX_PACKET, 1, flags)
-                if not packet:
-                    return False
-                take(packet, descriptors)
-        return True
-
-    def tell(self, message: AgentMessage, *descriptors: int) -> None:
-        """Send a message, with descriptors; one that has ended does not hear it."""
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            socket.send_fds(self.handle.control, [encode(message)], descriptors)
+    @property
+    def channel(self) -> AgentChannel:
+        """The channel to it."""
+        return self.handle.channel
 
     def log_only(self, text: str) -> None:
         """Put a text into the log, behind what the worker has written by now, and not on the terminal."""
@@ -101,15 +90,19 @@ class WorkerHandle:
             self._stack_start = self._stack_size()
             self.handle.send_signal(STACK_SIGNAL)
 
-    def innermost_frames(self, frames: int) -> list[str]:
-        """Return the stack that it was asked for, the innermost frame first; empty if there is none."""
+    def evidence(self) -> WorkerEvidence:
+        """Return what it has left behind."""
+        log = tuple(self.log.tail(_LOG_LINES)) if self.log is not None else ()
+        return WorkerEvidence(self.worker, self.log is not None, log, tuple(self._innermost_frames()))
+
+    def _innermost_frames(self) -> list[str]:
         if self._stack_start is None:
             return []
         try:
             dump = self.stack.read_bytes()[self._stack_start :]
         except OSError:
             return []
-        return innermost(dump.decode(errors="replace"), frames)
+        return innermost(dump.decode(errors="replace"), _FRAMES)
 
     def close(self) -> None:
         """Close what belongs to it, and remove a stack file that was never written to."""

@@ -49,9 +49,9 @@ cli.add_command(run)
 @cli.command()
 @click.argument("folder", type=click.Path(path_type=Path, exists=True, file_okay=False))
 def checkpoints(folder: Path) -> None:
-    """List the checkpoints in FOLDER, and verify each.
+    """List and verify the checkpoints in FOLDER.
 
-    The exit status is 1 if one is damaged.
+    The exit status is 1 if any checkpoint is damaged.
     """
     from lockstep.checkpoint.store import Store
     from lockstep.system.prose import count

@@ -1,14 +1,14 @@
 """The command `lockstep run`. No logic: it parses, composes and calls."""
 
+import contextlib
 import importlib.util
 import os
-import socket
 import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -31,7 +31,8 @@ from lockstep.launcher.backend import (
 )
 from lockstep.launcher.devices import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
-from lockstep.protocol.job_spec import GRACE, Devices, JobSpec, Tee
+from lockstep.observability.console import Tee
+from lockstep.protocol.job_spec import GRACE, Devices, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -47,6 +48,10 @@ from lockstep.system.paths import RunPaths
 from lockstep.system.process_limits import check_limits
 from lockstep.topology import place
 from lockstep.worker.script import Script, refuse_undecodable
+
+if TYPE_CHECKING:
+    from lockstep.protocol.channel import Channel
+    from lockstep.protocol.host import Stop
 
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
@@ -235,7 +240,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     note(spec.describe())
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
-    status = run_under_agent(lambda command: _be_agent(spec, command), spec.grace)
+    status = run_under_agent(lambda command: _run_job(spec, command), spec.grace)
     leave_folder(spec.run_dir)
     sys.exit(status)
 
@@ -345,7 +350,7 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
         note(text)
 
 
-def _be_agent(spec: JobSpec, command: socket.socket) -> int:
+def _run_job(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 
@@ -353,34 +358,48 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
     # The fork server and this process import at the same time.
     launcher.prepare()
     from lockstep.agent.agent import Agent
-    from lockstep.agent.console import Console
-    from lockstep.agent.exchange import open_exchange
+    from lockstep.agent.exchange import open_shared
     from lockstep.agent.starter import LocalStarter
-    from lockstep.agent.views import Views
     from lockstep.collectives.shared.pool import SharedPool
+    from lockstep.coordinator.coordinator import Coordinator
     from lockstep.observability.bus import Bus
+    from lockstep.observability.console import Console
     from lockstep.observability.event_log import EventLog
     from lockstep.observability.events import RUN_EVENTS
+    from lockstep.protocol.channel import Attachment
     from lockstep.supervisor.state import JobSize, State, TimeLimits
     from lockstep.system.clock import SystemClock
     from lockstep.system.descendants import LinuxDescendants
+    from lockstep.system.event_loop import EventLoop
     from lockstep.system.output import Sink
+    from lockstep.transport.local_channel import LocalChannel
 
-    paths = RunPaths(spec.run_dir.absolute())
+    paths, pid, clock = RunPaths(spec.run_dir.absolute()), os.getpid(), SystemClock()
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    events = Bus(SystemClock(), complain=console.say)
-    with EventLog.open(paths.events, console.say) as log:
+    to_agent, to_coordinator = LocalChannel.pair()
+    events = Bus(clock, complain=console.say)
+    with EventLog.open(paths.events, console.say) as log, EventLoop() as loop:
         events.subscribe(log.append, *RUN_EVENTS)
         agent = Agent(
+            job=paths.root.name,
+            coordinator=to_coordinator,
+            loop=loop,
+            starter=LocalStarter(spec, paths, pid, launcher, console),
+            open_exchange=open_shared,
+            pool=Attachment(SharedPool.create().fd),
+            console=console,
+            descendants=LinuxDescendants(),
+        )
+        coordinator = Coordinator(
             spec=spec,
             paths=paths,
-            starter=LocalStarter(spec, paths, os.getpid(), launcher, console, SharedPool.create().fd),
-            views=Views(open_exchange),
+            pid=pid,
+            agent=to_agent,
             command=command,
+            loop=loop,
             console=console,
             events=events,
-            clock=SystemClock(),
-            descendants=LinuxDescendants(),
+            clock=clock,
             state=State.of(
                 spec.view,
                 TimeLimits(timeout=spec.timeout, save=spec.grace),
@@ -388,4 +407,5 @@ def _be_agent(spec: JobSpec, command: socket.socket) -> int:
                 keeps=spec.checkpoints is not None,
             ),
         )
-        return agent.run()
+        with contextlib.closing(agent):
+            return coordinator.run()

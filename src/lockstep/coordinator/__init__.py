@@ -1,1 +1,1 @@
-"""What a job needs once for all of its hosts: commands of other terminals, and what a run says of itself."""
+"""One a job: has the supervisor decide, tells agents what to do, and answers people; it starts no process."""

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from lockstep.coordinator.admin_socket import address, is_of_this_user, peer, plain
+from lockstep.coordinator.admin_socket import address, plain
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.protocol.admin import (
     MAX_PACKET,
@@ -21,7 +21,7 @@ from lockstep.protocol.admin import (
     encode,
 )
 from lockstep.system.notes import note
-from lockstep.system.socket_owners import is_of_another_user
+from lockstep.system.socket_owners import is_of_another_user, is_of_this_user, peer
 
 _SOCKETS = Path("/proc/net/unix")
 _LISTENS = (b"00010000", b"0005")

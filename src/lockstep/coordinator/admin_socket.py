@@ -6,11 +6,11 @@ import itertools
 import os
 import select
 import socket
-import struct
 from collections.abc import Callable, Iterator
 
 from lockstep.errors import UnfitError
 from lockstep.protocol.admin import MAX_PACKET, Order, Refused, Reply, decode_order, encode
+from lockstep.system.socket_owners import is_of_this_user
 
 MOST_OPEN = 16
 """Clients that may be connected without having sent an order."""
@@ -21,24 +21,11 @@ _BACKLOG = 128
 _ARRIVES = select.EPOLLIN | select.EPOLLET
 _KEPT_END = 20
 _OTHER_VERSION = "use the version of Lockstep that started the job"
-_CREDENTIALS = struct.Struct("iII")
 
 
 def address(name: str) -> bytes:
     """Return the address of this user's job `name`."""
     return f"\0lockstep/{os.geteuid()}/{name}".encode()
-
-
-def peer(connection: socket.socket) -> tuple[int, int]:
-    """Return the ids of the process and of the user at the other end."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(packed)
-    return pid, uid
-
-
-def is_of_this_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of the same user; for root, too, nobody else is."""
-    return peer(connection)[1] == os.geteuid()
 
 
 def plain(name: str) -> str:

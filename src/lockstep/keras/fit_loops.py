@@ -8,6 +8,7 @@ Everything else of the loops (callbacks, logs, epochs) stays Keras's.
 import inspect
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -23,17 +24,14 @@ from lockstep.keras.backends.steps import (
 from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
-from lockstep.keras.exactness import introduction, per_replica, said_of
+from lockstep.keras.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
 from lockstep.keras.input.distributed_input import distributed_input
-from lockstep.keras.input.distribution import DistributedDataset
+from lockstep.keras.input.distribution import DistributedDataset, explain_sharding
 from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
-from lockstep.keras.input.sharding import explain_sharding
 from lockstep.keras.input.visits import order_seed
-from lockstep.keras.metrics import refuse_metrics_that_do_not_add
 from lockstep.keras.replica_run.step_loop import Driving
-from lockstep.keras.replica_step import ReplicaStep
+from lockstep.keras.replica_step import ReplicaStep, Watched
 from lockstep.keras.sidecar_evaluator import Evaluating
-from lockstep.keras.single_replica import Watched
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
 from lockstep.keras.state.digest import LastModel
@@ -56,8 +54,6 @@ class FitLoops:
     """The distributed calls of one process. Each method stands for one of Keras's, which is its `original`.
 
     Attributes:
-        depth: how many strategy scopes the program is in.
-        adopts_all: whether models are adopted outside of all scopes too: the script has no strategy.
         driving: drives loops of the program's own.
     """
 
@@ -75,8 +71,8 @@ class FitLoops:
         self._evaluating = Evaluating()
         self._last = LastModel(job)
         self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
-        self.depth = 0
-        self.adopts_all = False
+        self._scopes = 0
+        self._adopts_all = False
         self._introduced: list[str] | None = None
         self._plain_steps = 0
         self._timer = StepTimer(job.events, lambda: job.communicator.waited)
@@ -103,12 +99,29 @@ class FitLoops:
         """Return another seed for this place in the program; see `CallStack.next_seed`."""
         return self._calls.next_seed()
 
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within the block models are adopted: the program is in the scope of a strategy."""
+        self._scopes += 1
+        try:
+            yield
+        finally:
+            self._scopes -= 1
+
+    def adopt_all(self) -> None:
+        """Adopt models outside of all scopes too: the script has no strategy."""
+        self._adopts_all = True
+
+    def adopt_in_scopes(self) -> None:
+        """Adopt models in scopes only: the script has a strategy."""
+        self._adopts_all = False
+
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
-        if self.depth or self.adopts_all:
+        if self._scopes or self._adopts_all:
             self._adopted.add(model)
             self._snapshots.adopt(model)
         return result
@@ -382,7 +395,7 @@ class FitLoops:
 
     def _introduce(self, call: KerasCall, model: Any, rows: Callable[[], Any]) -> None:
         """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
-        if not self.adopts_all:
+        if not self._adopts_all:
             return
         parts = per_replica(model, rows)
         text = ""

@@ -88,7 +88,7 @@ def install_at_compile(job: Job) -> None:
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
             if _installed:
                 return original(self, *args, **kwargs)
-            install(job).adopts_all = True
+            install(job).adopt_all()
             return owner.compile(self, *args, **kwargs)
 
         return replacement

@@ -1,70 +1,47 @@
-"""How a step goes: compute the replicas this worker owns, sum over all of them, apply the total.
+"""A step of `fit`: replicas compute, a synchronization makes totals, and every worker applies them.
 
-The same for every backend. The program of a step computes and applies; the communicator sums. In a new view,
-what was computed for the step is kept, and only replicas that the worker did not own before are added.
+The same for every backend, whose program computes and applies. With one replica Keras's own train function
+takes the step, and is watched while checkpoints are kept.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
-from lockstep.collectives.contract import Communicator, Leaves, Span
+from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, Share
-from lockstep.errors import ModelError
-from lockstep.keras.backends.contract import Backend, Kind, Partial, Total
+from lockstep.errors import CheckpointError
+from lockstep.keras.backends.contract import Backend, Execution, Kind, Partial, Total
 from lockstep.keras.backends.steps import misfits_explained
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
 from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.synchronization import (
+    AllReduce,
+    Packed,
+    PartialLayout,
+    Round,
+    Synchronization,
+    pack,
+    unpack,
+)
 from lockstep.observability.step_timer import StepTimer
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
-_Packed = list[tuple[str, list[int], bytes]]
+Result = TypeVar("Result")
 
-
-@dataclass(frozen=True)
-class PartialLayout:
-    """The names, shapes and dtypes of a program's partials, equal for all replicas and workers."""
-
-    names: tuple[str, ...]
-    zeros: tuple[npt.NDArray[Any], ...]
-
-    def leaves(self, partial: Mapping[str, npt.NDArray[Any]]) -> Leaves:
-        """Return the arrays of `partial` in the layout's order."""
-        if partial.keys() != set(self.names):
-            changed = ", ".join(sorted(partial.keys() ^ set(self.names)))
-            raise ModelError(
-                f"the step has changed what it computes since it began ({changed}): compile the model again "
-                "after changing what is trainable, and let every step change the same variables"
-            )
-        return [partial[name] for name in self.names]
-
-
-@dataclass(frozen=True)
-class Round:
-    """One round of a step: what its replicas are computed from, and those that this worker has computed.
-
-    Attributes:
-        state: at the beginning of the step.
-        batch: of the step.
-        earlier: the totals of the rounds before.
-        started: the partials of the replicas whose computation has begun.
-    """
-
-    state: Any
-    batch: GlobalBatch
-    earlier: Sequence[Total] = ()
-    started: dict[int, Partial] = field(default_factory=dict)
+_ADVICE = (
+    "compile the model again after changing what is trainable, and let every step change the same variables"
+)
 
 
 class ReplicaStep:
@@ -83,7 +60,8 @@ class ReplicaStep:
         self._job = job
         self._backend = backend
         self._program = backend.program(model, kind)
-        self._layouts: list[PartialLayout] = []
+        self._synchronization: Synchronization = AllReduce(self._exchange, job.worker)
+        self._layouts: dict[int, PartialLayout] = {}
         self._nest: Any = None
         self._calls = calls
         self._model = model
@@ -125,9 +103,7 @@ class ReplicaStep:
         totals: list[Total] = []
         complete = False
         while not complete:
-            total = self._job.exchange(
-                partial(self._sum, Round(state, batch, totals)), partial(self._program.published, state)
-            )
+            total = self._total(self._round(state, batch, totals), len(totals))
             complete = self._program.complete(len(totals))
             # The next reduce uses the total's memory again.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
@@ -140,11 +116,11 @@ class ReplicaStep:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._timer.stop()
         self._program.outputs()  # Those of a step that failed halfway.
-        only = Round(state, batch)
+        only = self._round(state, batch, ())
         outputs: dict[int, Any] = {}
 
         def join(view: View, communicator: Communicator) -> Any:
-            self._compute(only, view)
+            only.begin(view.replicas_of(self._job.worker))
             outputs.update(self._program.outputs())
             if self._nest is None:
                 self._nest = next(iter(outputs.values()))
@@ -152,58 +128,63 @@ class ReplicaStep:
             return self._concatenate(own, batch, view, communicator)
 
         rows = self._job.exchange(join)
-        if self._layouts[0].names:
-            total = self._job.exchange(partial(self._sum, only))
-            _, state = self._program.apply(state, [total])
+        if only.layout is not None and only.layout.leaves:
+            _, state = self._program.apply(state, [self._total(only, 0)])
         self._calls.current.steps += 1
         return rows, state
 
-    def _compute(self, this: Round, view: View) -> None:
-        """Start the computation of the replicas owned in `view` that have examples and have not begun.
+    def _round(self, state: Any, batch: GlobalBatch, earlier: Sequence[Total]) -> Round:
+        """Return the round that follows the totals `earlier` of the rounds before it.
 
-        A worker whose replicas have no examples in the first batch computes replica 0 as well, without
-        contributing it: that is how it learns what a partial looks like.
+        Replicas without examples contribute nothing. A worker that has no others in the first step computes
+        replica 0 as well: that is how it learns what a partial looks like.
         """
-        call = self._calls.current
+        call, replicas = self._calls.current, self._job.view.replicas
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
-        for replica in view.replicas_of(self._job.worker):
-            share = this.batch.share(replica, view.replicas, seed)
-            if share.examples and replica not in this.started:
-                this.started[replica] = self._computed(this, share)
-        if len(self._layouts) == len(this.earlier):
-            computed = next(iter(this.started.values()), None)
-            if computed is None:
-                share = this.batch.share(0, view.replicas, seed)
-                computed = self._computed(this, share)
-            names = tuple(sorted(computed))
-            zeros = tuple(np.zeros_like(self._backend.concrete(computed[name])) for name in names)
-            self._layouts.append(PartialLayout(names, zeros))
 
-    def _computed(self, this: Round, share: Share) -> Partial:
-        if self._timer.running:
-            share = share._replace(data=self._timer.charging("input", share.data))
-        with misfits_explained(self._model, share.examples):
-            return self._program.compute(this.state, share, this.earlier)
+        def computed(share: Share) -> Partial:
+            if self._timer.running:
+                share = share._replace(data=self._timer.charging("input", share.data))
+            with misfits_explained(self._model, share.examples):
+                return self._program.compute(state, share, earlier)
 
-    def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
-        """Compute and sum a round; the total is valid until the next reduce."""
-        self._timer.lap("wait")  # In the view before, if it ended in this round.
-        self._compute(this, view)
-        layout = self._layouts[len(this.earlier)]
-        # The backend is still computing: time to hash what it computes from.
-        check = this.batch.check() if len(view.workers) > 1 else b""
-        partials: dict[Span, Leaves] = {}
-        for replica in view.replicas_of(self._job.worker):
-            computed = this.started.get(replica)
-            partials[Span(replica, replica + 1)] = (
-                layout.zeros
-                if computed is None
-                else layout.leaves({name: self._backend.concrete(value) for name, value in computed.items()})
-            )
+        def compute(replica: int) -> Partial | None:
+            share = batch.share(replica, replicas, seed)
+            return computed(share) if share.examples else None
+
+        return Round(
+            self._calls.where(),
+            compute,
+            self._backend.concrete,
+            check=lambda names: batch.check(),
+            advice=_ADVICE,
+            sample=lambda: computed(batch.share(0, replicas, seed)),
+            layout=self._layouts.get(len(earlier)),
+            settle=self._settle,
+            catching_up=partial(self._program.published, state),
+        )
+
+    def _total(self, this: Round, number: int) -> Total:
+        """Return the total of a step's round, valid until the next one."""
+        total = self._synchronization.synchronize(this)
+        if this.layout is not None:
+            self._layouts[number] = this.layout
+        return total
+
+    def _settle(self) -> None:
         self._backend.settle()
         self._timer.lap("compute")
-        total = communicator.reduce(partials, check=check, what=self._calls.where())
-        return dict(zip(layout.names, total, strict=True))
+
+    def _exchange(
+        self,
+        act: Callable[[View, Communicator], Result],
+        catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Result:
+        def timed(view: View, communicator: Communicator) -> Result:
+            self._timer.lap("wait")  # In the view before, if it ended in this round.
+            return act(view, communicator)
+
+        return self._job.exchange(timed, catching_up)
 
     def _next_step(self, logs: Any, state: Any) -> None:
         self._job.stepped()
@@ -230,18 +211,66 @@ class ReplicaStep:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""
         parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
         if len(view.workers) > 1:
-            packed = [[(str(a.dtype), list(a.shape), a.tobytes()) for a in part] for part in parts]
+            packed = [[pack("", leaf) for leaf in part] for part in parts]
             facts = {"data": batch.check().hex()}
             blob = msgspec.msgpack.encode(packed)
             blobs = gather(view, communicator, self._calls.where(), facts, blob)
-            parts = [_unpack(part) for blob in blobs for part in _decode(blob)]
+            decoded = [msgspec.msgpack.decode(blob, type=list[list[Packed]]) for blob in blobs]
+            parts = [[unpack(leaf)[1] for leaf in part] for worker in decoded for part in worker]
         leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return keras.tree.pack_sequence_as(self._nest, leaves)
 
 
-def _decode(blob: bytes) -> list[_Packed]:
-    return msgspec.msgpack.decode(blob, type=list[_Packed])
+class Watched:
+    """What Keras's loop calls instead of its own train function, which takes the same steps.
 
+    A call may be passed over, because another process has made it. After it, a checkpoint is kept if it is
+    time. A call that the loop makes has `steps_per_execution` steps, also where the data has fewer left.
+    """
 
-def _unpack(part: _Packed) -> list[npt.NDArray[Any]]:
-    return [np.frombuffer(data, dtype=dtype).reshape(shape) for dtype, shape, data in part]
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        backend: Backend,
+        model: Any,
+        calls: CallStack,
+        snapshots: Snapshots,
+    ) -> None:
+        self._model = model
+        self._calls = calls
+        self._snapshots = snapshots
+        self._held = backend.held(model)
+        self._call = backend.watched(model, function, self._execute)
+
+    def __call__(self, *args: Any) -> Any:
+        """Do as the train function that is watched."""
+        return self._call(*args)
+
+    def _execute(self, execution: Execution) -> tuple[Any, Any]:
+        call, model = self._calls.current, self._model
+        steps = 1 if call.at_end else model.steps_per_execution
+        if call.steps < call.skipped:
+            execution.pass_over()
+            call.steps += steps
+            return self._passed_over(execution.state)
+        logs, state = execution.run()
+        call.steps += steps
+        call.logs = logs
+        self._calls.taken += steps
+        if not call.at_end:
+            self._snapshots.end_step(
+                lambda whole: self._snapshots.take(whole, model, logs, self._held, state)
+            )
+        return logs, state
+
+    def _passed_over(self, state: Any) -> tuple[Any, Any]:
+        call = self._calls.current
+        if call.steps < call.skipped:
+            return {}, state
+        if call.steps > call.skipped:
+            raise CheckpointError(
+                f"the checkpoint is of step {call.skipped} of {call.name}, where a model with "
+                f"steps_per_execution={self._model.steps_per_execution} does not stop: compile it with "
+                "the steps_per_execution that it had, or start over in another folder"
+            )
+        return self._snapshots.restore(self._model, self._held, state)

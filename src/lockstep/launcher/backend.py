@@ -20,9 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lockstep.errors import ConfigError, UnfitError
+from lockstep.protocol.job_spec import BACKEND_NAMES
 
-NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
-BACKENDS = tuple(NAMES)
+BACKENDS = tuple(BACKEND_NAMES)
 RULE = (
     "what SCRIPT sets, else KERAS_BACKEND, the checkpoint's backend, keras.json if it names jax or torch, "
     "tensorflow with --tf-distribute, or the first installed of tensorflow, jax and torch"
@@ -64,7 +64,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        return f"on {NAMES[self.backend]}, because {self.reason}"
+        return f"on {BACKEND_NAMES[self.backend]}, because {self.reason}"
 
 
 def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str) -> Choice:

@@ -17,17 +17,18 @@ from pathlib import Path
 
 from lockstep.launcher import worker_main
 from lockstep.protocol.fork import MAX_REQUEST, READY, ForkRequest, ForkServerSetup, decode_fork
-from lockstep.system.environment import parent_told, put_descriptors, take_environment
+from lockstep.system.environment import parent_told, put_control, take_environment
 from lockstep.system.prctl import die_with
 from lockstep.worker.downloads import serve_downloads
 
 _LONGEST_IMPORT = 300
 _OF_WORKERS = (
+    "lockstep.transport.state_memory",
     "lockstep.worker.membership",
     "lockstep.worker.checkpoints",
     "lockstep.worker.tf_distribute_shim",
 )
-_MOST_DESCRIPTORS = 5
+_DESCRIPTORS = 3
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Forked:
 
     Attributes:
         request: the agent's request.
-        descriptors: its stdout, stderr and control socket; memory: the pool, and perhaps the control segment.
+        descriptors: its stdout, stderr and control socket.
     """
 
     request: ForkRequest
@@ -101,7 +102,7 @@ def _serve(connection: socket.socket) -> Forked:
     """Fork a worker for each request; return in the workers only."""
     while True:
         packet, descriptors, _, _ = socket.recv_fds(
-            connection, MAX_REQUEST, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            connection, MAX_REQUEST, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
         )
         if not packet:
             os._exit(0)
@@ -160,8 +161,7 @@ def _become(forked: Forked) -> None:
 def _exec_worker(forked: Forked, arguments: Sequence[str]) -> None:
     """Become a worker in a fresh interpreter, without the modules that this process has imported."""
     _take_over(forked)
-    for descriptor in forked.descriptors[2:]:
-        os.set_inheritable(descriptor, True)
+    os.set_inheritable(forked.descriptors[2], True)
     command = (sys.executable, "-P", "-m", "lockstep.launcher.worker_main", *arguments)
     os.execve(sys.executable, command, os.environ)
 
@@ -169,12 +169,12 @@ def _exec_worker(forked: Forked, arguments: Sequence[str]) -> None:
 def _take_over(forked: Forked) -> None:
     """Start a session, with the descriptors and the environment of the worker."""
     os.setsid()
-    stdout, stderr, control, pool, *segment = forked.descriptors
+    stdout, stderr, control = forked.descriptors
     for descriptor, standard in ((stdout, 1), (stderr, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
     take_environment(forked.request.environment)
-    put_descriptors(control, pool, segment[0] if segment else None)
+    put_control(control)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,12 @@ from typing import Protocol
 
 from lockstep.launcher.fork_server import ForkServer, ForkServerPlan
 from lockstep.launcher.import_scan import NOTHING
+from lockstep.protocol.channel import Channel
+from lockstep.protocol.worker import AgentMessage, WorkerMessage
+from lockstep.transport.packet_channel import PacketChannel
+
+AgentChannel = Channel[AgentMessage, WorkerMessage]
+"""The agent's end of the channel to a worker."""
 
 
 @dataclass(frozen=True)
@@ -18,14 +24,11 @@ class Launch:
 
     Attributes:
         worker: its id.
-        environment: returns its whole environment, with the numbers that descriptors have in this process,
-            for its control descriptor.
-        memory: descriptors to pass to it: the pool, and the control segment unless it joins later.
+        environment: returns its whole environment for the number of its control descriptor in this process.
     """
 
     worker: int
     environment: Callable[[int], Mapping[str, str]]
-    memory: tuple[int, ...]
 
 
 class Handle(Protocol):
@@ -34,12 +37,12 @@ class Handle(Protocol):
     Attributes:
         pid: its process id.
         exited: a descriptor that becomes readable when the worker has ended.
-        control: the agent's end of a SOCK_SEQPACKET socket to it; does not block.
+        channel: the agent's end of the channel to it.
     """
 
     pid: int
     exited: int
-    control: socket.socket
+    channel: AgentChannel
 
     def poll(self) -> int | None:
         """Return the exit status, negative for a signal, or `UNKNOWN_STATUS`; None while the worker runs."""
@@ -96,7 +99,7 @@ class LocalHandle:
     exited: int
     stdout: int
     stderr: int
-    control: socket.socket
+    channel: AgentChannel
     _status: int | None = None
 
     def poll(self) -> int | None:
@@ -115,7 +118,7 @@ class LocalHandle:
         """Close the descriptors."""
         for descriptor in (self.stdout, self.stderr, self.exited):
             os.close(descriptor)
-        self.control.close()
+        self.channel.close()
 
 
 class LocalLauncher:
@@ -161,15 +164,14 @@ class LocalLauncher:
                 undo.callback(os.close, descriptor)
                 os.set_blocking(descriptor, False)
             try:
-                descriptors = (out, err, theirs.fileno(), *launch.memory)
+                descriptors = (out, err, theirs.fileno())
                 pid = self._server.fork(launch.environment(theirs.fileno()), descriptors)
                 exited = os.pidfd_open(pid)
             finally:
                 os.close(out)
                 os.close(err)
             undo.pop_all()
-        mine.setblocking(False)
-        return LocalHandle(pid, exited, stdout, stderr, mine)
+        return LocalHandle(pid, exited, stdout, stderr, PacketChannel(mine, WorkerMessage))
 
     def close(self) -> None:
         """End the fork server."""

@@ -16,11 +16,13 @@ from pathlib import Path
 from lockstep.errors import ChangedError, ConfigError, LockstepError, PeerLostError, PeerStuckError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import WORKER_EVENTS, SourceChanged
+from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
 from lockstep.system.notes import flush_streams, note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import die_with
+from lockstep.transport.packet_channel import PacketChannel
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.downloads import share_downloads
 from lockstep.worker.file_writes import LibraryFolders, watch_writes
@@ -44,16 +46,18 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(2)
     if not config.by_hand:
         die_with(config.agent)
-    for descriptor in (config.control, config.pool, config.segment):
-        if descriptor is not None:
-            os.set_inheritable(descriptor, False)
+    os.set_inheritable(config.control, False)
     write_when_asked(RunPaths(config.run_dir).stack(config.worker))
-    client = AgentClient(socket.socket(fileno=config.control))
+    client = AgentClient(PacketChannel(socket.socket(fileno=config.control), AgentMessage))
     if config.by_hand:
         threading.Thread(target=_end_with_coordinator, args=(config, client), daemon=True).start()
     events = Bus(SystemClock(), config.worker)
     events.subscribe(client.report, *WORKER_EVENTS)
-    _enter_job(config, client, events)
+    try:
+        _enter_job(config, client, events)
+    except PeerLostError as over:
+        note(str(over))
+        sys.exit(1)
     forget_worker()
     share_downloads(config.run_dir, config.agent, config.worker, events.publish)
     sources = RunPaths(config.run_dir).sources
@@ -82,6 +86,7 @@ def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
 
 def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     from lockstep.topology import place
+    from lockstep.transport.state_memory import MemoryTransport
     from lockstep.worker import job, tf_distribute_shim
     from lockstep.worker.checkpoints import open_checkpoints
     from lockstep.worker.membership import AgentMembership, wait_policy
@@ -93,13 +98,12 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     elif config.replicas > 1:
         tf_distribute_shim.refuse_theirs(config.replicas)
     policy = wait_policy(config.timeout)
-    membership = AgentMembership(config, client, policy)
-    if config.segment is None:
+    membership = AgentMembership(config, client, policy, MemoryTransport())
+    if config.joins:
         view = place(config.replicas, (config.worker,))
         communicator = job.by_itself(view)
     else:
-        view = place(config.replicas, tuple(range(config.workers)))
-        communicator = membership.enter(view, config.segment)
+        view, communicator = membership.first_place()
     context = job.JobContext(
         config.worker,
         config.seed,

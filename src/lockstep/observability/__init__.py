@@ -1,1 +1,1 @@
-"""What a run publishes of itself, and where that is written; nothing that decides."""
+"""What a run publishes of itself, and where that is written or shown; nothing that decides."""

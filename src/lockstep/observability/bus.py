@@ -31,19 +31,19 @@ class PublishedEvent(NamedTuple):
 
 
 class Subscriber(Protocol):
-    """Hears of events, from any thread."""
+    """Receives events, on any thread."""
 
     def __call__(self, published: PublishedEvent, /) -> None:
-        """Take note of one event; must not block."""
+        """Process one event; must not block."""
 
 
 class Bus:
-    """Passes on the events of one process. Every method may be called from any thread.
+    """Delivers the events of one process. Every method may be called from any thread.
 
     Args:
         clock: for the time of events.
         worker: that publishes; None for an agent.
-        complain: hears of a subscriber that raises.
+        complain: shows a line about a subscriber that raised.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Bus:
         self._subscribers: dict[type[Event], tuple[Subscriber, ...]] = {}
 
     def subscribe(self, subscriber: Subscriber, *kinds: type[Event]) -> Callable[[], None]:
-        """Have `subscriber` called for each event of these classes; return what ends that."""
+        """Call `subscriber` for each event of these classes; return a function that ends this."""
         with self._lock:
             for kind in kinds:
                 self._subscribers[kind] = (*self._subscribers.get(kind, ()), subscriber)
@@ -66,16 +66,16 @@ class Bus:
         """Return a queue of the events of these classes, which holds the newest `size`."""
         return Feed(self, kinds, size)
 
-    def hears(self, kind: type[Event]) -> bool:
-        """Whether anybody subscribes to events of this class; costs less than making one."""
+    def has_subscribers(self, kind: type[Event]) -> bool:
+        """Whether events of this class have a subscriber; costs less than making one."""
         return kind in self._subscribers
 
     def publish(self, event: Event, worker: int | None = None) -> None:
-        """Call the subscribers of the event's class; raises nothing that they raise.
+        """Call the subscribers to the event's class; what they raise does not reach the caller.
 
         Args:
             event: what happened.
-            worker: that has published it on its own bus, where an agent publishes it again.
+            worker: the worker that published it first, if an agent publishes it again.
         """
         subscribers = self._subscribers.get(type(event))
         if subscribers is None:
@@ -86,7 +86,7 @@ class Bus:
                 subscriber(published)
             except Exception as error:
                 self._remove(subscriber)
-                self._complain(f"a subscriber of events failed, and hears no more of them: {error!r}")
+                self._complain(f"a subscriber of events failed and is removed: {error!r}")
 
     def _remove(self, subscriber: Subscriber) -> None:
         with self._lock:

@@ -17,12 +17,12 @@ class _Event(msgspec.Struct, frozen=True, tag_field="event"):
 
 
 class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
-    """A run begins.
+    """A run starts.
 
     Attributes:
         format: of the events that follow.
         versions: of Python and of what is installed, by distribution.
-        script: `path` and `sha256` of its file; None if it has none.
+        script: `path` and `sha256` of its file; None if it cannot be read.
         cores: that the run may use.
         host: the machine's name.
 
@@ -71,14 +71,14 @@ class WorkerReady(_Event, frozen=True, tag="ready"):
 
 
 class WorkerJoining(_Event, frozen=True, tag="asks"):
-    """A worker that joins asks where the training is, or, if `whole`, for the state and a place in a view."""
+    """A joining worker requests the position of the training, or, if `whole`, to join the next view."""
 
     worker: int
     whole: bool
 
 
 class ViewStarted(_Event, frozen=True, tag="view"):
-    """Other workers compute from now on, the longest-serving first."""
+    """A new view, with its workers, the longest-serving first."""
 
     number: int
     workers: tuple[int, ...]
@@ -86,28 +86,28 @@ class ViewStarted(_Event, frozen=True, tag="view"):
 
 
 class WorkerJoined(_Event, frozen=True, tag="joined"):
-    """A worker is in the view that follows."""
+    """A worker is in the next view."""
 
     worker: int
     reason: str
 
 
 class WorkerLeft(_Event, frozen=True, tag="left"):
-    """A worker was told to leave, and is not in the view that follows."""
+    """A worker was asked to leave and is not in the next view."""
 
     worker: int
     reason: str
 
 
 class WorkerLost(_Event, frozen=True, tag="lost"):
-    """A worker was lost, and is not in the view that follows."""
+    """A worker was lost and is not in the next view."""
 
     worker: int
     reason: str
 
 
 class WorkerFailed(_Event, frozen=True, tag="failed"):
-    """The script raised an error on a worker: in one line, and as Python prints it."""
+    """The script raised an exception on a worker: in one line, and as Python prints it."""
 
     worker: int
     summary: str
@@ -115,7 +115,7 @@ class WorkerFailed(_Event, frozen=True, tag="failed"):
 
 
 class WorkerDone(_Event, frozen=True, tag="done"):
-    """The script came to its end on a worker (status 0), or left with a status."""
+    """The script finished on a worker (status 0) or exited with another status."""
 
     worker: int
     status: int
@@ -138,20 +138,20 @@ class WorkerWaiting(_Event, frozen=True, tag="wait"):
 
 
 class StopReceived(_Event, frozen=True, tag="stop"):
-    """The command was told by a signal to end the job."""
+    """The command received a signal to end the job."""
 
     signal: int
 
 
 class DecisionMade(_Event, frozen=True, tag="decision"):
-    """Supervision has decided on actions, by their names, for a reason."""
+    """The supervisor decided on actions (their names) for a reason."""
 
     reason: str
     actions: tuple[str, ...]
 
 
 class MemoryExhausted(_Event, frozen=True, tag="no memory"):
-    """The kernel has killed so many processes for want of memory, probably this worker."""
+    """The kernel killed `kills` processes because memory ran out, probably also this worker."""
 
     worker: int
     kills: int
@@ -172,14 +172,14 @@ class ConflictingWrite(_Event, frozen=True, tag="written by several"):
 
 
 class MessageMisunderstood(_Event, frozen=True, tag="misunderstood"):
-    """A worker has sent what is no message, or an event that this version does not know."""
+    """A worker sent an invalid message, or an event that this version does not know."""
 
     worker: int
     error: str
 
 
 class WarningShown(_Event, frozen=True, tag="warning"):
-    """A person was warned, in the words of `text`."""
+    """The command showed a warning."""
 
     text: str
 
@@ -215,7 +215,7 @@ class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
 
 
 class StrategyInstalled(_Event, frozen=True, tag="strategy"):
-    """The script has made its strategy.
+    """The script created its strategy.
 
     Attributes:
         backend: of Keras.
@@ -227,11 +227,11 @@ class StrategyInstalled(_Event, frozen=True, tag="strategy"):
 
 
 class DistributionBegan(_Event, frozen=True, tag="distributes"):
-    """The script has given the replicas something to compute or to read."""
+    """The script uses the replicas for the first time."""
 
 
 class CallStarted(_Event, frozen=True, tag="call"):
-    """A distributed call begins, such as `fit 1`."""
+    """A distributed call starts, such as `fit 1`."""
 
     name: str
 
@@ -241,7 +241,7 @@ class FirstStepEnded(_Event, frozen=True, tag="first step"):
 
 
 class TimeoutSet(_Event, frozen=True, tag="patience"):
-    """The script has set after how many seconds a worker that others wait for is stuck."""
+    """The script set after how many seconds a worker that others wait for is stuck."""
 
     seconds: float
 
@@ -262,7 +262,7 @@ class DownloadAwaited(_Event, frozen=True, tag="waits for download"):
 
 
 class CheckpointsConfigured(_Event, frozen=True, tag="keeps"):
-    """The script keeps checkpoints in a folder from now on."""
+    """The script starts to save checkpoints in a folder."""
 
     folder: str
 
@@ -282,27 +282,27 @@ class CheckpointNotWritten(_Event, frozen=True, tag="checkpoint failed"):
 
 
 class CheckpointRemoved(_Event, frozen=True, tag="checkpoint removed"):
-    """An older checkpoint was removed to make room."""
+    """An older checkpoint was removed to free space."""
 
     path: str
     reason: str
 
 
 class TrainingResumed(_Event, frozen=True, tag="resumed"):
-    """Training resumes after `where`, `step` steps in all; from a checkpoint or the state of the others."""
+    """Training resumes after `where`, with `step` steps taken, from a checkpoint or from other workers."""
 
     where: str
     step: int
 
 
 class LastStepEnded(_Event, frozen=True, tag="leaving"):
-    """The chief, told to end, has completed its last step."""
+    """The chief completed its last step after a request to end."""
 
     step: int
 
 
 class TrainingEnded(_Event, frozen=True, tag="trained"):
-    """The chief's script has come to its end.
+    """The chief's script finished.
 
     Attributes:
         steps: of training, in all.
@@ -394,7 +394,7 @@ Event = AgentEvent | WorkerEvent | StepEnded
 """Every event. A step's stays in its worker."""
 
 WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)
-"""Those that a worker's agent hears."""
+"""Those that a worker sends to its agent."""
 
 RUN_EVENTS: tuple[type[Event], ...] = get_args(AgentEvent | WorkerEvent)
 """Those of `events.jsonl`."""

@@ -42,7 +42,7 @@ class StepTimer:
 
     def begin(self, call: str) -> None:
         """Note that a step of `call` begins: the step before has ended then, or this is the call's first."""
-        if not self._events.hears(StepEnded):
+        if not self._events.has_subscribers(StepEnded):
             self.stop()
         elif self._call == call:
             self.lap("input")

@@ -1,1 +1,1 @@
-"""Every message between processes, and what a job is asked to be; no sockets."""
+"""Every message between processes, what a channel promises, and what a job is asked to be; no sockets."""

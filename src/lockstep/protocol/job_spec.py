@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
+from lockstep.observability.console import Tee
 from lockstep.system.environment import Checkpoints
 from lockstep.system.prose import count
 from lockstep.topology import View, place
@@ -11,7 +11,8 @@ from lockstep.topology import View, place
 GRACE = 20.0
 """Seconds that a job which is stopped has for its step and a checkpoint, unless a person says otherwise."""
 
-Tee = Literal["chief", "all"]
+BACKEND_NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
+"""The Keras backends as people call them."""
 
 
 @dataclass(frozen=True)

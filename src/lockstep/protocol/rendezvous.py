@@ -80,9 +80,6 @@ class Rejected(msgspec.Struct, frozen=True, tag="turned away"):
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
     """The process is a worker now.
 
-    With this come the descriptors of the memory for partials and totals and, unless the worker joins, of the
-    memory in which the first workers meet.
-
     Attributes:
         worker: its id.
         joins: whether the job runs already.

@@ -1,16 +1,10 @@
-"""What workers, the agent and the command tell each other. JSON, one message a packet."""
-
-from typing import Any, TypeVar
+"""What a worker and its agent tell each other."""
 
 import msgspec
 
 from lockstep.observability.events import WorkerEvent
-
-MAX_TEXT = 64 * 1024
-"""Bytes of UTF-8 that any one text of a message may have."""
-
-MAX_PACKET = 512 * 1024
-"""Bytes that no encoded message exceeds; whoever receives reads with a buffer of this size."""
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.endpoint import Endpoint
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -74,41 +68,51 @@ class JoinRequest(msgspec.Struct, frozen=True, tag="asks"):
 
 
 class StateReply(msgspec.Struct, frozen=True, tag="given"):
-    """What a joining worker asked for: the descriptor of memory that holds it comes with this message.
+    """What a joining worker asked for.
 
     Attributes:
         view: the number of the view in which it is given.
         whole: whether it is the whole state, and all members wait for the next view; else the position.
-        failure: why it could not be given; then there is no descriptor.
+        state: what was published; None if that failed.
+        failure: why it could not be given.
     """
 
     view: int
     whole: bool
+    state: Attachment | None = None
     failure: str = ""
 
 
-class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The command was asked to end the job by `signal`."""
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """The first message to each worker.
 
-    signal: int
+    Attributes:
+        pool: the memory for partials and totals, which all workers of this host share.
+    """
+
+    pool: Attachment
 
 
 class NewView(msgspec.Struct, frozen=True, tag="view"):
-    """The view that follows; the descriptor of its memory comes with it.
-
-    A worker that joins with it also gets the descriptor of memory that holds the state.
+    """The view that follows, or the first one.
 
     Attributes:
         number: of the view.
         workers: its members, the longest-serving first.
+        endpoint: where they meet.
+        state: for a worker that joins with this view, the state of the training.
     """
 
     number: int
     workers: tuple[int, ...]
+    endpoint: Endpoint
+    state: Attachment | None = None
 
 
 class Position(msgspec.Struct, frozen=True, tag="position"):
-    """Where the training is, in memory whose descriptor comes with it."""
+    """Where the training is, published as a state."""
+
+    state: Attachment
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
@@ -121,53 +125,8 @@ class JobOver(msgspec.Struct, frozen=True, tag="over"):
     reason: str
 
 
-WorkerMessage = Started | EventReport | WaitReport | FileOpened | Failed | Finished | JoinRequest | StateReply
-AgentMessage = NewView | Position | Leave | JobOver
-Message = WorkerMessage | Stop | AgentMessage
-Kind = TypeVar("Kind")
+RelayedMessage = Started | EventReport | WaitReport | FileOpened | Failed | Finished | JoinRequest
+"""What an agent passes on to the coordinator as it is."""
 
-_decoder: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """Return the packet of `message`; long texts lose their middle, odd values become their `repr`.
-
-    Raises:
-        ValueError: the message is too large although its texts are not.
-    """
-    packet = msgspec.json.encode(_clean(msgspec.to_builtins(message, enc_hook=repr)))
-    if len(packet) > MAX_PACKET:
-        raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
-    return packet
-
-
-def decode(packet: bytes) -> Message:
-    """Return the message of a packet.
-
-    Raises:
-        ValueError: the packet is not one that `encode` makes.
-    """
-    try:
-        return _decoder.decode(packet)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-
-
-def _clean(value: Any) -> Any:
-    if isinstance(value, str):
-        return _clip(value)
-    if isinstance(value, dict):
-        return {_clip(str(name)): _clean(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_clean(item) for item in value]
-    return value
-
-
-def _clip(text: str) -> str:
-    # A lone surrogate (an undecodable file name in an error) has no UTF-8.
-    encoded = text.encode(errors="backslashreplace")
-    if len(encoded) <= MAX_TEXT:
-        return encoded.decode()
-    mark = b"\n... (cut) ...\n"
-    half = (MAX_TEXT - len(mark)) // 2
-    return (encoded[:half] + mark + encoded[-half:]).decode(errors="ignore")
+WorkerMessage = RelayedMessage | StateReply
+AgentMessage = Welcome | NewView | Position | Leave | JobOver

@@ -11,9 +11,8 @@ import socket
 import threading
 from collections.abc import Sequence
 
-from lockstep.coordinator.admin_socket import peer
 from lockstep.errors import ConfigError, UnfitError
-from lockstep.system.socket_owners import describe, is_of_another_user, process_of, user_of
+from lockstep.system.socket_owners import describe, is_of_another_user, peer, process_of, user_of
 
 _PATIENCE = 5.0
 _BACKLOG = 128

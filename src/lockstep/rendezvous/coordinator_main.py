@@ -17,22 +17,25 @@ from types import FrameType
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.command import fill_standard_descriptors
-from lockstep.agent.exchange import open_exchange
+from lockstep.agent.exchange import open_shared
 from lockstep.agent.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
-from lockstep.agent.views import Views
 from lockstep.collectives.shared.pool import SharedPool
+from lockstep.coordinator.coordinator import Coordinator
 from lockstep.errors import LockstepError
 from lockstep.observability.bus import Bus
 from lockstep.observability.event_log import EventLog
 from lockstep.observability.events import RUN_EVENTS
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.host import Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
-from lockstep.protocol.worker import Stop, encode
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
+from lockstep.transport.local_channel import LocalChannel
 
 _TIMEOUT = 600.0
 
@@ -83,30 +86,41 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     paths, pid, clock = RunPaths(spec.run_dir.absolute()), os.getpid(), SystemClock()
     empty_folder(paths.sources)
     terminals.say(f"{spec.shape}; events in {spec.run_dir}")
-    command, person = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    person, command = LocalChannel.pair()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(OSError):
-            person.send(encode(Stop(number)), socket.MSG_DONTWAIT)
+        person.send(Stop(number))
 
     signal.signal(signal.SIGTERM, pass_on)
+    to_agent, to_coordinator = LocalChannel.pair()
     events = Bus(clock, complain=terminals.say)
-    with person, EventLog.open(paths.events, terminals.say) as log:
+    with EventLog.open(paths.events, terminals.say) as log, EventLoop() as loop:
         events.subscribe(log.append, *RUN_EVENTS)
         agent = Agent(
+            job=paths.root.name,
+            coordinator=to_coordinator,
+            loop=loop,
+            starter=RendezvousStarter(spec, paths, pid, server),
+            open_exchange=open_shared,
+            pool=Attachment(SharedPool.create().fd),
+            console=terminals,
+            descendants=ExternalProcesses(server.workers),
+            arrivals=server,
+        )
+        coordinator = Coordinator(
             spec=spec,
             paths=paths,
-            starter=RendezvousStarter(spec, paths, pid, server, SharedPool.create().fd),
-            views=Views(open_exchange),
+            pid=pid,
+            agent=to_agent,
             command=command,
+            loop=loop,
             console=terminals,
             events=events,
             clock=clock,
-            descendants=ExternalProcesses(server.workers),
             state=State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
-            arrivals=server,
         )
-        agent.run()
+        with contextlib.closing(agent):
+            coordinator.run()
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:

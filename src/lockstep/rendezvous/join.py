@@ -112,7 +112,7 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
     target = Script.parse(program.command).target
     arrival = Arrival(tasks, slot, __version__, choice.backend, usable_cores(), visible_gpus(), target)
     _check_size(arrival)
-    admitted, connection, memory = _meet(arrival)
+    admitted, connection = _meet(arrival)
     why = "the job is running" if admitted.joins else "all workers are connected"
     note(f"{why}; {tasks[slot].name} restarts the script as worker {admitted.worker}, {choice}")
     worker = WorkerConfig(
@@ -125,12 +125,10 @@ def _become_worker(config: TaskConfig, text: str) -> NoReturn:
         run_dir=Path(admitted.run_dir),
         agent=admitted.coordinator,
         control=connection,
-        pool=memory[0],
-        segment=None if admitted.joins else memory[1],
+        joins=admitted.joins,
         by_hand=True,
     )
-    for descriptor in (connection, *memory):
-        os.set_inheritable(descriptor, True)
+    os.set_inheritable(connection, True)
     flush_streams()
     arguments = (*program.options, "-P", "-m", "lockstep.launcher.worker_main", *program.command)
     environment = _environment(worker, text, choice.backend, admitted.shares)
@@ -159,8 +157,8 @@ def _environment(worker: WorkerConfig, text: str, backend: str, shares: bool) ->
     return after | {name: before[name] for name in _OWN if name in before}
 
 
-def _meet(arrival: Arrival) -> tuple[Admitted, int, list[int]]:
-    """Wait to be admitted; return what is told then, the descriptor of the socket, and those of memory."""
+def _meet(arrival: Arrival) -> tuple[Admitted, int]:
+    """Wait to be admitted; return what is told then, and the descriptor of the socket."""
     name = arrival.task.name
     waiting = RendezvousWait(name)
     for _ in range(_MOST_COORDINATORS):
@@ -168,9 +166,8 @@ def _meet(arrival: Arrival) -> tuple[Admitted, int, list[int]]:
         # One that has ended meanwhile gives no answer.
         with contextlib.suppress(ConnectionError):
             socket.send_fds(connection, [encode(arrival)], _terminal())
-        if answer := waiting.answer(connection):
-            admitted, memory = answer
-            return admitted, connection.detach(), memory
+        if admitted := waiting.answer(connection):
+            return admitted, connection.detach()
         connection.close()
     raise UnfitError(f"{name} has lost {_MOST_COORDINATORS} coordinators of the job; restart all its tasks")
 

@@ -8,9 +8,12 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from lockstep.agent.console import Console
+from lockstep.launcher.launcher import AgentChannel
+from lockstep.observability.console import Console
+from lockstep.protocol.worker import WorkerMessage
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.system.output import Sink
+from lockstep.transport.packet_channel import PacketChannel
 
 _LOOK_EVERY = 0.01
 _PATIENCE = 5.0
@@ -23,6 +26,7 @@ class ExternalHandle:
         pid: its process id.
         exited: a descriptor that becomes readable when it has ended.
         control: this end of the socket to it; does not block.
+        channel: the same, once it is a worker.
         terminal: its stderr, for notes; None if it has none.
     """
 
@@ -30,6 +34,7 @@ class ExternalHandle:
         self.pid = pid
         self.exited = exited
         self.control = control
+        self.channel: AgentChannel = PacketChannel(control, WorkerMessage)
         self.terminal: Sink | None = None
 
     def poll(self) -> int | None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from lockstep.agent.worker_handle import WorkerHandle
-from lockstep.coordinator.admin_socket import is_of_this_user, peer
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import (
     MAX_PACKET,
@@ -24,6 +23,7 @@ from lockstep.protocol.rendezvous import (
 )
 from lockstep.rendezvous.processes import ExternalHandle
 from lockstep.system.paths import RunPaths
+from lockstep.system.socket_owners import is_of_this_user, peer
 
 _MOST_AT_ONCE = 64
 
@@ -40,10 +40,10 @@ class StartedProcess:
     handle: ExternalHandle
     arrival: Arrival | None = None
 
-    def tell(self, answer: Answer, *descriptors: int) -> None:
+    def tell(self, answer: Answer) -> None:
         """Send an answer; one that has ended does not hear it."""
         with contextlib.suppress(OSError):
-            socket.send_fds(self.handle.control, [encode(answer)], descriptors)
+            self.handle.control.send(encode(answer))
 
 
 class RendezvousServer:
@@ -111,15 +111,12 @@ class RendezvousServer:
 
         self._came, self._left = arrive, wait
 
-    def take(
-        self, worker: int, admitted: Callable[[bool], Admitted], *descriptors: int
-    ) -> tuple[int, StartedProcess]:
+    def take(self, worker: int, admitted: Callable[[bool], Admitted]) -> tuple[int, StartedProcess]:
         """Make the process that waits for the first task a worker; return its slot and the process.
 
         Args:
             worker: its id.
             admitted: what to tell it; is told whether it shares a GPU with another.
-            descriptors: for it.
 
         Raises:
             OSError: nobody waits.
@@ -130,7 +127,7 @@ class RendezvousServer:
         process = self.waiting.pop(slot)
         self._forget(process.handle.control.fileno())
         others = [*self.waiting.values(), *(other for at, other in self.assigned.items() if at != slot)]
-        process.tell(admitted(any(_shares(process, other) for other in others)), *descriptors)
+        process.tell(admitted(any(_shares(process, other) for other in others)))
         self.assigned[slot] = process
         return slot, process
 
@@ -255,14 +252,12 @@ class RendezvousStarter:
         paths: of the run, absolute.
         pid: of the coordinator.
         server: where they wait.
-        pool: descriptor of the memory for partials and totals.
     """
 
     spec: JobSpec
     paths: RunPaths
     pid: int
     server: RendezvousServer
-    pool: int
 
     def prepare(self) -> None:
         """Whoever waits is ready."""
@@ -270,7 +265,7 @@ class RendezvousStarter:
     def close(self) -> None:
         """Nothing is there only to start workers."""
 
-    def start(self, worker: int, taken: frozenset[int], segment: int | None) -> WorkerHandle:
+    def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
         """Take a process that waits, whatever slots others have taken.
 
         Raises:
@@ -281,7 +276,7 @@ class RendezvousStarter:
         def admitted(shares: bool) -> Admitted:
             return Admitted(
                 worker,
-                segment is None,
+                joins,
                 spec.replicas,
                 spec.seed,
                 spec.threads,
@@ -291,8 +286,7 @@ class RendezvousStarter:
                 shares,
             )
 
-        descriptors = (self.pool,) if segment is None else (self.pool, segment)
-        slot, process = self.server.take(worker, admitted, *descriptors)
+        slot, process = self.server.take(worker, admitted)
         return WorkerHandle(worker, slot, process.handle, None, (), self.paths.stack(worker))
 
 

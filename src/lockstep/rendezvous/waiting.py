@@ -4,15 +4,14 @@ import select
 import socket
 import time
 
-from lockstep.coordinator.admin_socket import peer
 from lockstep.errors import ConfigError, PeerStuckError
 from lockstep.protocol.rendezvous import MAX_PACKET, Admitted, Answer, KeepWaiting, Rejected, decode_answer
 from lockstep.system.notes import note
+from lockstep.system.socket_owners import peer
 
 _SOON = 1.0
 _EVERY = 5.0
 _LONGEST = 600.0
-_MOST_DESCRIPTORS = 2
 
 
 class WaitNotices:
@@ -70,8 +69,8 @@ class RendezvousWait:
         self._name = name
         self._patient = WaitNotices(name, time.monotonic())
 
-    def answer(self, connection: socket.socket) -> tuple[Admitted, list[int]] | None:
-        """Wait until the process is admitted; return what it is told, with the descriptors of memory.
+    def answer(self, connection: socket.socket) -> Admitted | None:
+        """Wait until the process is admitted; return what it is told.
 
         Returns:
             None if the coordinator has ended: then another one is needed.
@@ -87,32 +86,27 @@ class RendezvousWait:
             if not select.select([connection], [], [], self._patient.left(time.monotonic()))[0]:
                 continue
             try:
-                packet, descriptors, _, _ = socket.recv_fds(
-                    connection, MAX_PACKET, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-                )
+                packet = connection.recv(MAX_PACKET)
             except ConnectionError:
                 return None
             if not packet:
                 return None
-            match self._understood(packet, len(descriptors), pid):
+            match self._understood(packet, pid):
                 case KeepWaiting(what):
                     self._patient.waits_for(what, time.monotonic())
                 case Rejected(reason):
                     raise ConfigError(reason)
                 case admitted:
-                    return admitted, descriptors
+                    return admitted
 
-    def _understood(self, packet: bytes, descriptors: int, pid: int) -> Answer:
+    def _understood(self, packet: bytes, pid: int) -> Answer:
         try:
-            answer = decode_answer(packet)
-            if isinstance(answer, Admitted) and descriptors != (1 if answer.joins else 2):
-                raise ValueError(f"it comes with {descriptors} descriptors")
+            return decode_answer(packet)
         except ValueError as error:
             raise ConfigError(
                 f"{self._name} cannot read the answer of process {pid}, which holds the names of the job's "
                 f"tasks ({error}); use the same version of Lockstep for all tasks, or stop that process"
             ) from None
-        return answer
 
     def _say(self) -> None:
         if line := self._patient.line(time.monotonic()):

@@ -30,7 +30,7 @@ class Strategy:
     def __init__(self) -> None:
         self._job = job.current()
         self._loops = patches.install(self._job)
-        self._loops.adopts_all = False
+        self._loops.adopt_in_scopes()
         self._runs = runs_of(self._job)
 
     @property
@@ -41,12 +41,8 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Let the job train the models that are compiled within the block."""
-        self._loops.depth += 1
-        try:
-            with self._entered():
-                yield self
-        finally:
-            self._loops.depth -= 1
+        with self._loops.scope(), self._entered():
+            yield self
 
     def run(
         self,

@@ -225,6 +225,8 @@ def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
     evidence = Evidence.LOG if event.prints else Evidence.LOG_NAME
     outcome = JobOutcome(event.status, message, (worker,), evidence)
     state = state.with_worker(worker, replace(record, raised=True))
+    # The failure is settled first; if a worker is still stuck then, the next report of a wait finds it.
+    state = _unstuck(state) if state.elastic else state
     if state.stage is not Stage.RUNNING:
         if state.stage is Stage.ENDING and state.all_raised:
             state = _with_deadline(state, now + state.limits.leave)
@@ -357,7 +359,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     if not late:
         return Decision(state, reason=f"the next view leaves out the workers that worker {worker} waits for")
     state = state.with_worker(worker, replace(record, waits_in_vain=False))
-    if event.seconds >= state.limits.timeout:
+    if event.seconds >= state.limits.timeout and state.shutdown.deadline is None:
         message = f"{name_workers(late)} did not reach {event.what}: worker {worker} has waited "
         message += f"{waited} (--timeout {state.limits.timeout:g})"
         outcome, deadline = JobOutcome(1, message, late, Evidence.STACK), now + state.limits.look

@@ -63,8 +63,7 @@ class WorkerConfig:
         run_dir: the run's own folder, absolute.
         agent: process id of the agent.
         control: inherited descriptor of the socket to the agent.
-        pool: inherited descriptor of the memory for partials and totals.
-        segment: inherited descriptor of the control segment of the first view; None for a joiner.
+        joins: whether the worker joins a running job.
         checkpoints: the checkpoints to save; None for none.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
@@ -81,18 +80,12 @@ class WorkerConfig:
     run_dir: Path
     agent: int
     control: int
-    pool: int
-    segment: int | None
+    joins: bool = False
     checkpoints: Checkpoints | None = None
     accepts_changes: bool = False
     tf_distribute: bool = False
     adopts: bool = False
     by_hand: bool = False
-
-    @property
-    def joins(self) -> bool:
-        """Whether the worker joins a running job."""
-        return self.segment is None
 
 
 def parent_variable(told: str) -> dict[str, str]:
@@ -121,8 +114,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         run_dir=_parse(environ, "RUN_DIR", _folder),
         agent=_parse(environ, "AGENT", _positive),
         control=_parse(environ, "CONTROL_FD", _count),
-        pool=_parse(environ, "POOL_FD", _count),
-        segment=_parse(environ, "ARENA_FD", _count_or_none),
+        joins=f"{_PREFIX}JOINS" in environ,
         checkpoints=_parse({f"{_PREFIX}CHECKPOINTS": "null", **environ}, "CHECKPOINTS", _checkpoints),
         accepts_changes=f"{_PREFIX}ACCEPT_CHANGES" in environ,
         tf_distribute=f"{_PREFIX}TF_DISTRIBUTE" in environ,
@@ -191,10 +183,9 @@ def job_environment(
     return environment
 
 
-def put_descriptors(control: int, pool: int, segment: int | None) -> None:
-    """Update the numbers of a worker's descriptors, which may differ from those in the agent."""
-    numbers = {"CONTROL_FD": control, "POOL_FD": pool, "ARENA_FD": "none" if segment is None else segment}
-    os.environ.update({f"{_PREFIX}{name}": str(number) for name, number in numbers.items()})
+def put_control(control: int) -> None:
+    """Update the number of the descriptor of a worker's socket, which differs from that in the agent."""
+    os.environ[f"{_PREFIX}CONTROL_FD"] = str(control)
 
 
 def take_environment(changes: Mapping[str, str | None]) -> None:
@@ -332,9 +323,9 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         "RUN_DIR": config.run_dir,
         "AGENT": config.agent,
         "CONTROL_FD": config.control,
-        "POOL_FD": config.pool,
-        "ARENA_FD": "none" if config.segment is None else config.segment,
     }
+    if config.joins:
+        values["JOINS"] = "yes"
     if config.checkpoints is not None:
         values["CHECKPOINTS"] = msgspec.json.encode(config.checkpoints, enc_hook=str).decode()
     if config.accepts_changes:
@@ -388,10 +379,6 @@ def _count(text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError("expected a whole number, 0 or more")
     return int(text)
-
-
-def _count_or_none(text: str) -> int | None:
-    return None if text == "none" else _count(text)
 
 
 def _positive(text: str) -> int:

@@ -1,4 +1,4 @@
-"""The owner of an abstract Unix socket, from the kernel, even if the socket accepts no connection."""
+"""The owner of a Unix socket: of the other end of a connection, or of an abstract name."""
 
 import contextlib
 import os
@@ -20,7 +20,20 @@ _REQUEST = struct.Struct("=BBHIIIII")
 _SOCKET = struct.Struct("=BBBBIII")
 _ATTRIBUTE = struct.Struct("=HH")
 _BUFFER = 256 * 1024
+_CREDENTIALS = struct.Struct("iII")
 _PATIENCE = 2.0
+
+
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the ids of the process and of the user at the other end."""
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(packed)
+    return pid, uid
+
+
+def is_of_this_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of the same user; for root, too, nobody else is."""
+    return peer(connection)[1] == os.geteuid()
 
 
 def user_of(name: bytes) -> int | None:

@@ -71,7 +71,7 @@ def open_checkpoints(config: WorkerConfig, events: Bus, is_chief: Callable[[], b
 
     Args:
         config: of this worker.
-        events: hears what is kept.
+        events: the bus on which each checkpoint is published.
         is_chief: whether this worker is the chief, at the time of the call.
 
     Raises:

@@ -100,7 +100,7 @@ class JobContext:
         worker: this process's worker id.
         seed: everything random in the job follows from it.
         threads: number of threads that compute one replica.
-        events: hears what this worker does.
+        events: the bus on which this worker publishes.
         folder: the run's own, where workers may leave notes for each other; None without one.
         policy: how this worker waits for others.
         began_with: how many workers the job began with; None where no worker can join.
@@ -163,7 +163,7 @@ class Job:
 
     @property
     def events(self) -> Bus:
-        """Hears what this worker does."""
+        """The bus on which this worker publishes."""
         return self._context.events
 
     @property

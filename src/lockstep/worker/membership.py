@@ -5,7 +5,6 @@ import sys
 import traceback
 from typing import NoReturn
 
-from lockstep.checkpoint.state_transfer import StateMemory, memory_for, pack_state, unpack_state
 from lockstep.checkpoint.store import Contents
 from lockstep.collectives.contract import Waiting, WaitPolicy
 from lockstep.collectives.plan import ReducePlan
@@ -14,9 +13,11 @@ from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import CheckpointError, DisagreementError, InternalError, PeerLostError
-from lockstep.protocol.worker import AgentMessage, JobOver, Leave, NewView, Position, StateReply
+from lockstep.protocol.endpoint import Endpoint
+from lockstep.protocol.worker import AgentMessage, JobOver, Leave, NewView, Position, StateReply, Welcome
 from lockstep.system.environment import WorkerConfig
 from lockstep.topology import View, place
+from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.job import GRACE_FOR_AGENT, Place
 from lockstep.worker.script import summarize_own
@@ -37,28 +38,40 @@ class AgentMembership:
 
     The agent is waited for as long as a stuck worker would be: it may itself wait for workers to come, until
     there are as many as the person wants.
+
+    Args:
+        config: of this worker.
+        client: the way to the agent.
+        policy: how this worker waits for others.
+        states: how states travel between workers.
+
+    Raises:
+        PeerLostError: the job is over.
     """
 
-    def __init__(self, config: WorkerConfig, client: AgentClient, policy: WaitPolicy) -> None:
+    def __init__(
+        self, config: WorkerConfig, client: AgentClient, policy: WaitPolicy, states: StateTransport
+    ) -> None:
         self._config = config
         self._client = client
         self._policy = policy
+        self._states = states
         self._segment: ControlSegment | None = None
-        self._buffers = Buffers(SharedPool.attach(config.pool))
-        self._ready: StateMemory | None = None
+        welcome = self._receive()
+        if isinstance(welcome, JobOver):
+            raise PeerLostError(welcome.reason)
+        if not isinstance(welcome, Welcome):
+            raise _unexpected(welcome)
+        self._buffers = Buffers(SharedPool.attach(welcome.pool.take()))
         self._view = place(1, (config.worker,))
 
-    def enter(self, view: View, descriptor: int) -> SharedCommunicator:
-        """Take part in the exchange of `view`, whose memory `descriptor` is; takes it over."""
-        if self._segment is not None:
-            self._segment.close()
-        self._forget_ready()
-        self._view = view
-        self._segment = ControlSegment.attach(descriptor)
-        position = view.workers.index(self._config.worker)
-        return SharedCommunicator(
-            self._segment, self._buffers, position, ReducePlan.of(view), self._policy, self._observe
-        )
+    def first_place(self) -> Place:
+        """Enter the view that the job begins with.
+
+        Raises:
+            PeerLostError: the job is over.
+        """
+        return self._place(self._receive())
 
     def next_place(self, lost: PeerLostError) -> Place:
         """Wait for the view that follows the one that ended with `lost`, and enter it.
@@ -72,8 +85,7 @@ class AgentMembership:
         answer = self._client.next_view(patience)
         if answer is None:
             raise PeerLostError(f"{lost}; the agent has not announced the next view within {patience:.0f} s")
-        message, descriptors = answer
-        return self._place(message, descriptors[0] if descriptors else -1)
+        return self._place(answer)
 
     def leave(self, differs: DisagreementError) -> NoReturn:
         """Tell the agent why this worker ends, and end; the agent lets the others go on without it."""
@@ -84,28 +96,18 @@ class AgentMembership:
         _end(1, "" if told else text)
 
     def prepare(self, contents: Contents) -> None:
-        """Make memory ready for contents like these, so that to hand them over takes less time."""
-        self._forget_ready()
-        self._ready = memory_for(contents)
-        self._ready.make_ready()
+        """Prepare to hand over contents like these: that takes less time then."""
+        self._states.prepare(contents)
 
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
         """Give the agent what those who join need."""
-        ready, failure = self._ready if whole else None, ""
+        number = self._view.number
         try:
-            descriptor = pack_state(contents, ready)
+            state = self._states.publish(contents, prepared=whole)
         except CheckpointError as error:
-            failure = str(error)
-        if failure:
-            self._client.given(StateReply(self._view.number, whole, failure))
+            self._client.given(StateReply(number, whole, failure=str(error)))
         else:
-            self._client.given(StateReply(self._view.number, whole), descriptor)
-            os.close(descriptor)
-
-    def _forget_ready(self) -> None:
-        if self._ready is not None:
-            self._ready.close()
-            self._ready = None
+            self._client.given(StateReply(number, whole, state))
 
     def position(self) -> Contents:
         """Wait until the members say where the training is: at the end of a step, however long it takes.
@@ -114,10 +116,10 @@ class AgentMembership:
             PeerLostError: the job is over.
         """
         self._client.asks(whole=False)
-        message, descriptors = self._hear()
+        message = self._receive()
         if isinstance(message, Position):
-            return unpack_state(descriptors[0])
-        self._place(message, -1)
+            return self._states.fetch(message.state)
+        self._place(message)
         raise InternalError("the agent admitted a worker that had not asked to join")
 
     def join(self) -> tuple[Contents, Place]:
@@ -128,29 +130,47 @@ class AgentMembership:
         """
         self._buffers.look_around()
         self._client.asks(whole=True)
-        message, descriptors = self._hear()
-        place = self._place(message, descriptors[0] if descriptors else -1)
-        return unpack_state(descriptors[1]), place
+        message = self._receive()
+        place = self._place(message)
+        if not isinstance(message, NewView) or message.state is None:
+            raise InternalError("the agent admitted a worker without the state")
+        return self._states.fetch(message.state), place
 
-    def _hear(self) -> tuple[AgentMessage, list[int]]:
+    def _receive(self) -> AgentMessage:
         # The agent tells when the job is over, and when it is gone, this process is too.
-        answer = self._client.receive(None)
-        assert answer is not None
-        return answer
+        message = self._client.receive(None)
+        assert message is not None
+        return message
 
-    def _place(self, message: AgentMessage, descriptor: int) -> Place:
+    def _place(self, message: AgentMessage) -> Place:
         match message:
-            case NewView(number, workers):
+            case NewView(number, workers, endpoint):
                 view = place(self._config.replicas, workers, number)
-                return view, self.enter(view, descriptor)
+                return view, self._enter(view, endpoint)
             case Leave():
                 _end(0)
             case JobOver(reason):
                 raise PeerLostError(reason)
-        raise InternalError(f"the agent sent a {type(message).__name__} to a worker that waits for a view")
+        raise _unexpected(message)
+
+    def _enter(self, view: View, endpoint: Endpoint) -> SharedCommunicator:
+        """Take part in the exchange of `view`."""
+        if self._segment is not None:
+            self._segment.close()
+        self._states.forget()
+        self._view = view
+        self._segment = ControlSegment.attach(endpoint.control.take())
+        position = view.workers.index(self._config.worker)
+        return SharedCommunicator(
+            self._segment, self._buffers, position, ReducePlan.of(view), self._policy, self._observe
+        )
 
     def _observe(self, waiting: Waiting) -> None:
         self._client.waiting(waiting.what, waiting.workers, waiting.seconds)
+
+
+def _unexpected(message: AgentMessage) -> InternalError:
+    return InternalError(f"the agent sent a {type(message).__name__} to a worker that waits for a view")
 
 
 def _end(status: int, text: str = "") -> NoReturn:

@@ -6,17 +6,15 @@ under the module's name.
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import UnfitError
 
 _ABSENT = object()
 
 
-@dataclass(frozen=True)
-class Patch:
+class Patch(NamedTuple):
     """One replaced attribute.
 
     Attributes:
@@ -84,9 +82,12 @@ class PatchRegistry:
     def give_back(self, by: str) -> None:
         """Undo the replacements by the module `by`, or by modules in the package `by`, the last one first."""
         with self._lock:
-            own = [patch for patch in self._patches if f"{patch.by}.".startswith(f"{by}.")]
-            self._patches = [patch for patch in self._patches if patch not in own]
-            for patch in reversed(own):
+            undone: list[Patch] = []
+            kept: list[Patch] = []
+            for patch in self._patches:
+                (undone if f"{patch.by}.".startswith(f"{by}.") else kept).append(patch)
+            self._patches = kept
+            for patch in reversed(undone):
                 patch.undo()
 
 

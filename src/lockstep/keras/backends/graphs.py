@@ -4,8 +4,10 @@ Touches private parts of TensorFlow, as `lockstep.keras.backends.tensorflow` and
 `lockstep.keras.state.tf_checkpoints` do.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import keras
@@ -18,10 +20,20 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.multi_update import refuse_own_update
+from lockstep.keras.backends import drawing
+from lockstep.keras.backends.contract import Kind
+from lockstep.keras.backends.drawing import is_counter
+from lockstep.keras.backends.multi_update import Update, refuse_own_update
+from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
+from lockstep.keras.backends.steps import refuse_integer_state
+from lockstep.keras.state.randomness import GOLDEN_32
+from lockstep.keras.state.variables import seed_positions
 
 _ALIGNMENT = 64
 """TensorFlow's kernels insist on tensors that start at a multiple of this many bytes."""
+
+_TENSORFLOW_SEED = "StateVar"
+"""How TensorFlow calls the state of a `tf.random.Generator`."""
 
 _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
@@ -63,6 +75,197 @@ class UpdateOperations:
                 "loop or a function of TensorFlow's; replicas cannot synchronize there: do it in the step "
                 "itself, and call a tf.function as a plain function"
             )
+
+
+@dataclass
+class RoundTrace:
+    """What it has shown to trace a step or a function for one of its rounds, or to run it eagerly.
+
+    Attributes:
+        places: where its graph makes updates.
+        update: the round's own, if it has come to one.
+        ended: whether it has come to its end.
+    """
+
+    places: UpdateOperations = field(default_factory=UpdateOperations)
+    update: Update | None = None
+    ended: bool = True
+
+    def goes_on(self, graph: Any) -> bool:
+        """Whether what follows the round's own update in `graph` wants what the update would have changed."""
+        if self.update is None or self.places.noted is None:
+            return False
+        return not self.ended or uses(graph, natives(self.update.changed), self.places.noted)
+
+
+def natives(variables: Iterable[Any]) -> list[tf.Variable]:
+    """Return variables, which may be Keras's or TensorFlow's, as TensorFlow's."""
+    return [one.value if isinstance(one, keras.Variable) else one for one in variables]
+
+
+@dataclass(frozen=True)
+class AssignedVariables:
+    """The variables that a step or function in a graph assigns, each restored after a replica has computed.
+
+    Attributes:
+        state: by what is done with them; see `lockstep.keras.backends.state_changes`.
+        updated: what the updates of earlier rounds change.
+        counters: how often random operations have run; start from zero.
+    """
+
+    state: Mapping[StateKind, list[tf.Variable]] = field(
+        default_factory=lambda: {"metric": [], "seed": [], "first": [], "layer": []}
+    )
+    updated: list[tf.Variable] = field(default_factory=list)
+    counters: list[tf.Variable] = field(default_factory=list)
+
+    @classmethod
+    def of_step(
+        cls,
+        model: Any,
+        kind: Kind,
+        variables: Sequence[tf.Variable],
+        trained: Sequence[tf.Variable],
+        updated: Sequence[tf.Variable],
+    ) -> "AssignedVariables":
+        """Decide what is done with the `variables` that a step of `model` assigns.
+
+        Args:
+            model: built.
+            kind: of the step.
+            variables: those that it assigns.
+            trained: those that only updates may change.
+            updated: those that the updates of earlier rounds change.
+
+        Raises:
+            ModelError: there is nothing right to do with one.
+        """
+        known = {id(variable.value): variable for variable in model.variables}
+        seeds = {id(variable) for variable in seeds_of(model)}
+        metrics = [variable.value for variable in model.metrics_variables]
+        if kind == "predict":
+            metrics = [metric for metric in metrics if any(metric is variable for variable in variables)]
+        fixed = {id(variable) for variable in trained} - {id(variable) for variable in updated}
+        found = cls()
+        found.state["metric"].extend(metrics)
+        for variable in variables:
+            if id(variable) in fixed:
+                refuse_own_update(variable.name)
+            if any(variable is metric for metric in metrics):
+                continue
+            own = known.get(id(variable))
+            drawn = id(variable) in seeds or (own is None and KERAS_SEED in variable.name)
+            found._add(variable, updated, "seed" if drawn else None, getattr(own, "path", variable.name))
+        return found
+
+    @classmethod
+    def of_function(
+        cls,
+        variables: Sequence[tf.Variable],
+        updated: Sequence[tf.Variable],
+        is_merged: Callable[[tf.Variable], bool],
+    ) -> "AssignedVariables":
+        """Decide what is done with the `variables` that a function of the user's own assigns.
+
+        A variable of TensorFlow says by its `aggregation` how replicas' values become one, also where it is
+        one of Keras's metrics. Where it says nothing, floating-point variables are layers' states.
+
+        Args:
+            variables: those that the function assigns, or of which each replica sees its part.
+            updated: those that the updates of earlier rounds change.
+            is_merged: whether replicas have merged what they have assigned to one.
+
+        Raises:
+            ModelError: there is nothing right to do with one.
+        """
+        found = cls()
+        for variable in {id(variable): variable for variable in variables}.values():
+            draws = KERAS_SEED in variable.name or _TENSORFLOW_SEED in variable.name
+            said = kind_by_itself(variable.aggregation.name.lower(), draws)
+            kind: StateKind | None = "first" if is_merged(variable) else said
+            found._add(variable, updated, kind, variable.name, refuses_trainable=True)
+        return found
+
+    def _add(
+        self,
+        variable: tf.Variable,
+        updated: Sequence[tf.Variable],
+        kind: StateKind | None,
+        path: str,
+        refuses_trainable: bool = False,
+    ) -> None:
+        if is_counter(variable):
+            self.counters.append(variable)
+        elif any(variable is one for one in updated):
+            self.updated.append(variable)
+        elif kind is not None:
+            self.state[kind].append(variable)
+        elif refuses_trainable and variable.trainable:
+            refuse_own_update(variable.name)
+        elif variable.dtype.is_floating:
+            self.state["layer"].append(variable)
+        else:
+            refuse_integer_state(SimpleNamespace(dtype=variable.dtype.name, path=path))
+
+    @property
+    def named(self) -> dict[str, tf.Variable]:
+        """The variables whose changes are in a partial, by their names there, which begin with the kind."""
+        return {f"{kind}/{i}": one for kind, some in self.state.items() for i, one in enumerate(some)}
+
+    @contextmanager
+    def of(self, replica: Any, *, sums_so_far: bool) -> Iterator[Callable[[Any], dict[str, Any]]]:
+        """Within the block variables are a replica's; afterwards they have their values from before.
+
+        Args:
+            replica: its id.
+            sums_so_far: whether replica 0 begins with what metrics have summed before, and not with zero: it
+                speaks for that, also for a reset, or where a function uses the sum.
+
+        Yields:
+            What returns, given the replica's weight, the changes by their names in a partial.
+        """
+        restored = [*self.named.values(), *self.updated]
+        before = [variable.read_value() for variable in restored]
+        for metric in self.state["metric"]:
+            zeros = tf.zeros_like(metric)
+            metric.assign(tf.where(replica == 0, metric.read_value(), zeros) if sums_so_far else zeros)
+        for seed in self.state["seed"]:
+            seed.assign(mixed(seed.read_value(), replica))
+        drawing.begin(self.counters, replica)
+        starts = {
+            kind: [None if kind == "metric" else variable.read_value() for variable in variables]
+            for kind, variables in self.state.items()
+        }
+
+        def changes(weight: Any) -> dict[str, Any]:
+            found = {}
+            for kind, variables in self.state.items():
+                for i, (variable, start) in enumerate(zip(variables, starts[kind], strict=True)):
+                    part = tf.cast(weight, variable.dtype) if kind == "layer" else None
+                    found[f"{kind}/{i}"] = in_sum(kind, start, variable.read_value(), replica, part, tf)
+            return found
+
+        yield changes
+        for variable, value in zip(restored, before, strict=True):
+            variable.assign(value)
+
+
+def summed_on_read(variables: Iterable[tf.Variable]) -> list[tf.Variable]:
+    """Return those whose values are sums of parts, of which a replica's function sees its own."""
+    on_read, total = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
+    return [one for one in variables if one.synchronization == on_read and one.aggregation == total]
+
+
+def mixed(seed: Any, replica: Any) -> Any:
+    """Give each replica random numbers of its own; replica 0 keeps the model's."""
+    spread = tf.cast(replica * GOLDEN_32, seed.dtype)
+    return tf.concat([tf.bitwise.bitwise_xor(seed[:1], spread[None]), seed[1:]], axis=0)
+
+
+def seeds_of(model: Any) -> list[tf.Variable]:
+    """Return the states of the random generators that a model's layers own."""
+    variables = model.non_trainable_variables
+    return [variables[i].value for i in sorted(seed_positions(model))]
 
 
 def with_gradient(
@@ -201,3 +404,8 @@ def own(tensor: Any, one: Any) -> Any:
     is used again. A product with a number that is not known to be 1 is a new tensor.
     """
     return tensor * tf.cast(one, tensor.dtype)
+
+
+def scaled(gradients: Sequence[Any], scale: Any) -> list[Any]:
+    """Return copies of gradients, times `scale`."""
+    return [None if gradient is None else own(gradient, scale) for gradient in gradients]

@@ -2,12 +2,13 @@
 
 Keras's own `train_step` runs once a replica, traced with `optimizer.stateless_apply` replaced by a
 recorder; a second compiled function applies the sum. Between the two the gradients are in Python.
+Functions of `strategy.run` run eagerly.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +18,19 @@ import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends.building import build_by_call
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.logs import LogReport, StepResults
 from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
-from lockstep.keras.backends.multi_update import Left, Rounds, Unknown
-from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients, replaced
+from lockstep.keras.backends.multi_update import Left, Rounds, Unknown, Update
+from lockstep.keras.backends.steps import (
+    build_by_call,
+    refuse_integer_state,
+    refuse_overwriting_gradients,
+    replaced,
+)
+from lockstep.keras.replica_run.eager import Tensors
+from lockstep.keras.state.randomness import GOLDEN_32, random_numbers
 from lockstep.keras.state.variables import named_arrays, refuse_misfits, seed_positions
-
-_GOLDEN = np.uint32(0x9E3779B9)
-"""2**32 divided by the golden ratio: spreads consecutive replica ids over the keys."""
 
 _SHAPE = (
     "on the JAX backend a step updates weights through self.optimizer.stateless_apply, with the gradients of "
@@ -279,7 +283,7 @@ class JaxProgram(JaxState):
         """Give each replica random keys of its own; replica 0 keeps the model's."""
         mixed = list(variables)
         for i in self._seeds:
-            mixed[i] = variables[i].at[0].set(variables[i][0] ^ (replica * _GOLDEN))
+            mixed[i] = variables[i].at[0].set(variables[i][0] ^ (replica * np.uint32(GOLDEN_32)))
         return mixed
 
     def _changes(self, before: list[Any], after: list[Any], replica: Any, weight: Any) -> dict[str, Any]:
@@ -374,3 +378,65 @@ def _zeros(variables: list[Any]) -> list[Any]:
 def _gradients(total: Mapping[str, Any]) -> list[Any]:
     count = sum(name.startswith("gradient/") for name in total)
     return [total[f"gradient/{i}"] for i in range(count)]
+
+
+class EagerJax:
+    """Arrays of JAX: nobody writes to them, so none is ever copied."""
+
+    def apart(self, seed: int) -> AbstractContextManager[None]:
+        """Within the block a replica computes."""
+        return random_numbers(seed)
+
+    def kept(self, variable: Any) -> Any:
+        """Return the value of a variable."""
+        return variable._value
+
+    def own(self, leaf: Any) -> Any:
+        """Return a leaf as an array of JAX, a copy if it was none."""
+        if isinstance(leaf, jax.Array):
+            return leaf
+        array = np.asarray(leaf)
+        return leaf if array.dtype.kind in "OSUM" else jnp.array(array, copy=True)
+
+    def concrete(self, array: Any) -> npt.NDArray[Any]:
+        """Wait for an array and view it in place (on a CPU), or copy it to the host."""
+        if isinstance(array, jax.core.Tracer):
+            _refuse_tracing()
+        return np.asarray(array)
+
+    def through(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `meet(leaves)`, for which gradients are computed by `gradient`.
+
+        `jax.grad` calls both with values, and not while it traces a function for later.
+        """
+        # What is made within `jax.jit` is a tracer; within `jax.grad` and `jax.vmap` it is an array.
+        if isinstance(jnp.zeros(()), jax.core.Tracer):
+            _refuse_tracing()
+
+        def met(leaves: list[Any]) -> list[Any]:
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+                _refuse_tracing()
+            return list(meet(leaves))
+
+        differentiable = jax.custom_vjp(met)
+        differentiable.defvjp(
+            lambda leaves: (differentiable(leaves), None), lambda _, upstream: (list(gradient(upstream)),)
+        )
+        found: Tensors = differentiable(list(leaves))
+        return found
+
+    def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+        """Make an update from copies: operations go on reading when it returns."""
+        update.apply([None if g is None else jnp.array(g, copy=True) for g in gradients])
+
+
+def _refuse_tracing() -> NoReturn:
+    """Raise ModelError: a value that replicas are to share has none yet."""
+    raise ModelError(
+        "replicas cannot synchronize in a function that JAX traces (jit, vmap, checkpoint): let the "
+        "compiled function return gradients or values, and call optimizer.apply, all_reduce or all_gather "
+        "with them in the function passed to strategy.run, or strategy.reduce after it; jax.grad and "
+        "jax.value_and_grad go through all_reduce and all_gather where they are not compiled"
+    )

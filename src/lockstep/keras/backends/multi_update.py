@@ -84,18 +84,22 @@ class Rounds:
 
 
 class Recording:
-    """Stands for `apply` of a model's optimizers in one round of a step, where weights are variables.
+    """What one replica does together with the others in one round, one thing after the other.
+
+    What earlier rounds were for is known; the round's own is recorded; what comes later is not reached. Here
+    that is `apply` of optimizers, where weights are variables; for functions of `strategy.run` see
+    `lockstep.keras.replica_run.merges`.
 
     Attributes:
-        gradients: of the round's own update; empty until the step comes to it, None where there is none.
-        update: the round's own, once the step has come to it.
+        gradients: of the round's own update; empty until the replica comes to it, None where there is none.
+        update: the round's own, once the replica has come to it, if it is one.
     """
 
     def __init__(
         self,
         number: int,
         leaves: bool,
-        known: Sequence[Update],
+        known: Sequence[Update | None],
         repeat: Callable[[int], None],
         noted: Callable[[Update], None],
     ) -> None:
@@ -104,30 +108,34 @@ class Recording:
         Args:
             number: of the round, from 0.
             leaves: whether it ends at its update.
-            known: the updates of the steps before.
+            known: the updates of the rounds before, or also those that were known before the replica
+                computed; None for a round that was not for an update.
             repeat: makes the update of an earlier round, whose number it is given.
-            noted: is told of the round's own update, if the step goes on.
+            noted: is told of the round's own update, if the replica computes what follows it.
         """
         self._number = number
         self._leaves = leaves
         self._known = known
         self._repeat = repeat
         self._noted = noted
-        self._applications = 0
+        self._met = 0
         self.gradients: list[Any] = []
         self.update: Update | None = None
 
     def apply(self, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Do what this round does at the step's next application of an optimizer."""
+        """Do what this round does at the next application of an optimizer.
+
+        Raises:
+            Left: the round ends here, or has no use for what follows.
+            ModelError: the update is another one than was known.
+        """
         grads = list(grads)
         if not grads:
             # Keras's own does nothing then.
             return
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-        number, self._applications = self._applications, self._applications + 1
-        if number > self._number:
-            raise Left
         update = Update(optimizer, list(variables))
+        number = self._next()
         if number < len(self._known):
             _refuse_another(update, self._known[number])
         if number < self._number:
@@ -137,6 +145,13 @@ class Recording:
         if self._leaves:
             raise Left
         self._noted(update)
+
+    def _next(self) -> int:
+        """Count what replicas do together; leave if it comes after the round's own."""
+        number, self._met = self._met, self._met + 1
+        if number > self._number:
+            raise Left
+        return number
 
     @contextmanager
     def of(self, model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
@@ -149,7 +164,7 @@ class Recording:
             for optimizer in optimizers:
                 stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer)))
             yield
-        if not self._applications and model.trainable_variables:
+        if not self._met and model.trainable_variables:
             raise ModelError(
                 "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
@@ -166,12 +181,13 @@ def refuse_own_update(name: str) -> NoReturn:
     )
 
 
-def _refuse_another(update: Update, known: Update) -> None:
-    ids, known_ids = ([id(variable) for variable in one.variables] for one in (update, known))
-    if update.optimizer is not known.optimizer or ids != known_ids:
+def _refuse_another(update: Update, known: Update | None) -> None:
+    ids, known_ids = ([id(one) for one in each.variables] if each else [] for each in (update, known))
+    if known is None or update.optimizer is not known.optimizer or ids != known_ids:
         raise ModelError(
-            "train_step applies its optimizer to different variables than in its first step; compile the "
-            "model again after changing which of its layers are trainable"
+            "the step applies another optimizer than before, or applies it to different variables: compile "
+            "the model again after changing which of its layers are trainable, and let all replicas make the "
+            "same updates in the same order in every step"
         )
 
 

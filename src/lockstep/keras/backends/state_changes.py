@@ -1,186 +1,58 @@
-"""What a step on TensorFlow does to variables, apart from updates: how replicas take turns, and add up."""
+"""How what replicas do to a variable becomes one value: the rules, where steps assign variables."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
-import tensorflow as tf
+StateKind = Literal["metric", "seed", "first", "layer"]
+"""What is done with a variable that a replica assigns, apart from an update:
 
-from lockstep.keras.backends.contract import Kind
-from lockstep.keras.backends.drawing import is_counter
-from lockstep.keras.backends.multi_update import refuse_own_update
-from lockstep.keras.backends.steps import refuse_integer_state
-from lockstep.keras.state.variables import seed_positions
+* metric: replicas begin with zero, and what they come to is summed;
+* seed: the state of a random generator. Every replica advances it alike: replica 0 speaks for all;
+* first: its value is that of replica 0;
+* layer: floating-point state, of whose changes the weighted mean is taken.
+"""
 
-_GOLDEN = 0x9E3779B9
-"""2**32 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
-
-_SEED = "seed_generator_state"
+KERAS_SEED = "seed_generator_state"
 """How Keras calls the state of a generator, also of the one that serves layers without one of their own."""
 
-_TENSORFLOW_SEED = "StateVar"
-"""How TensorFlow calls that of a `tf.random.Generator`."""
 
+def kind_by_itself(aggregation: str, draws: bool) -> StateKind | None:
+    """Return what is done with a variable as far as it says so itself; None if it says nothing.
 
-@dataclass(frozen=True)
-class Touched:
-    """The variables that a step assigns, each restored after a replica's computation.
-
-    Attributes:
-        metrics: start from zero; what they come to is part of the partial.
-        seeds: states of random generators.
-        firsts: what replica 0 speaks for, since only it counts, or all replicas have merged what they assign.
-        layers: floating-point state of the layers.
-        updated: what the updates of earlier rounds change.
-        counters: how often random operations have run; start from zero.
+    Args:
+        aggregation: how replicas' values become one, as Keras writes it.
+        draws: whether it is the state of a random generator.
     """
-
-    metrics: list[tf.Variable] = field(default_factory=list)
-    seeds: list[tf.Variable] = field(default_factory=list)
-    firsts: list[tf.Variable] = field(default_factory=list)
-    layers: list[tf.Variable] = field(default_factory=list)
-    updated: list[tf.Variable] = field(default_factory=list)
-    counters: list[tf.Variable] = field(default_factory=list)
-
-    @classmethod
-    def of(
-        cls,
-        model: Any,
-        kind: Kind,
-        variables: Sequence[tf.Variable],
-        trained: Sequence[tf.Variable],
-        updated: Sequence[tf.Variable],
-    ) -> "Touched":
-        """Decide what is done with the `variables` that a step of `model` assigns.
-
-        Args:
-            model: built.
-            kind: of the step.
-            variables: those that it assigns.
-            trained: those that only updates may change.
-            updated: those that the updates of earlier rounds change.
-
-        Raises:
-            ModelError: there is nothing right to do with one.
-        """
-        known = {id(variable.value): variable for variable in model.variables}
-        seeds = {id(variable) for variable in seeds_of(model)}
-        metrics = [variable.value for variable in model.metrics_variables]
-        if kind == "predict":
-            metrics = [metric for metric in metrics if any(metric is variable for variable in variables)]
-        free = {id(variable) for variable in updated}
-        fixed = {id(variable) for variable in trained} - free
-        touched = cls(metrics)
-        for variable in variables:
-            if id(variable) in fixed:
-                refuse_own_update(variable.name)
-            if any(variable is metric for metric in metrics):
-                continue
-            if is_counter(variable):
-                touched.counters.append(variable)
-            elif id(variable) in free:
-                touched.updated.append(variable)
-            elif id(variable) in seeds or (id(variable) not in known and _SEED in variable.name):
-                touched.seeds.append(variable)
-            elif variable.dtype.is_floating:
-                touched.layers.append(variable)
-            else:
-                path = getattr(known.get(id(variable)), "path", variable.name)
-                refuse_integer_state(SimpleNamespace(dtype=variable.dtype.name, path=path))
-        return touched
-
-    @classmethod
-    def of_function(
-        cls,
-        variables: Sequence[tf.Variable],
-        updated: Sequence[tf.Variable],
-        is_merged: Callable[[tf.Variable], bool],
-    ) -> "Touched":
-        """Decide what is done with the `variables` that a function of the user's own assigns.
-
-        A variable of TensorFlow says by its `aggregation` how replicas' values become one, also where it is
-        one of Keras's metrics. Where it says nothing, floating-point variables are layers' states.
-
-        Args:
-            variables: those that the function assigns, or of which each replica sees its part.
-            updated: those that the updates of earlier rounds change.
-            is_merged: whether replicas have merged what they have assigned to one.
-
-        Raises:
-            ModelError: there is nothing right to do with one.
-        """
-        touched, free = cls(), {id(variable) for variable in updated}
-        for variable in {id(variable): variable for variable in variables}.values():
-            if is_counter(variable):
-                touched.counters.append(variable)
-            elif id(variable) in free:
-                touched.updated.append(variable)
-            elif is_merged(variable):
-                touched.firsts.append(variable)
-            elif variable.aggregation == tf.VariableAggregation.SUM:
-                touched.metrics.append(variable)
-            elif variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-                touched.firsts.append(variable)
-            elif _SEED in variable.name or _TENSORFLOW_SEED in variable.name:
-                touched.seeds.append(variable)
-            elif variable.trainable:
-                refuse_own_update(variable.name)
-            elif variable.dtype.is_floating:
-                touched.layers.append(variable)
-            else:
-                refuse_integer_state(SimpleNamespace(dtype=variable.dtype.name, path=variable.name))
-        return touched
-
-    @property
-    def state(self) -> list[tf.Variable]:
-        """The variables behind `state/0`, `state/1`, ... of a partial."""
-        return [*self.seeds, *self.firsts, *self.layers]
-
-    def is_first(self, position: int) -> bool:
-        """Whether the variable at a position of `state` gets the value that replica 0 has given it."""
-        return 0 <= position - len(self.seeds) < len(self.firsts)
-
-    def changes(self, starts: list[Any], replica: Any, weight: Any) -> dict[str, Any]:
-        """Return what a step did to `state` since `starts`, in the form in which it adds up.
-
-        It is the change of a variable, or the new value where `is_first`.
-        """
-        changes = {}
-        for i, (variable, start) in enumerate(zip(self.state, starts, strict=True)):
-            end = variable.read_value()
-            zero = tf.zeros_like(start)
-            if i < len(self.seeds):
-                # Every replica advances its seed by the same amount: replica 0 speaks for all.
-                changes[f"state/{i}"] = tf.where(replica == 0, end - start, zero)
-            elif self.is_first(i):
-                changes[f"state/{i}"] = tf.where(replica == 0, end, zero)
-            else:
-                change = changed(variable, start) * tf.cast(weight, start.dtype)
-                # A mean over no examples is not a number.
-                changes[f"state/{i}"] = tf.where(weight > 0, change, zero)
-        return changes
+    if aggregation == "sum":
+        return "metric"
+    if draws:
+        return "seed"
+    return "first" if aggregation == "only_first_replica" else None
 
 
-def changed(variable: tf.Variable, start: Any) -> Any:
-    """Return what a variable's value has changed by; what has not changed stays, even if it is infinite."""
-    end = variable.read_value()
-    return tf.where(end == start, tf.zeros_like(start), end - start)
+def in_sum(kind: StateKind, start: Any, end: Any, replica: Any, weight: Any, arrays: Any) -> Any:
+    """Return what a replica has done to a variable, in the form in which the sum over the replicas is right.
+
+    That is its new value for a metric and for `first`, and otherwise its change.
+
+    Args:
+        kind: of the variable.
+        start: its value before.
+        end: its value afterwards.
+        replica: which has done it.
+        weight: the replica's part in a mean, in the variable's dtype; 0 if it had no examples.
+        arrays: the functions of NumPy or of TensorFlow.
+    """
+    if kind == "metric":
+        return end
+    zeros = arrays.zeros_like(start)
+    if kind != "layer":
+        return arrays.where(replica == 0, end if kind == "first" else end - start, zeros)
+    # What has not changed stays, even if it is infinite.
+    change = arrays.where(end == start, zeros, end - start)
+    # A mean over no examples is not a number.
+    return arrays.where(weight > 0, change * weight, zeros)
 
 
-def summed_on_read(variables: Iterable[tf.Variable]) -> list[tf.Variable]:
-    """Return those whose values are sums of parts, of which a replica's function sees its own."""
-    on_read, total = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
-    return [one for one in variables if one.synchronization == on_read and one.aggregation == total]
-
-
-def mixed(seed: Any, replica: Any) -> Any:
-    """Give each replica random numbers of its own; replica 0 keeps the model's."""
-    spread = tf.cast(replica * _GOLDEN, seed.dtype)
-    return tf.concat([tf.bitwise.bitwise_xor(seed[:1], spread[None]), seed[1:]], axis=0)
-
-
-def seeds_of(model: Any) -> list[tf.Variable]:
-    """Return the states of the random generators that a model's layers own."""
-    variables = model.non_trainable_variables
-    return [variables[i].value for i in sorted(seed_positions(model))]
+def is_new(name: str) -> bool:
+    """Whether what adds up under a name, which begins with the kind, is a new value, and not a change."""
+    return name.startswith(("metric/", "first/"))

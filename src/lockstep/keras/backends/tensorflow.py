@@ -5,9 +5,8 @@ graph tells which variables the step assigns. A second function around it gives 
 so that replicas can be computed one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from itertools import islice
 from typing import Any
 
@@ -20,9 +19,10 @@ from tensorflow.python.eager import context
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends import drawing
-from lockstep.keras.backends.building import build_by_call, has_own_step, undone
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.graphs import (
+    AssignedVariables,
+    RoundTrace,
     UpdateOperations,
     assigned,
     borrowed,
@@ -31,8 +31,10 @@ from lockstep.keras.backends.graphs import (
     own,
     refuse_assignments,
     same_bits,
+    scaled,
+    seeds_of,
     traced,
-    uses,
+    with_gradient,
 )
 from lockstep.keras.backends.logs import LogReport
 from lockstep.keras.backends.losses import (
@@ -42,9 +44,8 @@ from lockstep.keras.backends.losses import (
     weighed_gradients,
 )
 from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.backends.state_changes import Touched, mixed, seeds_of
-from lockstep.keras.backends.steps import refuse_overwriting_gradients
-from lockstep.keras.backends.updates import GlobalUpdate, gradients_in
+from lockstep.keras.backends.steps import build_by_call, has_own_step, refuse_overwriting_gradients, undone
+from lockstep.keras.replica_run.eager import Tensors
 from lockstep.keras.state.randomness import of_replica
 from lockstep.keras.state.variables import VariableState, optimizers_of
 
@@ -123,25 +124,64 @@ class TensorFlowBackend:
         return np.asarray(array.read_value() if isinstance(array, tf.Variable) else array)
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """What running a `train_step` has shown.
+_WORTH_COMPILING = 1 << 22
+"""Bytes of gradients from which on XLA's fused update pays for its compilation."""
 
-    Attributes:
-        places: of its updates.
-        update: the one of its round, if any.
-        ended: whether it came to its end.
-    """
 
-    places: UpdateOperations
-    update: Update | None
-    ended: bool
+class GlobalUpdate:
+    """An update that all replicas make together."""
 
-    def goes_on(self, graph: Any) -> bool:
-        """Whether the step, of which `graph` was made, needs its update to be known."""
-        if self.update is None or self.places.noted is None:
-            return False
-        return not self.ended or uses(graph, [v.value for v in self.update.changed], self.places.noted)
+    def __init__(self, update: Update, eager: bool, jit: bool) -> None:
+        self._update = update
+        self._eager = eager
+        self._jit = jit
+        self._in_place = False
+        self._function: Callable[..., Any] | None = None
+
+    def make(self, scale: Any, total: Mapping[str, Any]) -> None:
+        """Make the update from its total times `scale`, which the graph must not know, even if it is 1.
+
+        It is 1 unless the total has a density, as all totals of a program have or none.
+        """
+        gradients = gradients_in(total, self._update)
+        if self._function is None:
+            self._in_place = "density" not in total and self._update.kernel is not None
+            self._function = self._traced(scale, gradients)
+        self._function(scale, gradients)
+
+    def _traced(self, scale: Any, gradients: list[Any]) -> Any:
+        """Return what makes the update.
+
+        The optimizer's operations are few and simple, and XLA makes one pass over the memory of them; so
+        they are compiled where they are large, also on a CPU, where Keras compiles nothing by itself, unless
+        there is a kernel that does the same.
+        """
+        if self._eager:
+            return self._apply
+        size = sum(g.shape.num_elements() * g.dtype.size for g in gradients if g is not None)
+        small = size < _WORTH_COMPILING or self._update.kernel is not None
+        if self._jit or small or tf.config.list_logical_devices("GPU"):
+            return traced(self._apply, self._jit, scale, gradients)
+        compiled = traced(self._apply, True, scale, gradients)
+
+        def first(scale: Any, gradients: list[Any]) -> None:
+            try:
+                compiled(scale, gradients)
+                self._function = compiled
+            except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
+                # XLA knows not all operations, and says so before it runs any.
+                self._function = traced(self._apply, False, scale, gradients)
+                self._function(scale, gradients)
+
+        return first
+
+    def _apply(self, scale: Any, gradients: list[Any]) -> None:
+        self._update.apply(gradients if self._in_place else scaled(gradients, scale))
+
+
+def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
+    """Return the gradients of an update in its total, None where no replica has one."""
+    return [total.get(f"gradient/{i}") for i in range(len(update.variables))]
 
 
 class TensorFlowProgram(VariableState):
@@ -157,11 +197,11 @@ class TensorFlowProgram(VariableState):
         self._jit = bool(model.jit_compile)
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._finish: Callable[..., Any] | None = None
-        self._touched = Touched()
+        self._assigned = AssignedVariables()
         self._rounds = Rounds()
         self._updates: list[Update] = []
         self._global_updates: list[GlobalUpdate] = []
-        self._trace = StepTrace(UpdateOperations(), None, ended=True)
+        self._trace = RoundTrace()
         self._report: LogReport | None = None
         self._outputs: list[tuple[int, Any]] = []
 
@@ -246,12 +286,12 @@ class TensorFlowProgram(VariableState):
             inner = traced(stateless, self._jit, weight, earlier, *specs)
         drawing.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.places.made)
-        touched = self._classified(number, assigned(inner.graph))
+        variables = self._classified(number, assigned(inner.graph))
         if self._rounds.complete(number):
-            self._touched = touched
+            self._assigned = variables
 
         def replica(replica: Any, weight: Any, earlier: Any, *given: Any) -> Any:
-            return self._computed(inner, touched, replica, weight, earlier, *given)
+            return self._computed(inner, variables, replica, weight, earlier, *given)
 
         function: Callable[..., Any] = traced(
             replica, self._jit, tf.TensorSpec((), tf.int64), weight, earlier, *specs
@@ -266,17 +306,17 @@ class TensorFlowProgram(VariableState):
         taken = [variable for variable in others if variable.dtype.is_floating or id(variable) in seeds]
         watched = [variable for variable in others if all(variable is not one for one in taken)]
         watched += self._trained()
-        touched = self._classified(number, [*taken, *self._updated(number)])
+        variables = self._classified(number, [*taken, *self._updated(number)])
 
         def function(*given: Any) -> Any:
             before = [variable.read_value() for variable in watched]
-            computed = self._computed(step, touched, *given)
+            computed = self._computed(step, variables, *given)
             changed = [v for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
             self._classified(number, changed)
             if not self._trace.ended and not self._rounds.leaves(number):
                 self._rounds.leave(number)
                 return function(*given)
-            self._touched = touched
+            self._assigned = variables
             return computed
 
         return function
@@ -299,9 +339,11 @@ class TensorFlowProgram(VariableState):
         """Return what the updates of the rounds before round `number` change."""
         return [variable.value for update in self._updates[:number] for variable in update.changed]
 
-    def _classified(self, number: int, variables: Sequence[tf.Variable]) -> Touched:
+    def _classified(self, number: int, variables: Sequence[tf.Variable]) -> AssignedVariables:
         """Decide what is done with the variables that a step assigns in round `number`."""
-        return Touched.of(self._model, self._kind, variables, self._trained(), self._updated(number))
+        return AssignedVariables.of_step(
+            self._model, self._kind, variables, self._trained(), self._updated(number)
+        )
 
     def _step(
         self, weight: Any, earlier: list[dict[str, Any]], data: Any
@@ -368,40 +410,34 @@ class TensorFlowProgram(VariableState):
         if update is not None and number == len(self._updates):
             self._updates.append(update)
             self._global_updates.append(GlobalUpdate(update, self._eager, self._jit))
-        self._trace = StepTrace(places, update, ended=logs is not None)
+        self._trace = RoundTrace(places, update, ended=logs is not None)
         return recording.gradients, logs
 
     def _computed(
-        self, step: Callable[..., Any], touched: Touched, replica: Any, weight: Any, earlier: Any, *given: Any
+        self,
+        step: Callable[..., Any],
+        variables: AssignedVariables,
+        replica: Any,
+        weight: Any,
+        earlier: Any,
+        *given: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Return a replica's partial and outputs; restore what the step assigns."""
-        variables = [*touched.metrics, *touched.state, *touched.updated]
-        before = [variable.read_value() for variable in variables]
-        for metric in touched.metrics:
-            metric.assign(tf.zeros_like(metric))
-        for seed in touched.seeds:
-            seed.assign(mixed(seed.read_value(), replica))
-        drawing.begin(touched.counters, replica)
-        starts = [variable.read_value() for variable in touched.state]
-        gradients, own, rest = step(weight, earlier, *given)
-        partial = gradients | {name: figure * tf.cast(weight, figure.dtype) for name, figure in own.items()}
-        if self._rounds.complete(len(earlier)):
-            partial |= {f"metric/{i}": metric.read_value() for i, metric in enumerate(touched.metrics)}
-            partial |= touched.changes(starts, replica, weight)
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+        with variables.of(replica, sums_so_far=False) as changes:
+            gradients, own, rest = step(weight, earlier, *given)
+            figures = {name: figure * tf.cast(weight, figure.dtype) for name, figure in own.items()}
+            partial = gradients | figures
+            if self._rounds.complete(len(earlier)):
+                partial |= changes(weight)
         if self._kind == "predict":
             return partial, rest
         return by_density(self._model, partial, rest or [], weight), None
 
     def _finished(self, one: Any, total: dict[str, Any]) -> dict[str, Any] | None:
         """Take over the rest of a total; return the logs."""
-        for i, variable in enumerate(self._touched.state):
-            variable.assign_add(own(total[f"state/{i}"], one))
         scale = self._scale(one, total)
-        for i, metric in enumerate(self._touched.metrics):
-            name = f"metric/{i}"
-            metric.assign_add(own(total[name], scale if follows_the_loss(self._model, name) else one))
+        for name, variable in self._assigned.named.items():
+            variable.assign_add(own(total[name], scale if follows_the_loss(self._model, name) else one))
         if self._report is None:
             return None
         return self._report.assembled(
@@ -452,3 +488,33 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
         )
     if kind == "train":
         refuse_overwriting_gradients(model)
+
+
+class EagerTensorFlow:
+    """Tensors of TensorFlow: nobody writes to them, only to variables."""
+
+    def apart(self, seed: int) -> AbstractContextManager[None]:
+        """Within the block a replica computes."""
+        return drawing.eagerly(seed)
+
+    def kept(self, variable: Any) -> Any:
+        """Return the value of a variable."""
+        return variable._value.read_value()
+
+    def own(self, leaf: Any) -> Any:
+        """Return a leaf as a tensor."""
+        return leaf.read_value() if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf)
+
+    def concrete(self, array: Any) -> npt.NDArray[Any]:
+        """View a tensor in place (on a CPU), or copy it to the host; gradients of embeddings become dense."""
+        return np.asarray(tf.convert_to_tensor(array))
+
+    def through(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `meet(leaves)`, for which gradients are computed by `gradient`."""
+        return with_gradient(leaves, meet, gradient)
+
+    def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+        """Make an update from copies."""
+        update.apply([None if g is None else tf.constant(g) for g in gradients])

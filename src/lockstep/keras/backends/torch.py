@@ -4,8 +4,10 @@ Keras's own `train_step` runs once a replica on the model's variables, with `opt
 recorder; afterwards the variables have their old values again. The total is applied to the same variables.
 """
 
+import functools
+import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +19,11 @@ import torch
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends.buffers import TorchState, module_buffers
-from lockstep.keras.backends.building import build_by_call
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.logs import LogReport, StepResults, mapped
 from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
 from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.backends.steps import refuse_integer_state, refuse_overwriting_gradients
+from lockstep.keras.backends.steps import build_by_call, refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.backends.tensors import (
     borrowed,
     copied,
@@ -35,12 +35,12 @@ from lockstep.keras.backends.tensors import (
     versions,
     weighted,
 )
+from lockstep.keras.replica_run.eager import Tensors
 from lockstep.keras.state import randomness
-from lockstep.keras.state.variables import optimizers_of, seed_positions
+from lockstep.keras.state.randomness import GOLDEN
+from lockstep.keras.state.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
-
-_GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+from lockstep.worker.patching import PATCHES
 
 
 class TorchBackend:
@@ -70,7 +70,7 @@ class TorchBackend:
         """Return `f(batches) -> logs or outputs`, as `TorchTrainer` calls it with a list of one batch."""
         return lambda batches: step(None, batches[0])[0]
 
-    def held(self, model: Any) -> TorchState:
+    def held(self, model: Any) -> "TorchState":
         """Return the state of the training steps of `model`."""
         return TorchState(model)
 
@@ -137,6 +137,34 @@ class Before:
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
+class TorchState(VariableState):
+    """The state of a model's steps: variables, and the buffers of PyTorch's own modules."""
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return what steps read and write by the paths of the variables."""
+        return {**super().named_state(state), **module_buffers(self._model)}
+
+    def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
+        """Give the variables, and the buffers of PyTorch's own modules, the values of `arrays`."""
+        buffers = module_buffers(self._model)
+        kept = {name: array for name, array in arrays.items() if name not in buffers}
+        assign(self._model, kept, whole=True)
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.copy_(borrowed(arrays[name]))
+
+
+def module_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Return the state of PyTorch's own modules, which Keras wraps but does not know, by path."""
+    # A layer lists those of the layers within it as well.
+    found = {
+        id(tensor): (f"{layer.path}/{name}", tensor)
+        for layer in model._flatten_layers()
+        for name, tensor in layer.named_buffers()
+    }
+    return dict(found.values())
+
+
 class TorchProgram(TorchState):
     """One kind of step of one model; see `lockstep.keras.backends.contract.Program`. `state` is None."""
 
@@ -159,7 +187,7 @@ class TorchProgram(TorchState):
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
         """Compute one replica's part; the model's variables have their old values afterwards."""
         data = keras.tree.map_structure(copied, share.data())
-        with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * _GOLDEN):
+        with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * GOLDEN):
             partial = self._run(data, share, earlier, before)
             self._refuse_own_updates(before)
             if partial is not None and self._rounds.complete(len(earlier)):
@@ -285,7 +313,7 @@ class TorchProgram(TorchState):
         metrics = [metric.detach().clone() for metric in self._metrics]
         with torch.no_grad():
             for i in self._seeds:
-                self._tensors[i][0] ^= int32(share.replica * _GOLDEN)
+                self._tensors[i][0] ^= int32(share.replica * GOLDEN)
             for metric in self._metrics:
                 metric.zero_()
         self._forget_gradients()
@@ -378,3 +406,153 @@ def only_reads_gradients(optimizer: Any) -> bool:
     """Whether `optimizer` is one of Keras's own, none of which writes to its gradients or keeps them."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return all(type(part).__module__.startswith("keras.") for part in (optimizer, inner))
+
+
+class EagerTorch:
+    """Tensors of PyTorch, which anybody may write to."""
+
+    def __init__(self) -> None:
+        _install()
+        promise_equal_bits(job.current().context.threads)
+
+    @contextmanager
+    def apart(self, seed: int) -> Iterator[None]:
+        """Within the block a replica computes; it begins without gradients."""
+        before, _running.computation = _running.computation, _Computation()
+        try:
+            with random_numbers(seed):
+                yield
+            _running.computation.refuse_changed_buffers()
+        finally:
+            _running.computation.restore()
+            _running.computation = before
+
+    def kept(self, variable: Any) -> Any:
+        """Return a copy of the value of a variable."""
+        return variable._value.detach().clone()
+
+    def own(self, leaf: Any) -> Any:
+        """Return a copy of a leaf."""
+        return copied(leaf)
+
+    def concrete(self, array: Any) -> npt.NDArray[Any]:
+        """View a tensor's memory in place (on a CPU), or copy it to the host."""
+        if not isinstance(array, torch.Tensor):
+            return np.asarray(array)
+        array = array.detach()
+        return on_host(array if array.layout == torch.strided else array.to_dense())
+
+    def through(
+        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `meet(leaves)`, for which gradients are computed by `gradient`."""
+        return list(_Through.apply(meet, gradient, *leaves))
+
+    def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+        """Make an update, reading the gradients where they are."""
+        pairs = zip(update.variables, gradients, strict=True)
+        tensors = [None if g is None else borrowed(g, variable.value.device) for variable, g in pairs]
+        if not only_reads_gradients(update.optimizer):
+            tensors = [None if tensor is None else tensor.clone() for tensor in tensors]
+        with torch.no_grad():
+            update.apply(tensors)
+
+
+class _Through(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, meet: Any, gradient: Any, *leaves: torch.Tensor) -> Any:
+        ctx.gradient = gradient
+        return tuple(meet(leaves))
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
+        return (None, None, *ctx.gradient(upstream))
+
+
+class _Computation:
+    """What one replica's computation does to tensors past Keras."""
+
+    def __init__(self) -> None:
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._buffers: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+
+    def begin_backward(self, roots: Iterable[Any]) -> None:
+        """Put the gradients aside that a backward pass from `roots` would add to, where none was before."""
+        for leaf in _leaves_behind(roots):
+            if id(leaf) not in self._gradients:
+                self._gradients[id(leaf)] = leaf, leaf.grad
+                leaf.grad = None
+
+    def begin_forward(self, module: torch.nn.Module) -> None:
+        """Keep the buffers that a module may be about to change; not all of its writes leave a trace."""
+        for name, buffer in module.named_buffers(recurse=False):
+            if id(buffer) not in self._buffers:
+                kept = buffer.detach().clone()
+                self._buffers[id(buffer)] = f"{type(module).__name__}.{name}", buffer, kept
+
+    def refuse_changed_buffers(self) -> None:
+        """Raise ModelError if a module of PyTorch's own keeps state of what it has computed."""
+        for name, buffer, kept in self._buffers.values():
+            if not torch.equal(buffer, kept):
+                raise ModelError(
+                    f"the function passed to strategy.run changes {name}, the state of a module of "
+                    "PyTorch's own, which replicas share only in model.fit; use a layer of Keras instead "
+                    "(keras.layers.BatchNormalization), or put the module into evaluation mode"
+                )
+
+    def restore(self) -> None:
+        """Let tensors have the gradients, and modules the state, that they had before."""
+        for leaf, gradient in self._gradients.values():
+            leaf.grad = gradient
+        with torch.no_grad():
+            for _, buffer, kept in self._buffers.values():
+                buffer.copy_(kept)
+
+
+class _ReplicaThread(threading.local):
+    computation: _Computation | None = None
+
+
+_running = _ReplicaThread()
+
+
+def _install() -> None:
+    """Learn of passes of PyTorch while a replica computes."""
+    if not PATCHES.has(__name__):
+        PATCHES.replace(__name__, torch.autograd, "backward", _noticed)
+    _listen()
+
+
+def _noticed(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if _running.computation is not None:
+            _running.computation.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        original(tensors, *args, **kwargs)
+
+    return backward
+
+
+@functools.cache
+def _listen() -> None:
+    """Learn of forward passes: PyTorch has a hook for them."""
+
+    def forward(module: torch.nn.Module, inputs: Any) -> None:
+        if _running.computation is not None:
+            _running.computation.begin_forward(module)
+
+    torch.nn.modules.module.register_module_forward_pre_hook(forward)
+
+
+def _leaves_behind(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a backward pass from `roots` gives gradients to."""
+    waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if (leaf := getattr(node, "variable", None)) is not None:
+            yield leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)

@@ -10,8 +10,7 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.nests import Nest
-from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, spec_of
+from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, spec_of
 from lockstep.keras.replica_run.values import Spec, Values
 
 

@@ -9,9 +9,8 @@ from lockstep.errors import DataError
 from lockstep.keras.input.batches import Element
 from lockstep.keras.input.distribution import DistributedDataset
 from lockstep.keras.input.inputs import GlobalInput, whole_batch
-from lockstep.keras.input.nests import Nest
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.streams import packed
+from lockstep.keras.input.streams import Nest, packed
 
 
 class DistributedInput(GlobalInput):

@@ -11,10 +11,10 @@ from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Joint, Pass, Source
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.sharding import explain_sharding
-from lockstep.keras.input.streams import Form, array_of, packed, spec_of
+from lockstep.keras.input.streams import Form, array_of, is_tensorflow, packed, spec_of
 from lockstep.keras.replica_run.contract import Runs
 from lockstep.keras.replica_run.values import Known, Shelf, Spec, Values
+from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
 
@@ -229,3 +229,29 @@ def values_from_function(job: Job, runs: Runs, value_fn: Callable[[ValueContext]
 
 _given = Shelf()
 """Where the values of such functions are stored."""
+
+
+_INSTEAD = (
+    "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"
+)
+_EXPLANATIONS = {
+    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so the number and sizes of files do not matter",
+    "OFF": (
+        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker different examples belongs in "
+        "strategy.distribute_datasets_from_function"
+    ),
+}
+
+
+def explain_sharding(job: Job, dataset: Any) -> None:
+    """Print a note, once and on the chief, on what Lockstep does with a dataset's auto-shard policy."""
+    if not is_tensorflow(dataset):
+        return
+    policy = dataset.options().experimental_distribute.auto_shard_policy.name
+    if policy in _EXPLANATIONS and policy not in _explained:
+        _explained.add(policy)
+        if job.is_chief:
+            note(_EXPLANATIONS[policy])
+
+
+_explained: set[str] = set()

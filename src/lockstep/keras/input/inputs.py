@@ -30,10 +30,8 @@ from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
-from lockstep.keras.input.nests import on_host, parts_of
-from lockstep.keras.input.reordered import Reordered
-from lockstep.keras.input.streams import easily_freed, host_nest
-from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, visits
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host, parts_of
+from lockstep.keras.input.visits import OrderSeed, Reordered, draw_as_a_loader, visits
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]

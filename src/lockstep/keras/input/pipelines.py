@@ -13,8 +13,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Element, count_examples
-from lockstep.keras.input.nests import Nest
-from lockstep.keras.input.streams import Form, Reader, Stream, leaves_of, packed, spec_of
+from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, packed, spec_of
 from lockstep.keras.replica_run.values import Spec
 from lockstep.keras.state.randomness import RandomNumbers
 from lockstep.system.notes import note

@@ -7,9 +7,8 @@ host reads: a graph that waits for it leaves the only thread for operations to w
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import count
-from typing import Any, ClassVar
-from weakref import WeakValueDictionary, finalize
+from typing import Any
+from weakref import finalize
 
 import tensorflow as tf
 
@@ -20,7 +19,7 @@ from lockstep.keras.input.streams import Form, array_of, leaves_of, packed
 from lockstep.keras.replica_run.contract import Runs
 from lockstep.keras.replica_run.graph import on_host
 from lockstep.keras.replica_run.tf_values import symbolic
-from lockstep.keras.replica_run.values import Shelf, Spec
+from lockstep.keras.replica_run.values import Registry, Shelf, Spec
 from lockstep.worker.script import keep_original
 
 _END = -1
@@ -31,27 +30,17 @@ _PASSES_KEPT = 4
 
 
 class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  # type: ignore[misc]
-    """A distributed dataset that graphs, too, can iterate over."""
+    """A distributed dataset that graphs, too, can iterate over.
 
-    _datasets: ClassVar["WeakValueDictionary[int, TensorFlowDataset]"] = WeakValueDictionary()
+    Attributes:
+        number: names it in graphs.
+    """
 
     def __init__(self, runs: Runs, source: Source) -> None:
         super().__init__(runs, source)
         self._begun: deque[TensorFlowIterator] = deque(maxlen=_PASSES_KEPT)
         self._in_graphs: list[Any] = []
-        self._datasets[self.shelf.number] = self
-
-    @classmethod
-    def on_shelf(cls, number: int) -> "TensorFlowDataset":
-        """Return the dataset whose elements lie on a shelf.
-
-        Raises:
-            DataError: it is gone.
-        """
-        dataset = cls._datasets.get(number)
-        if dataset is None:
-            raise DataError("the dataset that a graph reads no longer exists: keep a reference to it")
-        return dataset
+        self.number = _datasets.add(self)
 
     def __iter__(self) -> Any:
         return self.begin(self.source.begin()) if tf.executing_eagerly() else self._begin_in_graph()
@@ -97,10 +86,10 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         if self.in_tensors is None:
             tickets = dataset_of_tickets(lambda: self.begin(self.source.begin()).tickets(form.specs))
             self._in_graphs.append(tickets)
-            return GraphIterator(tf.zeros((), tf.int64), iter(tickets), self.shelf.number, True)
+            return GraphIterator(tf.zeros((), tf.int64), iter(tickets), self.number, True)
         number = on_host(self._begin_on_host, [], tf.int64)
         number.set_shape(())
-        return GraphIterator(number, iter(self.in_tensors), self.shelf.number, False)
+        return GraphIterator(number, iter(self.in_tensors), self.number, False)
 
     def _begin_on_host(self) -> int:
         assert isinstance(self.source, Joint)
@@ -115,28 +104,13 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         number: names it in graphs.
     """
 
-    _iterators: ClassVar["WeakValueDictionary[int, TensorFlowIterator]"] = WeakValueDictionary()
-    _numbers: ClassVar[Iterator[int]] = count(1)
-
     def __init__(self, dataset: TensorFlowDataset, elements: Pass, number: int) -> None:
         super().__init__(dataset, elements, number)
-        self.number = next(self._numbers)
+        self.number = _iterators.add(self)
+        self._dataset_number = dataset.number
         self._symbols: list[GraphIterator] = []
-        self._iterators[self.number] = self
         # TensorFlow must not be left to ask for Python when there is none any more.
         finalize(self, self._symbols.clear)
-
-    @classmethod
-    def numbered(cls, number: int) -> "TensorFlowIterator":
-        """Return the iterator of a number.
-
-        Raises:
-            DataError: it is gone.
-        """
-        iterator = cls._iterators.get(number)
-        if iterator is None:
-            raise DataError("the iterator that a graph reads no longer exists: keep a reference to it")
-        return iterator
 
     def __next__(self) -> Any:
         return super().__next__() if tf.executing_eagerly() else self.in_graph().get_next()
@@ -174,14 +148,14 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         return self._symbols[0]
 
     def _made(self) -> "GraphIterator":
-        number, shelf = tf.constant(self.number, tf.int64), self._dataset.shelf.number
+        number, dataset = tf.constant(self.number, tf.int64), self._dataset_number
         if isinstance(self._current, JointPass) and self._current.reader is not None:
             iterator = self._current.reader.iterator
             if isinstance(iterator, tf.data.Iterator):
-                return GraphIterator(number, iterator, shelf, False)
+                return GraphIterator(number, iterator, dataset, False)
         specs = self._current.form().specs
         tickets = iter(dataset_of_tickets(lambda: self.tickets(specs)))
-        return GraphIterator(number, tickets, shelf, True)
+        return GraphIterator(number, tickets, dataset, True)
 
     def publish(self, leaves: Sequence[Any]) -> int:
         """Take an element that a graph has taken from `tf.data`; return its ticket."""
@@ -215,19 +189,27 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
             raise
 
 
+_datasets: Registry[TensorFlowDataset] = Registry(
+    "the dataset that a graph reads no longer exists: keep a reference to it"
+)
+_iterators: Registry[TensorFlowIterator] = Registry(
+    "the iterator that a graph reads no longer exists: keep a reference to it"
+)
+
+
 class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):  # type: ignore[misc]
     """A pass over a dataset in a graph that is being made.
 
     Attributes:
         number: of the iterator on the host.
         tensors: the iterator of `tf.data` that gives the elements, or their tickets.
-        shelf: of the dataset.
+        dataset: the number of the dataset.
         gives_tickets: which of both.
     """
 
     number: tf.Tensor
     tensors: tf.data.Iterator
-    shelf: int
+    dataset: int
     gives_tickets: bool
 
     def __iter__(self) -> "GraphIterator":
@@ -247,7 +229,7 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
     @property
     def element_spec(self) -> Any:
         """What is known of the elements: a nest of specs of `PerReplica`."""
-        return TensorFlowDataset.on_shelf(self.shelf).element_spec
+        return _datasets.find(self.dataset).element_spec
 
     def ticket_or_end(self) -> Any:
         """Return the ticket of the next element, or _END."""
@@ -260,7 +242,7 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
 
     def element(self, ticket: Any) -> Any:
         """Return the element of a ticket, with a `PerReplica` for each leaf."""
-        dataset = TensorFlowDataset.on_shelf(self.shelf)
+        dataset = _datasets.find(self.dataset)
         form = dataset.source.form()
         return packed(form.nest, symbolic(ticket, dataset.shelf, form.specs))
 
@@ -269,7 +251,7 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
             return element
 
         def publish(number: Any, *leaves: Any) -> int:
-            return TensorFlowIterator.numbered(int(number)).publish(leaves)
+            return _iterators.find(int(number)).publish(leaves)
 
         ticket = on_host(publish, [self.number, *leaves_of(element)], tf.int64)
         ticket.set_shape(())

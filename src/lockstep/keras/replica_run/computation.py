@@ -1,25 +1,174 @@
 """One replica's computation of a function that runs eagerly: what it brings to a round of a run."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
+import numpy.typing as npt
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.losses import scaled_losses
-from lockstep.keras.backends.multi_update import Left, Rounds, Unknown
+from lockstep.keras.backends.multi_update import Left, Rounds, Unknown, Update, hidden
+from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
+from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.replica_run.assignments import heard_by
-from lockstep.keras.replica_run.changes import RunChanges
 from lockstep.keras.replica_run.eager import Eager
-from lockstep.keras.replica_run.exchange import SCALAR
 from lockstep.keras.replica_run.merges import MergePoint, RunMerges
 from lockstep.keras.replica_run.replica import Replica, entered
 from lockstep.keras.replica_run.values import DistributedValues, Values, is_empty
-from lockstep.keras.state.randomness import of_replica
+from lockstep.keras.state.randomness import key_of_replica, of_replica
+from lockstep.keras.synchronization import SCALAR
+
+Array = npt.NDArray[Any]
+
+
+class RunChanges:
+    """The variables that one computation assigns; an `lockstep.keras.replica_run.assignments.Listener`.
+
+    Args:
+        eager: the backend.
+        prepared: metrics and seeds that are known to be assigned.
+
+    Attributes:
+        late: metrics and seeds that were assigned without having been prepared.
+        made_and_assigned: whether variables were assigned that the computation itself has made: perhaps a
+            layer's, which was built only now and will be there the next time.
+    """
+
+    def __init__(self, eager: Eager, prepared: Iterable[Any]) -> None:
+        self._eager = eager
+        self._prepared = {id(variable): variable for variable in prepared}
+        self._kept: dict[int, tuple[Any, Any]] = {}
+        self._starts: dict[int, Array] = {}
+        self._assigned: dict[int, tuple[StateKind, Any]] = {}
+        self._made: dict[int, Any] = {}
+        self._updated: dict[int, Any] = {}
+        self._hidden: frozenset[int] = frozenset()
+        self.late: list[Any] = []
+        self.made_and_assigned = False
+
+    @contextmanager
+    def of(self, replica: int) -> Iterator[None]:
+        """Within the block variables are a replica's; afterwards they have their values from before."""
+        try:
+            for variable in self._prepared.values():
+                self._keep(variable)
+                start = np.array(self._eager.concrete(variable._value))
+                if kind_of(variable) == "seed":
+                    start = key_of_replica(start, replica)
+                elif replica:
+                    # Replica 0 speaks for what was added up before: for a reset, or where the sum is used.
+                    start = np.zeros_like(start)
+                self._starts[id(variable)] = start
+                variable.assign(start)
+            yield
+        finally:
+            with heard_by(None):
+                for variable, value in self._kept.values():
+                    variable.assign(value)
+
+    def made(self, variable: Any) -> None:
+        """Note a variable whose values are the computation's own affair."""
+        self._made[id(variable)] = variable
+
+    def assigned(self, variable: Any) -> None:
+        """Keep the value that a variable has before it is assigned for the first time."""
+        key = id(variable)
+        if key in self._hidden:
+            raise Left
+        if key in self._made:
+            if getattr(variable, "_value", None) is not None:
+                self._keep(variable)
+                self.made_and_assigned = True
+            return
+        if key in self._assigned:
+            return
+        if key in self._updated:
+            refuse_weight(variable)
+        kind = kind_of(variable)
+        self._assigned[key] = kind, variable
+        if key in self._prepared:
+            return
+        self._keep(variable)
+        if kind in ("metric", "seed"):
+            self.late.append(variable)
+
+    @contextmanager
+    def updating(self, update: Update) -> Iterator[None]:
+        """Within the block an update is made for the rest of the computation."""
+        with heard_by(None), entered(None):
+            if not update.optimizer.built:
+                update.optimizer.build(update.variables)
+            for variable in update.changed:
+                self._keep(variable)
+                self._updated[id(variable)] = variable
+            yield
+
+    def hide(self, update: Update) -> AbstractContextManager[None]:
+        """Within the block, whoever wants what an update would have changed leaves the function."""
+        self._hidden = frozenset(id(variable) for variable in update.changed)
+        return hidden(update)
+
+    @property
+    def hides(self) -> bool:
+        """Whether there are variables that nobody is to see."""
+        return bool(self._hidden)
+
+    def found(self, replica: int, weight: float) -> dict[str, tuple[Any, Array]]:
+        """Return the variables that were assigned, and what was done to them, in the form that adds up.
+
+        Args:
+            replica: which has done it.
+            weight: its part in the mean of the replicas' changes; 0 if it had no examples.
+        """
+        found = {}
+        for i, (kind, variable) in enumerate(self._assigned.values()):
+            end = np.asarray(self._eager.concrete(variable._value))
+            found[f"{kind}/{i}/{variable.path}"] = (
+                variable,
+                self._change(kind, variable, end, replica, weight),
+            )
+        return found
+
+    def _change(self, kind: StateKind, variable: Any, end: Array, replica: int, weight: float) -> Array:
+        start = self._starts.get(id(variable))
+        if start is None:
+            start = np.asarray(self._eager.concrete(self._kept[id(variable)][1]))
+        return np.array(in_sum(kind, start, end, replica, np.asarray(weight, start.dtype), np))
+
+    def _keep(self, variable: Any) -> None:
+        if id(variable) not in self._kept:
+            self._kept[id(variable)] = variable, self._eager.kept(variable)
+
+
+def kind_of(variable: Any) -> StateKind:
+    """Decide what is done with a variable that a function assigns.
+
+    Raises:
+        ModelError: there is nothing right to do with it.
+    """
+    if (kind := kind_by_itself(variable.aggregation, KERAS_SEED in variable.name)) is not None:
+        return kind
+    if variable.trainable:
+        refuse_weight(variable)
+    if not keras.backend.is_float_dtype(variable.dtype):
+        refuse_integer_state(variable)
+    return "layer"
+
+
+def refuse_weight(variable: Any) -> NoReturn:
+    """Raise ModelError: a function changes a weight by itself."""
+    raise ModelError(
+        f"the function passed to strategy.run assigns the weight {variable.path!r} itself, and replicas "
+        "may not agree about its value; weights change through an optimizer's apply. Keep derived values "
+        "in a variable with trainable=False, whose changes are averaged, or assign it after "
+        "strategy.run"
+    )
+
 
 ZERO_ROWS = (
     "lockstep: replica {replica} has no examples in this batch, which has fewer rows than there are replicas "

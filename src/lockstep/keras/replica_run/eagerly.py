@@ -6,7 +6,6 @@ functions that take several rounds.
 """
 
 import random
-import struct
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,10 +16,10 @@ import keras
 import numpy as np
 
 from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.state_changes import is_new
 from lockstep.keras.consistency import state_facts
 from lockstep.keras.input.streams import packed
 from lockstep.keras.replica_run import assignments
-from lockstep.keras.replica_run.changes import is_new
 from lockstep.keras.replica_run.computation import (
     KnownFunction,
     ReplicaComputation,
@@ -29,11 +28,12 @@ from lockstep.keras.replica_run.computation import (
     origin_of,
 )
 from lockstep.keras.replica_run.eager import Eager
-from lockstep.keras.replica_run.exchange import SCALAR, RunExchange, RunRound, gathered_scalars
+from lockstep.keras.replica_run.exchange import RunExchange
 from lockstep.keras.replica_run.replica import Op
 from lockstep.keras.replica_run.results import Results, along
 from lockstep.keras.replica_run.values import PerReplica, Returned, Shelf, Spec, Values, is_empty, lost
 from lockstep.keras.state.variables import named_arrays
+from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
 from lockstep.worker.job import Job
 
 _KEPT_FUNCTIONS = 32
@@ -68,8 +68,10 @@ class EagerRuns:
             # The reduce of this round uses the memory of the last total again.
             totals[-1:] = [{key: array.copy() for key, array in total.items()} for total in totals[-1:]]
             what = f"strategy.run of {name}"
-            this_round = RunRound(this.inputs, what, seed=struct.pack("<Q", seed))
-            totals.append(self._exchange.total(this_round, partial(self._replica.compute, this, totals)))
+            this_round = self._exchange.round(
+                what, partial(self._replica.compute, this, totals), this.inputs, seed
+            )
+            totals.append(self._exchange.total(this_round))
         self._apply(this, totals)
         returned = self._returned(this, this_round, totals[-1])
         self._compare(this, what)
@@ -146,7 +148,7 @@ class EagerRuns:
             start = 0 if is_new(name) else self._eager.concrete(variable._value)
             variable.assign(np.array(start + totals[-1][name]))
 
-    def _returned(self, this: ReplicaExecution, last: RunRound, total: Total) -> Any:
+    def _returned(self, this: ReplicaExecution, last: Round, total: Total) -> Any:
         """Return the function's result, with a PerReplica for each leaf that is not None."""
         outputs = this.outputs
         like = next(iter(outputs.values()))
@@ -163,7 +165,7 @@ class EagerRuns:
         values = (
             Returned(specs, tuple(columns), empty)
             if total or this.meetings
-            else Returned(specs, tuple(columns), empty, last.check(), self._again(this))
+            else Returned(specs, tuple(columns), empty, last.check(()), self._again(this))
         )
         return packed(this.nest, self.per_replica(values, self._shelf))
 
@@ -193,14 +195,14 @@ class EagerRuns:
 def _backend() -> Eager:
     name = keras.backend.backend()
     if name == "jax":
-        from lockstep.keras.replica_run.eager_jax import EagerJax
+        from lockstep.keras.backends.jax import EagerJax
 
         return EagerJax()
     if name == "torch":
-        from lockstep.keras.replica_run.eager_torch import EagerTorch
+        from lockstep.keras.backends.torch import EagerTorch
 
         return EagerTorch()
-    from lockstep.keras.replica_run.eager_tensorflow import EagerTensorFlow
+    from lockstep.keras.backends.tensorflow import EagerTensorFlow
 
     return EagerTensorFlow()
 

@@ -1,72 +1,34 @@
-"""What the replicas of one `strategy.run` add up and give each other, on the host, for every backend.
+"""The rounds of `strategy.run`, and what the loss of a worker means in a loop of the program's own.
 
-A run takes one or several rounds, as a step does (see `keras.backends.multi_update`): a round ends where
-replicas do something together whose result the function wants, and the last one at the function's end. Single
-numbers that a replica returns travel with the last round; so whoever asks for them later need not ask others.
+Where `strategy.steps` drives the loop, the other workers make a call again without a worker that is lost, as
+in `fit`. Elsewhere no worker can join, and what the program itself has given the lost one to do remains
+undone: the loop ends.
 """
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn, TypeVar
 
-import msgspec
-import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from lockstep.collectives.contract import Communicator, Leaves, Span
+from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, ModelError, PeerLostError
-from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.contract import Partial, Total
 from lockstep.keras.consistency import Facts, gather
 from lockstep.keras.replica_run.values import Values
+from lockstep.keras.synchronization import AllReduce, PartialLayout, Round
 from lockstep.topology import View
 from lockstep.worker.job import Job
 
 Result = TypeVar("Result")
 
-Compute = Callable[[int], Mapping[str, Any]]
-"""Computes a replica's part of a round: arrays of NumPy or of the backend, by name."""
-
-SCALAR = "output/"
-"""Begins the names of what a replica returns that has one number: all replicas get all of them."""
-
-GATHERED = "gather/"
-"""Begins the names of what is not added up, but joined; the axis follows, and the position."""
-
-_Packed = list[tuple[str, str, list[int], bytes]]
-
-
-@dataclass
-class RunRound:
-    """One round of a run.
-
-    Attributes:
-        inputs: the values that each replica has its own of.
-        what: names the round in messages.
-        like: a partial, once it is known what one looks like.
-        started: the partials of the replicas that this worker has computed.
-        seed: what random numbers follow from, where that is not the state of a variable.
-    """
-
-    inputs: Sequence[Values]
-    what: str
-    like: Mapping[str, npt.NDArray[Any]] | None = None
-    started: dict[int, Mapping[str, Any]] = field(default_factory=dict)
-    seed: bytes = b""
-
-    def check(self) -> bytes:
-        """Return what must be equal on all workers: the inputs, and what is computed from them."""
-        names = ",".join(sorted(self.like or ())).encode()
-        checks = (self.seed, names, *(values.check() for values in self.inputs))
-        return xxhash.xxh3_128_digest(b"".join(checks))
+_ADVICE = "the function passed to strategy.run must take the same path on all replicas"
 
 
 class RunExchange:
-    """Adds up what replicas compute.
-
-    A worker that is lost may be done without where Lockstep drives the loop: elsewhere nobody could join, and
-    what the program itself has given the worker to do would be left undone.
+    """What the workers of a loop of the program's own do together.
 
     Attributes:
         concrete: shows an array of the backend to NumPy.
@@ -74,6 +36,7 @@ class RunExchange:
 
     def __init__(self, job: Job, concrete: Callable[[Any], npt.NDArray[Any]]) -> None:
         self._job = job
+        self._synchronization = AllReduce(self._exchange, job.worker)
         self.concrete = concrete
 
     @property
@@ -90,70 +53,62 @@ class RunExchange:
                 "or run the job with --max-restarts 0"
             )
 
-    def total(self, this: RunRound, compute: Compute) -> Total:
-        """Sum a round over all replicas; valid until the next call.
-
-        Where nothing is to be summed the workers do not meet.
+    def round(
+        self,
+        what: str,
+        compute: Callable[[int], Partial],
+        inputs: Sequence[Values] = (),
+        seed: int = 0,
+        like: Mapping[str, npt.NDArray[Any]] | None = None,
+    ) -> Round:
+        """Return a round of a run.
 
         Args:
-            this: the round.
-            compute: is called for the replicas that this worker owns and that have not been started; raises
-                what ends the call, which can be made again.
+            what: names it in messages.
+            compute: computes a replica's partial.
+            inputs: the values that each replica has its own of.
+            seed: 64 bits that random numbers follow from, where that is not the state of a variable.
+            like: a partial; None where its shapes are not known beforehand.
+        """
+
+        def check(names: Sequence[str]) -> bytes:
+            """Return what the inputs are, and what is computed from them."""
+            drawn = struct.pack("<Q", seed % 2**64)
+            parts = (drawn, ",".join(names).encode(), *(values.check() for values in inputs))
+            return xxhash.xxh3_128_digest(b"".join(parts))
+
+        layout = None if like is None else PartialLayout.of(like)
+        return Round(what, compute, self.concrete, check, _ADVICE, layout=layout)
+
+    def total(self, this: Round) -> Total:
+        """Return the total of a round of a function, valid until the next call.
+
+        Where replicas contribute nothing the workers do not meet.
 
         Raises:
             PeerLostError: a worker was lost, and Lockstep does not drive the loop.
         """
-        self._compute(this, compute, self._job.view)
-        return self._exchange(partial(self._sum, this, compute)) if this.like else {}
+        if not this.begin(self.own).leaves:
+            return {}
+        total = self.synchronize(this)
+        self._job.stepped()
+        return total
+
+    def synchronize(self, this: Round) -> Total:
+        """Return the total of any round; see `lockstep.keras.synchronization.Synchronization`."""
+        return self._synchronization.synchronize(this)
 
     def agree(self, what: str, facts: Facts) -> None:
         """Return if every worker calls this with equal facts; see `lockstep.keras.consistency.agree`."""
         self._exchange(lambda view, communicator: gather(view, communicator, what, facts, b""))
 
-    def sum_values(
-        self, values_of: Callable[[int], Leaves], what: str, check: bytes = b""
-    ) -> list[npt.NDArray[Any]]:
-        """Sum leaves that only their replicas' workers have, who agree on `check`.
-
-        Args:
-            values_of: gives a replica's; asked for those of this worker.
-            what: names the call in messages.
-            check: at most 64 bytes that must be equal on all workers.
-
-        Raises:
-            PeerLostError: a worker was lost, and Lockstep does not drive the loop.
-            DataError: a replica of this worker has none: whoever had them was lost.
-        """
-
-        def add(view: View, communicator: Communicator) -> list[npt.NDArray[Any]]:
-            own = view.replicas_of(self._job.worker)
-            parts = {Span(r, r + 1): values_of(r) for r in own}
-            return [np.array(leaf) for leaf in communicator.reduce(parts, check=check, what=what)]
-
-        return self._exchange(add)
-
-    def gather_values(
-        self, values_of: Callable[[int], Leaves], what: str
-    ) -> dict[int, list[npt.NDArray[Any]]]:
-        """Return the leaves of all replicas, of which each worker gives its own.
-
-        Raises:
-            PeerLostError: a worker was lost, and Lockstep does not drive the loop.
-            DataError: a replica of this worker has none: whoever had them was lost.
-        """
-
-        def gather(view: View, communicator: Communicator) -> dict[int, list[npt.NDArray[Any]]]:
-            own = view.replicas_of(self._job.worker)
-            packed = {r: [_packed("", leaf) for leaf in values_of(r)] for r in own}
-            blobs = communicator.gather(msgspec.msgpack.encode(packed), what=what)
-            decoded = [msgspec.msgpack.decode(blob, type=dict[int, _Packed]) for blob in blobs]
-            return {r: [_unpacked(leaf)[1] for leaf in part[r]] for part in decoded for r in part}
-
-        return self._exchange(gather)
-
-    def _exchange(self, act: Callable[[View, Communicator], Result]) -> Result:
+    def _exchange(
+        self,
+        act: Callable[[View, Communicator], Result],
+        catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Result:
         if self._job.driven:
-            return self._job.exchange(act)
+            return self._job.exchange(act, catching_up)
         try:
             return act(self._job.view, self._job.communicator)
         except PeerLostError as lost:
@@ -164,94 +119,7 @@ class RunExchange:
                 "job to resume from the program's checkpoint, or let strategy.steps drive the loop"
             ) from None
 
-    def _compute(self, this: RunRound, compute: Compute, view: View) -> None:
-        for replica in view.replicas_of(self._job.worker):
-            if replica not in this.started:
-                this.started[replica] = compute(replica)
-        if this.like is None:
-            computed = next(iter(this.started.values()))
-            this.like = {name: self.concrete(value) for name, value in computed.items()}
-        for computed in this.started.values():
-            if computed.keys() != this.like.keys():
-                changed = ", ".join(sorted(computed.keys() ^ this.like.keys()))
-                raise ModelError(
-                    f"{this.what}: replicas compute different things ({changed}): the function "
-                    "passed to strategy.run must take the same path on all replicas"
-                )
-
-    def _sum(self, this: RunRound, compute: Compute, view: View, communicator: Communicator) -> Total:
-        self._compute(this, compute, view)
-        assert this.like is not None
-        own = view.replicas_of(self._job.worker)
-        parts = {replica: self._part(this, replica, view) for replica in own}
-        gathered = sorted(name for name in this.like if name.startswith(GATHERED))
-        names = sorted(this.like.keys() - set(gathered))
-        check = this.check() if len(view.workers) > 1 else b""
-        sums = {Span(r, r + 1): [part[name] for name in names] for r, part in parts.items()}
-        joined = self._join(gathered, parts, this, communicator)
-        total = communicator.reduce(sums, check=check, what=this.what)
-        self._job.stepped()
-        return dict(zip(names, total, strict=True)) | joined
-
-    def _part(self, this: RunRound, replica: int, view: View) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a replica, all replicas' of equal shapes."""
-        assert this.like is not None
-        arrays = {name: self.concrete(value) for name, value in this.started[replica].items()}
-        for name, array in arrays.items():
-            if name.startswith(SCALAR):
-                arrays[name] = spread(array, replica, view.replicas)
-            elif not name.startswith(GATHERED) and array.shape != this.like[name].shape:
-                raise ModelError(
-                    f"{this.what}: replicas cannot add up values of the shapes {list(this.like[name].shape)} "
-                    f"and {list(array.shape)} (replica {replica}): give them the same shape on all replicas, "
-                    "or join them with all_gather"
-                )
-        return arrays
-
-    def _join(
-        self,
-        names: list[str],
-        parts: Mapping[int, Mapping[str, npt.NDArray[Any]]],
-        this: RunRound,
-        communicator: Communicator,
-    ) -> dict[str, npt.NDArray[Any]]:
-        if not names:
-            return {}
-        packed = {replica: [_packed(name, part[name]) for name in names] for replica, part in parts.items()}
-        blobs = communicator.gather(msgspec.msgpack.encode(packed), what=this.what)
-        columns: dict[str, dict[int, npt.NDArray[Any]]] = {name: {} for name in names}
-        for blob in blobs:
-            for replica, leaves in msgspec.msgpack.decode(blob, type=dict[int, _Packed]).items():
-                for leaf in leaves:
-                    name, array = _unpacked(leaf)
-                    columns[name][replica] = array
-        return {
-            name: np.concatenate([column[r] for r in sorted(column)], axis=int(name.split("/")[1]))
-            for name, column in columns.items()
-        }
-
 
 def refuse_sum_of_booleans(name: str) -> NoReturn:
     """Raise ModelError: NumPy's sum of two booleans is whether one of them is true."""
     raise ModelError(f"{name} cannot add up booleans: cast them to integers first")
-
-
-def spread(array: npt.NDArray[Any], replica: int, replicas: int) -> npt.NDArray[Any]:
-    """Return the bits of one number at a replica's place among zeros: sums of such arrays hold them all."""
-    bits = np.zeros(replicas, f"u{array.dtype.itemsize}")
-    bits[replica] = np.ascontiguousarray(array).reshape(1).view(bits.dtype)[0]
-    return bits
-
-
-def gathered_scalars(bits: npt.NDArray[Any], dtype: npt.DTypeLike) -> list[npt.NDArray[Any]]:
-    """Return the numbers of all replicas that `spread` has spread, as arrays without dimensions."""
-    return [number.reshape(()) for number in bits.view(dtype).copy()]
-
-
-def _packed(name: str, array: npt.NDArray[Any]) -> tuple[str, str, list[int], bytes]:
-    return name, str(array.dtype), list(array.shape), array.tobytes()
-
-
-def _unpacked(packed: tuple[str, str, list[int], bytes]) -> tuple[str, npt.NDArray[Any]]:
-    name, dtype, shape, data = packed
-    return name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)

@@ -11,29 +11,33 @@ import tensorflow as tf
 from lockstep.errors import LockstepError
 from lockstep.keras.backends import drawing
 from lockstep.keras.backends.graphs import (
+    AssignedVariables,
+    RoundTrace,
     UpdateOperations,
     assigned,
     borrowed,
+    natives,
     own,
     refuse_assignments,
+    scaled,
+    summed_on_read,
     traced,
-    uses,
     with_gradient,
 )
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import Left, Rounds, Update
-from lockstep.keras.backends.state_changes import Touched, mixed, summed_on_read
-from lockstep.keras.backends.updates import scaled
+from lockstep.keras.backends.state_changes import is_new
 from lockstep.keras.consistency import state_facts
 from lockstep.keras.input.streams import packed
 from lockstep.keras.replica_run.eager import Tensors
-from lockstep.keras.replica_run.exchange import GATHERED, SCALAR, RunExchange
+from lockstep.keras.replica_run.exchange import RunExchange
 from lockstep.keras.replica_run.host import NONE_LEFT, RunHost
 from lockstep.keras.replica_run.merged_variables import is_merged, refuse_other_changes
 from lockstep.keras.replica_run.merges import MergePoint, RunMerges
 from lockstep.keras.replica_run.replica import Replica, entered
 from lockstep.keras.replica_run.tf_values import SymbolicPerReplica, spec_of, symbolic
 from lockstep.keras.replica_run.values import Shelf, Spec
+from lockstep.keras.synchronization import GATHERED, SCALAR
 from lockstep.worker.job import Job
 from lockstep.worker.script import keep_original
 
@@ -87,7 +91,8 @@ class GraphRun:
         self._host = RunHost(exchange, getattr(function, "__name__", "a function"))
         self._rounds = Rounds()
         self._meetings: list[MergePoint] = []
-        self._touched = Touched()
+        self._meeting: MergePoint | None = None
+        self._assigned = AssignedVariables()
         self._draws = False
         self._result: Any = None
         self._outputs: list[Spec] = []
@@ -111,7 +116,7 @@ class GraphRun:
         """
         if self._host.is_due and not self._job.driven and len(self._job.view.workers) > 1:
             updates = [meeting.update for meeting in self._meetings if meeting.update is not None]
-            variables = [variable for update in updates for variable in _changed(update)]
+            variables = [variable for update in updates for variable in natives(update.changed)]
             arrays = {f"{variable.name} ({i})": variable.read_value() for i, variable in enumerate(variables)}
             self._exchange.agree(f"after {self._host.what}", state_facts(self._exchange.concrete, arrays))
         return self._host.finish(self._outputs)
@@ -212,11 +217,8 @@ class GraphRun:
             for meeting, total in zip(self._meetings, totals, strict=False):
                 if meeting.update is not None:
                     self._update(meeting, total, one)
-            for i, metric in enumerate(self._touched.metrics):
-                metric.assign(own(last[f"metric/{i}"], one))
-            for i, variable in enumerate(self._touched.state):
-                is_new = self._touched.is_first(i)
-                (variable.assign if is_new else variable.assign_add)(own(last[f"state/{i}"], one))
+            for name, variable in self._assigned.named.items():
+                (variable.assign if is_new(name) else variable.assign_add)(own(last[name], one))
         return [one, *graph.get_operations()[start:]]
 
     def _update(self, meeting: MergePoint, total: Partial, one: Any) -> None:
@@ -229,40 +231,40 @@ class GraphRun:
         number = len(earlier)
         replica = tf.TensorSpec((), tf.int64)
         inner, trace = self._trace(replica, earlier, specs)
-        if trace.ended and trace.update is not None and trace.goes_on(inner.graph):
+        if trace.ended and trace.goes_on(inner.graph):
             self._rounds.leave(number)
             inner, trace = self._trace(replica, earlier, specs)
         if not trace.ended:
             self._rounds.leave(number)
-        if trace.meeting is not None and number == len(self._meetings):
-            self._meetings.append(trace.meeting)
+        if self._meeting is not None and number == len(self._meetings):
+            self._meetings.append(self._meeting)
         drawing.refuse_random_operations(inner.graph)
         updates = [meeting.update for meeting in self._meetings[:number] if meeting.update is not None]
-        updated = [variable for update in updates for variable in _changed(update)]
+        updated = [variable for update in updates for variable in natives(update.changed)]
         # The round's own update would not see what the function assigns before it.
-        own_changes = [] if trace.update is None else _changed(trace.update)
+        own_changes = [] if trace.update is None else natives(trace.update.changed)
         refuse_assignments(inner.graph, [*updated, *own_changes], trace.places.made)
         variables = [*assigned(inner.graph), *summed_on_read(inner.graph.variables)]
         refuse_other_changes(inner.graph, variables)
-        touched = Touched.of_function(variables, updated, is_merged)
-        self._draws = self._draws or bool(touched.counters)
+        found = AssignedVariables.of_function(variables, updated, is_merged)
+        self._draws = self._draws or bool(found.counters)
         if trace.ended:
-            self._touched = touched
+            self._assigned = found
 
         def compute(replica: Any, earlier: Any, examples: Any, *given: Any) -> Any:
-            return self._computed(inner, touched, trace.ended, replica, earlier, examples, *given)
+            return self._computed(inner, found, trace.ended, replica, earlier, examples, *given)
 
         return traced(compute, False, replica, earlier, tf.TensorSpec((), tf.bool), *specs)
 
-    def _trace(self, replica: Any, earlier: list[Partial], specs: list[Any]) -> tuple[Any, "RunTrace"]:
-        trace = RunTrace()
+    def _trace(self, replica: Any, earlier: list[Partial], specs: list[Any]) -> tuple[Any, RoundTrace]:
+        trace = RoundTrace()
 
         def step(replica: Any, earlier: Any, *given: Any) -> Any:
             return self._step(trace, replica, earlier, *given)
 
         return traced(drawing.stateless(step), False, replica, earlier, *specs), trace
 
-    def _step(self, trace: "RunTrace", replica: Any, earlier: list[Partial], *given: Any) -> Any:
+    def _step(self, trace: RoundTrace, replica: Any, earlier: list[Partial], *given: Any) -> Any:
         """Run the function; return (what it brings to the round's meeting, its results)."""
         trace.places = UpdateOperations()
 
@@ -278,6 +280,13 @@ class GraphRun:
                 with tf.init_scope(), entered(None):
                     update.optimizer.build(update.variables)
 
+        def through(
+            leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+        ) -> Tensors:
+            # The meeting must be in the function's own graph.
+            trace.places.check()
+            return with_gradient(leaves, meet, gradient)
+
         number = len(earlier)
         merges = RunMerges(
             number,
@@ -288,7 +297,7 @@ class GraphRun:
             noted,
             replica,
             self._replicas,
-            trace.through,
+            through,
         )
         args, kwargs = self._filled(given)
         results: list[Any] = []
@@ -296,7 +305,7 @@ class GraphRun:
         with entered(Replica(replica, merges)), scaled_losses(self._replicas), suppress(Left):
             results = self._taken(self._function(*args, **kwargs))
             trace.ended = True
-        trace.meeting = merges.meeting
+        trace.update, self._meeting = merges.update, merges.meeting
         return {name: tf.convert_to_tensor(leaf) for name, leaf in merges.partial.items()}, results
 
     def _filled(self, given: Sequence[Any]) -> Any:
@@ -319,7 +328,7 @@ class GraphRun:
     def _computed(
         self,
         inner: Any,
-        touched: Touched,
+        variables: AssignedVariables,
         ended: bool,
         replica: Any,
         earlier: Any,
@@ -327,64 +336,14 @@ class GraphRun:
         *given: Any,
     ) -> Any:
         """Return a replica's partial and results; restore what the function assigns."""
-        variables = [*touched.metrics, *touched.state, *touched.updated]
-        before = [variable.read_value() for variable in variables]
-        for metric in touched.metrics:
-            # Replica 0 speaks for what was added up before: for a reset, or where the sum is used.
-            metric.assign(tf.where(replica == 0, metric.read_value(), tf.zeros_like(metric)))
-        for seed in touched.seeds:
-            seed.assign(mixed(seed.read_value(), replica))
-        drawing.begin(touched.counters, replica)
-        starts = [variable.read_value() for variable in (*touched.metrics, *touched.state)]
-        partial, results = inner(replica, earlier, *given)
-        partial = dict(partial)
-        if ended:
-            # Where replica 0 alone begins with the sum so far, the sum of all is the new one.
-            partial |= {f"metric/{i}": metric.read_value() for i, metric in enumerate(touched.metrics)}
-            weight = tf.where(examples, tf.constant(1.0 / self._replicas, tf.float64), 0)
-            partial |= touched.changes(starts[len(touched.metrics) :], replica, weight)
-            numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]
-            partial |= {f"{SCALAR}{i}": leaf for i, leaf in numbers}
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+        with variables.of(replica, sums_so_far=True) as changes:
+            partial, results = inner(replica, earlier, *given)
+            partial = dict(partial)
+            if ended:
+                partial |= changes(tf.where(examples, tf.constant(1.0 / self._replicas, tf.float64), 0))
+                numbers = [(i, leaf) for i, leaf in enumerate(results) if spec_of(leaf).is_number]
+                partial |= {f"{SCALAR}{i}": leaf for i, leaf in numbers}
         return partial, [leaf for leaf in results if not spec_of(leaf).is_number]
-
-
-class RunTrace:
-    """What running the function has shown.
-
-    Attributes:
-        places: of its updates.
-        meeting: of its round, if any.
-        ended: whether it came to its end.
-    """
-
-    places: UpdateOperations
-    meeting: MergePoint | None = None
-    ended = False
-
-    @property
-    def update(self) -> Update | None:
-        """The update of its round, if any."""
-        return None if self.meeting is None else self.meeting.update
-
-    def through(
-        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
-    ) -> Tensors:
-        """Let gradients pass through a meeting, which must be in the function's own graph."""
-        self.places.check()
-        return with_gradient(leaves, meet, gradient)
-
-    def goes_on(self, graph: Any) -> bool:
-        """Whether the function, of which `graph` was made, wants the weights after its update."""
-        assert self.update is not None
-        assert self.places.noted is not None
-        return uses(graph, _changed(self.update), self.places.noted)
-
-
-def _changed(update: Update) -> list[tf.Variable]:
-    """Return the variables that an update changes, which may be Keras's or TensorFlow's."""
-    return [one.value if isinstance(one, keras.Variable) else one for one in update.changed]
 
 
 def _zeros(tensor: Any) -> Any:

@@ -4,7 +4,6 @@ The graph is made once; which replicas this worker computes may change while it 
 one replica after the other, until there is none left and the replicas' parts have been added up.
 """
 
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -14,8 +13,9 @@ import numpy.typing as npt
 
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.consistency import CHECK_EVERY
-from lockstep.keras.replica_run.exchange import SCALAR, RunExchange, RunRound, gathered_scalars
+from lockstep.keras.replica_run.exchange import RunExchange
 from lockstep.keras.replica_run.values import Returned, Shelf, Spec, Values, is_empty
+from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
 
 NONE_LEFT = -1
 
@@ -42,9 +42,14 @@ class HostExecution:
 
     inputs: Sequence[tuple[Values, int]]
     seed: int = 0
-    rounds: list[RunRound] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
     totals: list[Total] = field(default_factory=list)
     outputs: dict[int, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def sources(self) -> list[Values]:
+        """The values that inputs are leaves of, each once."""
+        return list({id(values): values for values, _ in self.inputs}.values())
 
 
 class RunHost:
@@ -87,11 +92,10 @@ class RunHost:
         """
         execution = self._execution
         if number == len(execution.rounds):
-            inputs = list({id(values): values for values, _ in execution.inputs}.values())
-            seed = struct.pack("<q", execution.seed)
-            execution.rounds.append(RunRound(inputs, self.what, like, seed=seed))
+            this = self._exchange.round(self.what, _missing, execution.sources, execution.seed, like)
+            execution.rounds.append(this)
         try:
-            total = self._exchange.total(execution.rounds[number], _missing)
+            total = self._exchange.total(execution.rounds[number])
         except Missing as missing:
             return missing.replica
         execution.totals.append(total)
@@ -99,9 +103,9 @@ class RunHost:
 
     def leaves_of(self, replica: int) -> list[Any]:
         """Return whether a replica has examples, and its own of each input."""
-        inputs = self._execution.inputs
-        examples = not is_empty([values for values, _ in inputs], replica)
-        return [examples, *(values.of(replica)[leaf] for values, leaf in inputs)]
+        execution = self._execution
+        examples = not is_empty(execution.sources, replica)
+        return [examples, *(values.of(replica)[leaf] for values, leaf in execution.inputs)]
 
     def publish(self, number: int, replica: int, partial: Mapping[str, Any], outputs: Sequence[Any]) -> None:
         """Take what a replica has computed in round `number`."""
@@ -125,8 +129,8 @@ class RunHost:
             else:
                 at = next(local)
                 columns.append({replica: leaves[at] for replica, leaves in execution.outputs.items()})
-        last = execution.rounds[-1]
-        empty = frozenset(replica for replica in self._exchange.own if is_empty(last.inputs, replica))
+        sources = execution.sources
+        empty = frozenset(replica for replica in self._exchange.own if is_empty(sources, replica))
         return self.shelf.put(Returned(tuple(specs), tuple(columns), empty))
 
 

@@ -1,7 +1,4 @@
-"""What the replicas of a run do together, one after the other: each is known, or recorded, or not reached.
-
-The counterpart of `keras.backends.multi_update.Recording` for functions that `strategy.run` was given.
-"""
+"""What the replicas of a `strategy.run` do together: updates, sums and joins, with their gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +7,11 @@ from typing import Any
 import keras
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.multi_update import Left, Update
+from lockstep.keras.backends.multi_update import Left, Recording, Update
 from lockstep.keras.replica_run.eager import Through
-from lockstep.keras.replica_run.exchange import GATHERED, refuse_sum_of_booleans
+from lockstep.keras.replica_run.exchange import refuse_sum_of_booleans
 from lockstep.keras.replica_run.replica import Op
+from lockstep.keras.synchronization import GATHERED
 
 SUMMED = "merge/"
 """Begins the names of what is added up in a round."""
@@ -36,7 +34,7 @@ class MergePoint:
         return [None if name is None else total[name] for name in self.names]
 
 
-class RunMerges:
+class RunMerges(Recording):
     """The `lockstep.keras.replica_run.replica.Merges` of one round of a run.
 
     Args:
@@ -49,10 +47,6 @@ class RunMerges:
         replica: which of them computes; a scalar tensor within a graph that serves all.
         replicas: R.
         through: lets gradients pass.
-
-    Attributes:
-        meeting: the round's own, once the function has come to it.
-        partial: what this replica brings to it.
     """
 
     def __init__(
@@ -67,35 +61,29 @@ class RunMerges:
         replicas: int,
         through: Through,
     ) -> None:
-        self._number = number
-        self._leaves = leaves
-        self._known = known
+        super().__init__(number, leaves, [meeting.update for meeting in known], repeat, noted)
+        self._meetings = known
         self._totals = totals
-        self._repeat = repeat
-        self._noted = noted
         self._replica = replica
         self._replicas = replicas
         self._through = through
-        self._met = 0
-        self.meeting: MergePoint | None = None
-        self.partial: dict[str, Any] = {}
+        self._own: tuple[MergePoint, Sequence[Any]] | None = None
 
-    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
-        """Record an update, or make one that is known."""
-        if not gradients:
-            # Keras's own does nothing then.
-            return
-        variables = optimizer._trainable_variables if variables is None else variables
-        update = Update(optimizer, list(variables))
-        number = self._next()
-        if number < self._number:
-            self._repeat(number)
-            return
-        names = tuple(None if g is None else f"{SUMMED}{i}" for i, g in enumerate(gradients))
-        self._meet(MergePoint(names, update), gradients)
-        if self._leaves:
-            raise Left
-        self._noted(update)
+    @property
+    def meeting(self) -> MergePoint | None:
+        """The round's own, once the function has come to it."""
+        if self.update is not None:
+            names = (None if g is None else f"{SUMMED}{i}" for i, g in enumerate(self.gradients))
+            return MergePoint(tuple(names), self.update)
+        return None if self._own is None else self._own[0]
+
+    @property
+    def partial(self) -> dict[str, Any]:
+        """What this replica brings to the round's own meeting."""
+        if (meeting := self.meeting) is None:
+            return {}
+        leaves = self.gradients if self._own is None else self._own[1]
+        return {name: leaf for name, leaf in zip(meeting.names, leaves, strict=True) if name is not None}
 
     def all_reduce(self, op: Op, value: Any) -> Any:
         """Return the sum or mean that is known, or leave the function."""
@@ -168,21 +156,9 @@ class RunMerges:
         """
         number = self._next()
         if number < self._number:
-            return self._known[number].leaves(self._totals[number])
-        self._meet(MergePoint(tuple(names)), leaves)
+            return self._meetings[number].leaves(self._totals[number])
+        self._own = MergePoint(tuple(names)), leaves
         raise Left
-
-    def _next(self) -> int:
-        """Count a meeting; leave the function if it comes after the round's own."""
-        number, self._met = self._met, self._met + 1
-        if number > self._number:
-            raise Left
-        return number
-
-    def _meet(self, meeting: MergePoint, leaves: Sequence[Any]) -> None:
-        self.meeting = meeting
-        named = zip(meeting.names, leaves, strict=True)
-        self.partial = {name: leaf for name, leaf in named if name is not None}
 
 
 def _floating(leaves: Sequence[Any]) -> list[int]:

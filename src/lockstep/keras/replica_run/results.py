@@ -6,7 +6,6 @@ from typing import Any
 import keras
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from lockstep.collectives.contract import Span
 from lockstep.collectives.plan import halves
@@ -14,6 +13,7 @@ from lockstep.errors import DataError
 from lockstep.keras.replica_run.exchange import RunExchange, refuse_sum_of_booleans
 from lockstep.keras.replica_run.replica import Op
 from lockstep.keras.replica_run.values import Returned, Values, lost
+from lockstep.keras.synchronization import GATHERED, Round
 
 Array = npt.NDArray[Any]
 
@@ -68,27 +68,27 @@ class Results:
             PeerLostError: a worker that had some of the values was lost.
             DataError: likewise, and the others go on.
         """
-        known = self._known(source, leaf)
-        if len(known) < self._replicas:
-            gathered = self._exchange.gather_values(
-                lambda replica: [self._own(source, leaf, replica)], what="strategy.gather"
-            )
-            known = {replica: leaves[0] for replica, leaves in gathered.items()}
-        if any(not np.ndim(value) for value in known.values()):
+        if not source.specs[leaf].shape:
             raise DataError("strategy.gather joins values along an axis; single numbers have none")
-        return np.concatenate([known[replica] for replica in sorted(known)], axis=axis)
+        known = self._known(source, leaf)
+        if len(known) == self._replicas:
+            return np.concatenate([known[replica] for replica in sorted(known)], axis=axis)
+        name = f"{GATHERED}{axis}/0"
+        this = Round("strategy.gather", lambda replica: {name: self._own(source, leaf, replica)}, np.asarray)
+        return self._exchange.synchronize(this)[name]
 
     def _summed(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: int | None) -> list[Array]:
         """Return the sums of leaves that are on several workers, each followed by the number of values."""
         if not leaves:
             return []
 
-        def of(replica: int) -> list[Array]:
-            return [array for origin in leaves for array in _along(op, self._own(*origin, replica), axis)]
+        def of(replica: int) -> dict[str, Array]:
+            parts = [array for origin in leaves for array in _along(op, self._own(*origin, replica), axis)]
+            return {str(i): array for i, array in enumerate(parts)}
 
-        sources = {id(source): source for source, _ in leaves}.values()
-        check = xxhash.xxh3_128_digest(b"".join(source.check() for source in sources))
-        return self._exchange.sum_values(of, what="strategy.reduce", check=check)
+        sources = list({id(source): source for source, _ in leaves}.values())
+        total = self._exchange.synchronize(self._exchange.round("strategy.reduce", of, sources))
+        return [total[str(i)].copy() for i in range(2 * len(leaves))]
 
     def _own(self, source: Values, leaf: int, replica: int) -> Array:
         """Return what a replica of this worker has."""

@@ -7,12 +7,14 @@ where it computes a replica.
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from lockstep.errors import DataError, ModelError
+
+Object = TypeVar("Object")
 
 _KEPT = 4
 """How many of a shelf's values live on though nothing refers to them but a number in a graph."""
@@ -147,24 +149,52 @@ class Returned(Known):
         return self.data
 
 
-class Shelf:
-    """Where values of one origin lie: those that somebody refers to, and the last few."""
+class Registry(Generic[Object]):
+    """Objects that graphs know by their numbers; one that nothing else refers to is gone.
 
-    _shelves: ClassVar["WeakValueDictionary[int, Shelf]"] = WeakValueDictionary()
-    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
+    Args:
+        gone: what to say of an object that is gone.
+    """
+
+    def __init__(self, gone: str) -> None:
+        self._gone = gone
+        self._numbers = itertools.count(1)
+        self._objects: WeakValueDictionary[int, Object] = WeakValueDictionary()
+
+    def add(self, one: Object) -> int:
+        """Return the number of a new object."""
+        number = next(self._numbers)
+        self._objects[number] = one
+        return number
+
+    def find(self, number: int) -> Object:
+        """Return the object of a number.
+
+        Raises:
+            DataError: it is gone.
+        """
+        found = self._objects.get(number)
+        if found is None:
+            raise DataError(self._gone)
+        return found
+
+
+class Shelf:
+    """Where values of one origin lie: those that something refers to, and the last few."""
 
     def __init__(self) -> None:
-        self.number = next(self._numbers)
-        self._tickets = itertools.count(1)
-        self._values: WeakValueDictionary[int, _Kept] = WeakValueDictionary()
+        self.number = _shelves.add(self)
+        self._values: Registry[_Kept] = Registry(
+            "the values of an earlier step are no longer kept: use what an iterator or strategy.run gives "
+            "in the next few steps"
+        )
         self._last: OrderedDict[int, _Kept] = OrderedDict()
-        self._shelves[self.number] = self
 
     def put(self, values: Values) -> int:
         """Take `values`; return their ticket."""
-        ticket = next(self._tickets)
         kept = _Kept(values, self)
-        self._values[ticket] = self._last[ticket] = kept
+        ticket = self._values.add(kept)
+        self._last[ticket] = kept
         if len(self._last) > _KEPT:
             self._last.popitem(last=False)
         return ticket
@@ -175,27 +205,21 @@ class Shelf:
         Raises:
             DataError: they are gone.
         """
-        kept = self._values.get(ticket)
-        if kept is None:
-            raise DataError(
-                "the values of an earlier step are no longer kept: use what an iterator or strategy.run "
-                "gives in the next few steps"
-            )
-        return kept
+        return self._values.find(ticket)
 
-    @classmethod
-    def numbered(cls, number: int) -> "Shelf":
+    @staticmethod
+    def numbered(number: int) -> "Shelf":
         """Return the shelf of a number.
 
         Raises:
             DataError: it is gone.
         """
-        shelf = cls._shelves.get(number)
-        if shelf is None:
-            raise DataError(
-                "the source of these values no longer exists: keep a reference to the dataset or its iterator"
-            )
-        return shelf
+        return _shelves.find(number)
+
+
+_shelves: Registry[Shelf] = Registry(
+    "the source of these values no longer exists: keep a reference to the dataset or its iterator"
+)
 
 
 class _Kept:

@@ -187,7 +187,7 @@ class Keeping:
                     None,
                     [
                         note_on_versions(path, facts),
-                        f"resuming training from {path}",
+                        f"resuming from {path}",
                         note_if_finished(folder, contents.step),
                     ],
                 )

@@ -118,7 +118,7 @@ def _weights(model: Any, trainable_first: bool) -> Mapping[str, Any]:
 def _buffers(model: Any) -> Mapping[str, Any]:
     if keras.backend.backend() != "torch":
         return {}
-    from lockstep.keras.backends.buffers import module_buffers
+    from lockstep.keras.backends.torch import module_buffers
 
     return {name: _Buffer(tensor) for name, tensor in module_buffers(model).items()}
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import keras
 import numpy as np
+import numpy.typing as npt
 import xxhash
 from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
@@ -26,6 +27,9 @@ _FRAMEWORKS = (_TENSORFLOW, "torch")
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+
+GOLDEN_32 = GOLDEN >> 32
+"""The same for keys whose words have 32 bits."""
 
 Result = TypeVar("Result")
 
@@ -66,8 +70,16 @@ def seed_of(*facts: Any) -> int:
 
 
 def of_replica(seed: int, replica: int) -> int:
-    """Return the seed of a replica that computes eagerly."""
+    """Return the seed of a replica that computes eagerly; replica 0 keeps the step's."""
     return seed ^ replica * GOLDEN % 2**64
+
+
+def key_of_replica(key: npt.NDArray[Any], replica: int) -> npt.NDArray[Any]:
+    """Return a replica's state of a random generator whose own is `key`; replica 0 keeps it."""
+    own = np.array(key)
+    bits = own.view(f"u{own.itemsize}")
+    bits[0] ^= bits.dtype.type(replica * GOLDEN_32 % 2**32)
+    return own
 
 
 class RandomNumbers:

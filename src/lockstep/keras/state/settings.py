@@ -91,7 +91,7 @@ def differences(before: Settings, now: Settings) -> str:
     """Return a text on the settings that differ; empty if none does."""
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     names = [name for name in names if not _is_incomparable(name, before, now)]
-    texts = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}" for name in names]
+    texts = [f"{name} was {before.get(name, 'absent')}, and is {now.get(name, 'absent')}" for name in names]
     more = [f"and {len(texts) - _SHOWN} more"] if len(texts) > _SHOWN else []
     return "; ".join([*texts[:_SHOWN], *more])
 

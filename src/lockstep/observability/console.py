@@ -2,12 +2,15 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
-from lockstep.protocol.job_spec import Tee
 from lockstep.system.output import LinePrefixer, Sink
 
 _FULL = 1024 * 1024
 _NAMES = ("stdout", "stderr")
+
+Tee = Literal["chief", "all"]
+"""Whose output is shown."""
 
 Write = Callable[[bytes], None]
 

@@ -1,8 +1,11 @@
-"""What a job has done: for its last line, and its last event."""
+"""What a person is told at the end of a job: what it has done, or why it failed."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lockstep.protocol.host import WorkerEvidence
+from lockstep.supervisor.events import Evidence, JobOutcome
 from lockstep.system.prose import count
 
 
@@ -60,3 +63,35 @@ def _spoken(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
     return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
+
+
+def explain(
+    outcome: JobOutcome,
+    evidence: Iterable[WorkerEvidence],
+    shown: Callable[[int], bool],
+    name_log: Callable[[int], str],
+) -> str:
+    """Return the message of a failed job with its evidence.
+
+    Args:
+        outcome: how the job ended.
+        evidence: what its agents have of the workers that the outcome names.
+        shown: whether the terminal has had the worker's output already.
+        name_log: the path of a worker's log as the person knows it.
+    """
+    lines = [outcome.message]
+    for one in evidence if outcome.evidence is not Evidence.NONE else ():
+        if outcome.evidence is Evidence.STACK:
+            lines += _stack(one)
+        elif outcome.evidence is Evidence.LOG and not shown(one.worker):
+            lines += [f"  | {line}" for line in one.log]
+        if one.has_log:
+            lines.append(f"  log: {name_log(one.worker)}")
+    return "\n".join(lines)
+
+
+def _stack(evidence: WorkerEvidence) -> list[str]:
+    if not evidence.stack:
+        return [f"  worker {evidence.worker} sent no stack"]
+    heading = f"  worker {evidence.worker} is here (most recent call first):"
+    return [heading, *(f"    {frame}" for frame in evidence.stack)]

@@ -1,6 +1,6 @@
 import pytest
 
-from lockstep.coordinator.job_summary import JobSummary
+from lockstep.coordinator.job_report import JobSummary
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,8 @@
-"""State in anonymous memory, for another process of this machine: it vanishes with its processes.
+"""States that travel in memory without a name, between processes of one machine: nothing of it outlives them.
 
 The format is a header, as msgpack after its length, then the arrays, each at a multiple of 64 bytes.
 """
 
-import contextlib
 import fcntl
 import math
 import mmap
@@ -18,6 +17,7 @@ import numpy as np
 from lockstep.checkpoint.folder import Contents, check_names
 from lockstep.checkpoint.values import named
 from lockstep.errors import CheckpointError
+from lockstep.protocol.channel import Attachment
 from lockstep.system.memory import available_memory
 
 _LENGTH = struct.Struct("<Q")
@@ -34,8 +34,52 @@ class _Header(msgspec.Struct):
     arrays: list[tuple[str, str, tuple[int, ...]]]
 
 
+class MemoryTransport:
+    """States in memfds; a `StateTransport`. An attachment is all that the other worker needs."""
+
+    def __init__(self) -> None:
+        self._prepared: StateMemory | None = None
+
+    def prepare(self, contents: Contents) -> None:
+        """Take memory for contents like these, on a thread."""
+        self.forget()
+        self._prepared = memory_for(contents)
+        self._prepared.make_ready()
+
+    def publish(self, contents: Contents, *, prepared: bool = True) -> Attachment:
+        """Write `contents` to memory; see `StateTransport`."""
+        check_names(contents.arrays)
+        descriptor = None
+        if prepared and self._prepared is not None:
+            ready, self._prepared = self._prepared, None
+            descriptor = ready.filled(contents)
+        if descriptor is None:
+            descriptor = memory_for(contents).filled(contents)
+        assert descriptor is not None
+        return Attachment(descriptor)
+
+    def fetch(self, published: Attachment) -> Contents:
+        """Map what was published; the arrays stay where they are, see `StateTransport`."""
+        try:
+            header, memory, start = _read(published.descriptor)
+            arrays = {}
+            for name, kind, shape in header.arrays:
+                start = _aligned(start)
+                arrays[name] = array = _mapped(memory, start, named(kind), shape)
+                start += array.nbytes
+        except (OSError, ValueError, OverflowError, RecursionError, struct.error) as error:
+            raise CheckpointError(f"cannot read the state from another worker: {error}") from None
+        return Contents(header.step, header.manifest, arrays)
+
+    def forget(self) -> None:
+        """Give back memory that was prepared."""
+        if self._prepared is not None:
+            self._prepared.close()
+            self._prepared = None
+
+
 class StateMemory:
-    """Memory for a state, allocated in the background: that takes longer than filling it."""
+    """Memory for one state. Taking it is slower than filling it, and can happen in the background."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -52,7 +96,7 @@ class StateMemory:
         self._thread.start()
 
     def filled(self, contents: Contents) -> int | None:
-        """Write `contents`; return the descriptor, which the caller closes, or None if they do not fit.
+        """Write `contents`, once; return the descriptor, which the caller closes; None if they do not fit.
 
         Raises:
             CheckpointError: there is too little memory.
@@ -110,49 +154,13 @@ def memory_for(contents: Contents) -> StateMemory:
     return StateMemory(_extent(len(header) + _SPARE, arrays))
 
 
-def pack_state(contents: Contents, ready: StateMemory | None = None) -> int:
-    """Write `contents` to memory; return its descriptor, which the caller closes.
-
-    Args:
-        contents: to write.
-        ready: memory to use if they fit.
-
-    Raises:
-        CheckpointError: there is too little memory, or an array has a name or dtype that the checkpoint
-            format does not support.
-    """
-    check_names(contents.arrays)
-    descriptor = ready.filled(contents) if ready is not None else None
-    if descriptor is None:
-        descriptor = memory_for(contents).filled(contents)
-    assert descriptor is not None
-    return descriptor
-
-
-def unpack_state(descriptor: int) -> Contents:
-    """Read contents that `pack_state` wrote; takes ownership of `descriptor`.
-
-    Returns:
-        The contents; the arrays are read-only and not copied.
-
-    Raises:
-        CheckpointError: the memory is not from `pack_state`.
-    """
-    try:
-        with contextlib.closing(os.fdopen(descriptor, "rb", buffering=0)):
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ)
-        (length,) = _LENGTH.unpack_from(memory)
-        start = _LENGTH.size + length
-        header = msgspec.msgpack.decode(memory[_LENGTH.size : start], type=_Header)
-        arrays = {}
-        for name, kind, shape in header.arrays:
-            start = _aligned(start)
-            arrays[name] = array = _mapped(memory, start, named(kind), shape)
-            start += array.nbytes
-    except (ValueError, OverflowError, RecursionError, struct.error) as error:
-        raise CheckpointError(f"cannot read the state from another worker: {error}") from None
-    return Contents(header.step, header.manifest, arrays)
+def _read(descriptor: int) -> tuple[_Header, mmap.mmap, int]:
+    """Return the header, the memory, and where the header ends; raise ValueError if there is none."""
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    memory = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ)
+    (length,) = _LENGTH.unpack_from(memory)
+    start = _LENGTH.size + length
+    return msgspec.msgpack.decode(memory[_LENGTH.size : start], type=_Header), memory, start
 
 
 def _mapped(

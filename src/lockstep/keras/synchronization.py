@@ -1,0 +1,257 @@
+"""One round of replicas: each computes its partial, and a synchronization makes one total of all partials.
+
+The engine of `fit` and of `strategy.run`, which take rounds (see `lockstep.keras.backends.multi_update`).
+A round says what a replica computes; a `Synchronization` decides which replicas this worker computes, and
+makes a total of all partials that every worker has.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.contract import Communicator, Span
+from lockstep.errors import InternalError, ModelError
+from lockstep.keras.backends.contract import Partial, Total
+from lockstep.topology import View
+
+Array = npt.NDArray[Any]
+Result = TypeVar("Result")
+
+SCALAR = "output/"
+"""Begins the names of single numbers, which are not summed: every worker gets those of all replicas."""
+
+GATHERED = "gather/"
+"""Begins the names of what is not summed, but joined; the axis follows, and the position."""
+
+Packed = tuple[str, str, list[int], bytes]
+"""An array between workers: its name, dtype, shape and bytes."""
+
+
+@dataclass(frozen=True)
+class PartialLayout:
+    """The shapes and dtypes of a round's partials by name, equal for all replicas and workers."""
+
+    leaves: Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+    @classmethod
+    def of(cls, partial: Mapping[str, Array]) -> "PartialLayout":
+        """Return the layout of partials like this one."""
+        return cls({name: (array.shape, array.dtype) for name, array in partial.items()})
+
+    @cached_property
+    def zeros(self) -> Mapping[str, Array]:
+        """The partial of a replica that contributes nothing."""
+        return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.leaves.items()}
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names in the order in which arrays travel."""
+        return tuple(sorted(self.leaves))
+
+    @cached_property
+    def summed(self) -> tuple[str, ...]:
+        """The names of what is summed."""
+        return tuple(name for name in self.names if not name.startswith(GATHERED))
+
+    @cached_property
+    def scalars(self) -> frozenset[str]:
+        """The names of single numbers."""
+        return frozenset(name for name in self.names if name.startswith(SCALAR))
+
+    @cached_property
+    def joined(self) -> tuple[str, ...]:
+        """The names of what is joined."""
+        return tuple(name for name in self.names if name.startswith(GATHERED))
+
+
+@dataclass(slots=True)
+class Round:
+    """One round: what replicas compute in it, and the partials that this worker has computed.
+
+    A partial is a function of the round alone: any worker can compute any replica, and what is computed stays
+    valid when the workers change.
+
+    Attributes:
+        what: names the round in messages.
+        compute: begins the computation of a replica; returns its partial, arrays of NumPy or of the backend
+            by name, or None for a replica that contributes nothing. After an error that it raises, the round
+            can be synchronized again.
+        concrete: waits for an array and shows it to NumPy.
+        check: returns at most 64 bytes that must be equal on all workers; is given the sorted names.
+        advice: what to do if replicas compute different things.
+        sample: computes what shows the layout where no replica of this worker contributes.
+        layout: of the partials, once it is known.
+        settle: returns once nothing reads the memory of the last total.
+        catching_up: see `lockstep.worker.job.Job.exchange`.
+        started: the partials of the replicas whose computation has begun here.
+    """
+
+    what: str
+    compute: Callable[[int], Partial | None]
+    concrete: Callable[[Any], Array]
+    check: Callable[[Sequence[str]], bytes] = lambda names: b""
+    advice: str = "every replica has to compute the same things"
+    sample: Callable[[], Partial] = dict
+    layout: PartialLayout | None = None
+    settle: Callable[[], None] = lambda: None
+    catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
+    started: dict[int, Partial] = field(default_factory=dict)
+
+    def begin(self, replicas: Iterable[int]) -> PartialLayout:
+        """Begin the computation of those of `replicas` that have not begun; return what partials are like.
+
+        Raises:
+            ModelError: replicas compute different things.
+        """
+        for replica in replicas:
+            if replica not in self.started and (computed := self.compute(replica)) is not None:
+                self.started[replica] = computed
+        if self.layout is None:
+            shown = next(iter(self.started.values()), None)
+            shown = self.sample() if shown is None else shown
+            self.layout = PartialLayout.of({name: self.concrete(value) for name, value in shown.items()})
+        names = self.layout.leaves.keys()
+        for computed in self.started.values():
+            if computed.keys() != names:
+                changed = ", ".join(sorted(computed.keys() ^ names))
+                raise ModelError(f"{self.what}: replicas compute different things ({changed}): {self.advice}")
+        return self.layout
+
+    def partials(self, replicas: Iterable[int]) -> dict[int, Mapping[str, Array]]:
+        """Wait for the partials of replicas that have begun, or contribute nothing."""
+        assert self.layout is not None
+        concrete, found = self.concrete, dict[int, Mapping[str, Array]]()
+        for replica in replicas:
+            if (computed := self.started.get(replica)) is None:
+                found[replica] = self.layout.zeros
+            else:
+                found[replica] = {name: concrete(value) for name, value in computed.items()}
+        return found
+
+    def refuse_other_shapes(self, partials: Mapping[int, Mapping[str, Array]]) -> None:
+        """Raise ModelError if what is to be summed differs in its shape; for a synchronization that fails."""
+        first = next(iter(partials.values()))
+        for replica, arrays in partials.items():
+            for name, array in arrays.items():
+                if array.shape != first[name].shape and not name.startswith(GATHERED):
+                    raise ModelError(
+                        f"{self.what}: replicas cannot add up values of the shapes {list(first[name].shape)} "
+                        f"and {list(array.shape)} (replica {replica}): give them the same shape on all "
+                        "replicas, or join them with all_gather in strategy.run"
+                    )
+
+
+class Synchronization(Protocol):
+    """Makes one total of the partials that replicas compute in a round.
+
+    Workers call it for the same rounds in the same order. All get the same bits, for any number of workers.
+    """
+
+    def synchronize(self, this: Round) -> Total:
+        """Have each replica computed by some worker, and return what all partials come to.
+
+        Returns:
+            Arrays by the names of the partials, valid until the next call: the sum over all replicas along
+            the job's tree; for `GATHERED`, the arrays of all replicas joined in their order; for `SCALAR`,
+            what `gathered_scalars` takes.
+
+        Raises:
+            DisagreementError: the workers differ in `check`, or in the shapes and dtypes of their partials.
+            ModelError: the replicas of this worker compute different things.
+            PeerLostError: a worker was lost without whom the job does not continue.
+        """
+
+
+class Exchange(Protocol):
+    """Makes one call between the workers of a view, again in the next one; see `Job.exchange`."""
+
+    def __call__(
+        self,
+        act: Callable[[View, Communicator], Result],
+        catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> Result:
+        """Return what `act` returns in the view in which the call is done."""
+
+
+class AllReduce:
+    """Synchronization by an all-reduce along the plan of each view.
+
+    A worker computes the replicas that it owns. In a new view it keeps their partials, and computes those of
+    the replicas that it did not own before.
+    """
+
+    def __init__(self, exchange: Exchange, worker: int) -> None:
+        self._exchange = exchange
+        self._worker = worker
+
+    def synchronize(self, this: Round) -> Total:
+        """Sum a round's partials along the tree; the total lies in memory that the next reduce takes."""
+        return self._exchange(partial(self._sum, this), this.catching_up)
+
+    def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
+        own = view.replicas_of(self._worker)
+        layout = this.begin(own)
+        # The backend is still computing: time to hash what it computes from.
+        check = this.check(layout.names) if len(view.workers) > 1 else b""
+        partials = this.partials(own)
+        this.settle()
+        joined = _joined(layout, partials, communicator, this.what) if layout.joined else {}
+        if joined and not layout.summed and not check:
+            return joined
+        if layout.scalars:
+            partials = {
+                r: {**arrays, **{name: spread(arrays[name], r, view.replicas) for name in layout.scalars}}
+                for r, arrays in partials.items()
+            }
+        sums = {Span(r, r + 1): [arrays[name] for name in layout.summed] for r, arrays in partials.items()}
+        try:
+            total = communicator.reduce(sums, check=check, what=this.what)
+        except InternalError:
+            # Raised before it meets the others, if the partials differ.
+            this.refuse_other_shapes(partials)
+            raise
+        return dict(zip(layout.summed, total, strict=True)) | joined
+
+
+def _joined(
+    layout: PartialLayout, partials: Mapping[int, Mapping[str, Array]], communicator: Communicator, what: str
+) -> dict[str, Array]:
+    packed = {r: [pack(name, arrays[name]) for name in layout.joined] for r, arrays in partials.items()}
+    columns: dict[str, dict[int, Array]] = {name: {} for name in layout.joined}
+    for blob in communicator.gather(msgspec.msgpack.encode(packed), what=what):
+        for replica, leaves in msgspec.msgpack.decode(blob, type=dict[int, list[Packed]]).items():
+            for name, array in map(unpack, leaves):
+                columns[name][replica] = array
+    return {
+        name: np.concatenate([column[r] for r in sorted(column)], axis=int(name.split("/")[1]))
+        for name, column in columns.items()
+    }
+
+
+def spread(array: Array, replica: int, replicas: int) -> Array:
+    """Return the bits of one number at a replica's place among zeros: sums of such arrays hold them all."""
+    bits = np.zeros(replicas, f"u{array.dtype.itemsize}")
+    bits[replica] = np.ascontiguousarray(array).reshape(1).view(bits.dtype)[0]
+    return bits
+
+
+def gathered_scalars(bits: Array, dtype: npt.DTypeLike) -> list[Array]:
+    """Return the numbers of all replicas that `spread` has spread, as arrays without dimensions."""
+    return [number.reshape(()) for number in bits.view(dtype).copy()]
+
+
+def pack(name: str, array: Array) -> Packed:
+    """Return an array as plain values."""
+    return name, str(array.dtype), list(array.shape), array.tobytes()
+
+
+def unpack(packed: Packed) -> tuple[str, Array]:
+    """Return what `pack` was given."""
+    name, dtype, shape, data = packed
+    return name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)

@@ -1,0 +1,1 @@
+"""How messages and states travel on one machine: sockets, queues and memory behind the contracts."""

@@ -1,0 +1,160 @@
+"""A channel between two processes of one machine: a SOCK_SEQPACKET socket, a JSON message a packet."""
+
+import array
+import contextlib
+import select
+import socket
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
+
+MAX_TEXT = 64 * 1024
+"""Bytes of UTF-8 that any one text of a message may have; a longer one loses its middle."""
+
+MAX_PACKET = 512 * 1024
+"""Bytes that no encoded message exceeds."""
+
+_MOST_ATTACHMENTS = 4
+_ANCILLARY = socket.CMSG_LEN(_MOST_ATTACHMENTS * array.array("i").itemsize)
+_FLAGS = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+
+Out = TypeVar("Out", bound=msgspec.Struct)
+In = TypeVar("In")
+
+
+class PacketChannel(Generic[Out, In]):
+    """One end of a socket; see `Channel`.
+
+    Args:
+        connection: this end.
+        incoming: the union of the messages that arrive here.
+    """
+
+    def __init__(self, connection: socket.socket, incoming: Any) -> None:
+        self._connection = connection
+        self._decoder: PacketDecoder[In] = PacketDecoder(incoming)
+
+    def send(self, message: Out, patience: float = 0.0) -> bool:
+        """Send a message; see `Channel`."""
+        attachments: list[Attachment] = []
+        try:
+            packet = encode(message, attachments)
+            descriptors = array.array("i", [attachment.descriptor for attachment in attachments])
+            ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
+            if patience:
+                select.select([], [self._connection], [], patience)
+            # Not `socket.send_fds`, which ignores its flags; `recv_fds` does so, too.
+            self._connection.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
+        except (OSError, ValueError, RecursionError):
+            return False
+        return True
+
+    def receive(self) -> In | Unreadable | PeerGone | None:
+        """Return what has arrived next; see `Channel`."""
+        while True:
+            try:
+                packet, ancillary, _, _ = self._connection.recvmsg(MAX_PACKET, _ANCILLARY, _FLAGS)
+            except BlockingIOError:
+                return None
+            except ConnectionResetError:
+                # Told once, and before what the peer sent: it closed its end without having read everything.
+                continue
+            except OSError:
+                return PeerGone()
+            descriptors = array.array("i")
+            for _, _, data in ancillary:
+                descriptors.frombytes(data[: len(data) - len(data) % descriptors.itemsize])
+            attachments = [Attachment(descriptor) for descriptor in descriptors]
+            if not packet:
+                return PeerGone()
+            try:
+                return self._decoder.decode(packet, attachments)
+            except ValueError as error:
+                return Unreadable(str(error))
+
+    def fileno(self) -> int:
+        """Return the descriptor of the socket."""
+        return self._connection.fileno()
+
+    def close(self) -> None:
+        """Close this end; more than once does nothing."""
+        with contextlib.suppress(OSError):
+            self._connection.close()
+
+
+def encode(message: msgspec.Struct, attachments: list[Attachment] | None = None) -> bytes:
+    """Return the packet of `message`; long texts lose their middle, odd values become their `repr`.
+
+    Args:
+        message: to encode.
+        attachments: gets those of the message, which the packet names by their index.
+
+    Raises:
+        ValueError: the message is too large although its texts are not.
+    """
+    found = [] if attachments is None else attachments
+
+    def other(value: Any) -> Any:
+        if isinstance(value, Attachment):
+            found.append(value)
+            return len(found) - 1
+        return repr(value)
+
+    packet = msgspec.json.encode(_clean(msgspec.to_builtins(message, enc_hook=other)))
+    if len(packet) > MAX_PACKET:
+        raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
+    return packet
+
+
+class PacketDecoder(Generic[In]):
+    """Makes messages of packets, in one thread.
+
+    Args:
+        kinds: the union of the messages that it knows.
+    """
+
+    def __init__(self, kinds: Any) -> None:
+        self._decoder: msgspec.json.Decoder[In] = msgspec.json.Decoder(kinds, dec_hook=self._attachment)
+        self._arrived: Sequence[Attachment] = ()
+
+    def decode(self, packet: bytes, attachments: Sequence[Attachment] = ()) -> In:
+        """Return the message of a packet, with the attachments that arrived with it.
+
+        Raises:
+            ValueError: the packet is not one that `encode` makes of a known message.
+        """
+        self._arrived = attachments
+        try:
+            return self._decoder.decode(packet)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        finally:
+            self._arrived = ()
+
+    def _attachment(self, kind: type, value: Any) -> Any:
+        if kind is not Attachment or not isinstance(value, int) or value < 0:
+            raise ValueError(f"no attachment: {value!r}")
+        return self._arrived[value] if value < len(self._arrived) else Attachment.missing()
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return _clip(value)
+    if isinstance(value, dict):
+        return {_clip(str(name)): _clean(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return value
+
+
+def _clip(text: str) -> str:
+    # A lone surrogate (an undecodable file name in an error) has no UTF-8.
+    encoded = text.encode(errors="backslashreplace")
+    if len(encoded) <= MAX_TEXT:
+        return encoded.decode()
+    mark = b"\n... (cut) ...\n"
+    half = (MAX_TEXT - len(mark)) // 2
+    return (encoded[:half] + mark + encoded[-half:]).decode(errors="ignore")

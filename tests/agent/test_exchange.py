@@ -1,0 +1,109 @@
+"""Every exchange keeps the same promises to the agent that opens it, and to the members that it reaches."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from lockstep.agent.exchange import HostExchange, open_shared
+from lockstep.collectives.contract import Communicator
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.communicator import SharedCommunicator
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.errors import PeerLostError
+from lockstep.protocol.channel import Attachment
+from lockstep.protocol.endpoint import SharedMemory
+from lockstep.protocol.worker import NewView
+from lockstep.topology import View, place
+from lockstep.transport.packet_channel import PacketDecoder, encode
+
+Enter = Callable[[Any, View, int], Communicator]
+Kind = tuple[Callable[[int], HostExchange], Enter]
+
+
+class FakeExchange:
+    """An exchange between threads, which meet without any memory of their own."""
+
+    def __init__(self, members: int) -> None:
+        self._hub = Hub(ReducePlan.of(place(members, tuple(range(members)))))
+        self.endpoint = SharedMemory(Attachment.missing())
+        self.leave_notice = self._hub.leave_notice
+        self.abort = self._hub.abort
+
+    def close(self) -> None:
+        pass
+
+    def enter(self, view: View, position: int) -> Communicator:
+        return self._hub.member(position)
+
+
+def enter_shared(exchange: HostExchange, view: View, position: int) -> Communicator:
+    """Enter as a worker does: with the endpoint that a message has brought."""
+    attachments: list[Attachment] = []
+    packet = encode(NewView(1, view.workers, exchange.endpoint), attachments)
+    own = [Attachment.copy_of(attachment.descriptor) for attachment in attachments]
+    decoder: PacketDecoder[NewView] = PacketDecoder(NewView)
+    segment = ControlSegment.attach(decoder.decode(packet, own).endpoint.control.take())
+    buffers = Buffers(SharedPool.attach(SharedPool.create().fd))
+    return SharedCommunicator(segment, buffers, position, ReducePlan.of(view))
+
+
+def enter_fake(exchange: Any, view: View, position: int) -> Communicator:
+    member: Communicator = exchange.enter(view, position)
+    return member
+
+
+@pytest.fixture(params=[(open_shared, enter_shared), (FakeExchange, enter_fake)], ids=["shared", "fake"])
+def kind(request: pytest.FixtureRequest) -> Kind:
+    found: Kind = request.param
+    return found
+
+
+def opened(kind: Kind) -> tuple[HostExchange, list[Communicator]]:
+    view = place(2, (0, 1))
+    exchange = kind[0](2)
+    return exchange, [kind[1](exchange, view, position) for position in (0, 1)]
+
+
+def test_members_meet_where_the_endpoint_leads(kind: Kind) -> None:
+    exchange, members = opened(kind)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(lambda at: members[at].gather(b"%d" % at), (0, 1)))
+    assert results == [[b"0", b"1"], [b"0", b"1"]]
+    exchange.close()
+
+
+def test_a_notice_reaches_all_members_in_the_same_call(
+    kind: Kind,
+) -> None:
+    exchange, members = opened(kind)
+    exchange.leave_notice(2)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda member: member.barrier(), members))
+    assert [member.notice for member in members] == [2, 2]
+
+
+def test_an_abort_wakes_who_waits_and_stops_who_comes(
+    kind: Kind,
+) -> None:
+    exchange, members = opened(kind)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(members[0].barrier)
+        exchange.abort("worker 1 is lost")
+        with pytest.raises(PeerLostError, match="worker 1 is lost"):
+            waiting.result(60)
+    with pytest.raises(PeerLostError, match="worker 1 is lost"):
+        members[1].barrier()
+
+
+def test_members_meet_though_the_agent_has_closed_its_end(
+    kind: Kind,
+) -> None:
+    exchange, members = opened(kind)
+    exchange.close()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda member: member.gather(b"x"), members)) == [[b"x", b"x"]] * 2

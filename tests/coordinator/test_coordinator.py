@@ -1,0 +1,288 @@
+"""The coordinator, with an agent that the test plays: what it is told, and what it tells the agent to do."""
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lockstep.coordinator.admin_socket import address
+from lockstep.coordinator.coordinator import Coordinator
+from lockstep.observability.bus import Bus
+from lockstep.observability.console import Console
+from lockstep.observability.event_log import EventLog
+from lockstep.observability.events import RUN_EVENTS, StrategyInstalled
+from lockstep.protocol.admin import (
+    MAX_PACKET,
+    Order,
+    Reply,
+    Status,
+    StatusRequest,
+    StopRequest,
+    decode_reply,
+    encode,
+)
+from lockstep.protocol.channel import Channel
+from lockstep.protocol.host import (
+    AllReported,
+    BeginView,
+    EndHost,
+    HostEnded,
+    HostReport,
+    Instruction,
+    ProcessExited,
+    ProcessStarted,
+    ReportAll,
+    SignalProcess,
+    StartFailed,
+    StartProcess,
+    Stop,
+    TerminalLost,
+    ViewRefused,
+    WorkerSaid,
+)
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.worker import EventReport, Finished
+from lockstep.supervisor.state import JobSize, Shutdown, Stage, State, TimeLimits
+from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.output import Sink
+from lockstep.system.paths import RunPaths
+from lockstep.topology import place
+from lockstep.transport.local_channel import LocalChannel
+
+Reaction = Callable[[Instruction], "list[HostReport]"]
+STATE = replace(State.of(place(4, (0, 1)), TimeLimits(), JobSize()), elastic=True)
+ALL = [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+
+
+class Job:
+    """A coordinator of two workers, and the agent's end of its channel.
+
+    Attributes:
+        told: what the agent was told.
+        reacts: what it answers.
+    """
+
+    def __init__(self, folder: Path, state: State) -> None:
+        self.folder = folder
+        self.told: list[Instruction] = []
+        self.reacts: Reaction = lambda instruction: []
+        self.loop = EventLoop()
+        self.channel: Channel[HostReport, Instruction]
+        to_agent, self.channel = LocalChannel.pair()
+        self.command, command = LocalChannel.pair()
+        self.err = (folder / "err").open("wb", 0)
+        self.out = (folder / "out").open("wb", 0)
+        console = Console(Sink(self.out.fileno()), Sink(self.err.fileno()), "chief", 0)
+        paths = RunPaths(folder)
+        self.log = EventLog.open(paths.events, pytest.fail)
+        events = Bus(SystemClock(), complain=pytest.fail)
+        events.subscribe(self.log.append, *RUN_EVENTS)
+        spec = JobSpec("a.py", False, (), 2, 4, 1, 0, 60.0, folder)
+        self.coordinator = Coordinator(
+            spec, paths, os.getpid(), to_agent, command, self.loop, console, events, SystemClock(), state
+        )
+        self.loop.watch(self.channel.fileno(), self._hear)
+
+    def _hear(self) -> None:
+        while isinstance(instruction := self.channel.receive(), Instruction):
+            self.told.append(instruction)
+            for report in self.reacts(instruction):
+                self.channel.send(report)
+
+    def entries(self, event: str) -> list[dict[str, object]]:
+        lines = [json.loads(line) for line in RunPaths(self.folder).events.read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k != "time"} for line in lines if line["event"] == event]
+
+    def close(self) -> None:
+        for end in (self.channel, self.command, self.log, self.out, self.err, self.loop):
+            end.close()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[[State], Job]]:
+    jobs: list[Job] = []
+
+    def make(state: State) -> Job:
+        jobs.append(Job(tmp_path, state))
+        return jobs[-1]
+
+    yield make
+    for made in jobs:
+        made.coordinator._close_admin()
+        made.close()
+
+
+def new_state() -> State:
+    return State.of(place(4, (0, 1)), TimeLimits(), JobSize.of(2, 1, 0))
+
+
+def ends(instruction: Instruction) -> list[HostReport]:
+    return [HostEnded()] if isinstance(instruction, EndHost) else []
+
+
+def test_the_agent_is_told_of_the_first_view_and_then_to_start_its_members(
+    job: Callable[[State], Job],
+) -> None:
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(worker):
+                said = WorkerSaid(worker, Finished())
+                return [ProcessStarted(worker, 7), said, ProcessExited(worker, 0)]
+        return ends(instruction)
+
+    made.reacts = react
+    assert made.coordinator.run() == 0
+    assert made.told == [
+        BeginView(1, (0, 1)),
+        StartProcess(0),
+        StartProcess(1),
+        EndHost(0.5),
+    ]
+    assert made.entries("started")[0] == {"event": "started", "worker": 0, "pid": 7}
+
+
+def test_a_lost_worker_is_left_behind_in_the_next_view(job: Callable[[State], Job]) -> None:
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(1):
+                strategies = [WorkerSaid(worker, EventReport(StrategyInstalled("jax"))) for worker in (0, 1)]
+                return [*strategies, ProcessExited(1, -signal.SIGKILL)]
+            case BeginView(2):
+                return [WorkerSaid(0, Finished()), ProcessExited(0, 0)]
+        return ends(instruction)
+
+    made.reacts = react
+    assert made.coordinator.run() == 0
+    (view,) = made.entries("view")
+    reason = str(view["reason"])
+    assert reason.startswith("worker 1 was killed by SIGKILL; ")
+    assert view == {"event": "view", "number": 2, "workers": [0], "reason": reason}
+    assert [one for one in made.told if isinstance(one, BeginView)][1:] == [BeginView(2, (0,), reason)]
+
+
+def test_workers_are_heard_before_a_stop_counts(job: Callable[[State], Job]) -> None:
+    """The scripts had ended before, though nobody had heard of it yet: the job has ended well."""
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case ReportAll():
+                return [*(WorkerSaid(worker, Finished()) for worker in (0, 1)), AllReported()]
+            case SignalProcess(worker, number):
+                return [ProcessExited(worker, -number)]
+        return ends(instruction)
+
+    made.reacts = react
+    made.command.send(Stop(signal.SIGINT))
+    assert made.coordinator.run() == 0
+    assert [one for one in made.told if isinstance(one, SignalProcess)] == [
+        SignalProcess(0, signal.SIGINT),
+        SignalProcess(1, signal.SIGINT),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("report", "message"),
+    [
+        (ViewRefused(1, "there is too little memory"), "there is too little memory"),
+        (StartFailed(0, False, "no processes"), "cannot start worker 0: no processes"),
+    ],
+)
+def test_a_job_that_cannot_begin_ends(job: Callable[[State], Job], report: HostReport, message: str) -> None:
+    made = job(new_state())
+    made.reacts = lambda instruction: [report] if isinstance(instruction, BeginView) else ends(instruction)
+    assert made.coordinator.run() == 1
+    assert made.entries("finished")[0]["message"] == message
+
+
+def test_a_view_that_cannot_begin_later_ends_the_job(job: Callable[[State], Job]) -> None:
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(1):
+                return [WorkerSaid(0, EventReport(StrategyInstalled("jax"))), ProcessExited(1, -9)]
+            case BeginView(2):
+                return [ViewRefused(2, "there is too little memory"), ProcessExited(0, 1)]
+        return ends(instruction)
+
+    made.reacts = react
+    assert made.coordinator.run() == 1
+    assert str(made.entries("finished")[0]["message"]).endswith(", but there is too little memory")
+
+
+def test_without_its_agent_the_job_ends(job: Callable[[State], Job]) -> None:
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        if instruction == StartProcess(1):
+            made.loop.unwatch(made.channel.fileno())
+            made.channel.close()
+        return []
+
+    made.reacts = react
+    assert made.coordinator.run() == 1
+    assert made.entries("finished")[0]["message"] == "the agent of this host has ended"
+
+
+def test_lost_output_is_noted_and_told(job: Callable[[State], Job]) -> None:
+    made = job(new_state())
+    made.reacts = lambda instruction: (
+        [TerminalLost("cannot write to stdout"), ViewRefused(1, "no")]
+        if isinstance(instruction, BeginView)
+        else ends(instruction)
+    )
+    made.coordinator.run()
+    assert made.entries("output lost") == [{"event": "output lost", "reason": "cannot write to stdout"}]
+    assert b"lockstep: cannot write to stdout\n" in (made.folder / "err").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("state", "signals", "stage"),
+    [
+        (replace(STATE, keeps=True), ALL[:1], Stage.SAVING),
+        (STATE, ALL, Stage.TERMINATING),
+        (replace(STATE, shutdown=Shutdown(Stage.LOOKING)), ALL, Stage.TERMINATING),
+        (replace(STATE, shutdown=Shutdown(Stage.ENDING)), [], Stage.ENDING),
+    ],
+)
+def test_a_second_order_to_end_changes_nothing(
+    job: Callable[[State], Job], state: State, signals: list[tuple[int, int]], stage: Stage
+) -> None:
+    made = job(state)
+    made.coordinator._open_admin()
+    for _ in range(3):
+        assert isinstance(order(made, StopRequest()), Status)
+        made._hear()
+        told = [(one.worker, one.signal) for one in made.told if isinstance(one, SignalProcess)]
+        assert (told, made.coordinator.state.stage) == (signals, stage)
+
+
+def test_the_status_names_the_members(job: Callable[[State], Job]) -> None:
+    made = job(replace(STATE, size=JobSize.of(2, 1, 0)))
+    made.coordinator._open_admin()
+    status = order(made, StatusRequest())
+    assert isinstance(status, Status)
+    assert (status.workers, status.joining, status.wanted, status.replicas) == ((0, 1), (), 2, 4)
+
+
+def order(job: Job, order: Order) -> Reply:
+    """Give an order to a job, as another process would."""
+    admin = job.coordinator._admin
+    assert admin is not None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+        client.settimeout(10)
+        client.connect(address(admin.name))
+        client.send(encode(order))
+        admin.serve()
+        return decode_reply(client.recv(MAX_PACKET))

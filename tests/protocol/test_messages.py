@@ -1,0 +1,131 @@
+"""Messages survive the way as packets, whatever they say, within bounds."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.observability.events import (
+    CallStarted,
+    CheckpointWritten,
+    DistributionBegan,
+    StrategyInstalled,
+    TrainingEnded,
+)
+from lockstep.protocol import host
+from lockstep.protocol.host import HostReport, Instruction, Stop
+from lockstep.protocol.request import Request
+from lockstep.protocol.worker import (
+    AgentMessage,
+    EventReport,
+    Failed,
+    Finished,
+    JobOver,
+    JoinRequest,
+    Leave,
+    RelayedMessage,
+    Started,
+    WaitReport,
+    WorkerMessage,
+)
+from lockstep.transport.packet_channel import MAX_PACKET, MAX_TEXT, PacketDecoder, encode
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
+workers = st.integers(0, 9)
+groups = st.lists(workers).map(tuple)
+relayed = st.one_of(
+    st.builds(Started),
+    st.builds(Finished),
+    st.builds(JoinRequest, st.booleans()),
+    st.builds(
+        EventReport,
+        st.one_of(
+            st.builds(DistributionBegan),
+            st.builds(CheckpointWritten, texts, st.integers(0, 2**53), st.floats(0, 1e6)),
+            st.builds(StrategyInstalled, texts, st.dictionaries(texts, texts, max_size=3)),
+            st.builds(TrainingEnded, st.integers(0, 2**53), texts, texts),
+        ),
+    ),
+    st.builds(WaitReport, texts, groups, st.floats(0, 1e6)),
+    st.builds(Failed, st.integers(0, 255), texts, texts, st.booleans()),
+)
+instructions = st.one_of(
+    st.builds(host.BeginView, workers, groups, texts, groups),
+    st.builds(host.StartProcess, workers, st.booleans(), groups),
+    st.builds(host.LeaveNotice, st.sampled_from(Request)),
+    st.builds(host.DeliverPosition, workers),
+    st.builds(host.SignalProcess, workers, st.integers(1, 64)),
+    st.builds(host.TakeStack, workers),
+    st.builds(host.EndExchange, texts),
+    st.builds(host.ReportAll),
+    st.builds(host.EndHost, st.floats(0, 10), groups),
+)
+evidence = st.builds(
+    host.WorkerEvidence, workers, st.booleans(), st.lists(texts).map(tuple), st.lists(texts).map(tuple)
+)
+reports = st.one_of(
+    st.builds(host.ProcessStarted, workers, workers),
+    st.builds(host.StartFailed, workers, st.booleans(), texts),
+    st.builds(host.StartCancelled, workers, st.integers(1, 64)),
+    st.builds(host.ProcessArrived),
+    st.builds(host.WorkerSaid, workers, relayed),
+    st.builds(host.NotUnderstood, workers, texts),
+    st.builds(host.StateHeld, workers, st.booleans(), texts),
+    st.builds(host.ProcessExited, workers, st.integers(-(2**16), 255), st.integers(0, 3)),
+    st.builds(host.ViewRefused, workers, texts),
+    st.builds(host.TerminalLost, texts),
+    st.builds(host.AllReported),
+    st.builds(host.HostEnded, groups, st.lists(evidence, max_size=3).map(tuple)),
+)
+UNIONS = {
+    "worker": (WorkerMessage, relayed),
+    "relayed": (RelayedMessage, relayed),
+    "agent": (AgentMessage, st.one_of(st.builds(Leave), st.builds(JobOver, texts))),
+    "instruction": (Instruction, instructions),
+    "report": (HostReport, reports),
+    "stop": (Stop, st.builds(Stop, st.integers(1, 64))),
+}
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(data=st.data())
+def test_decoding_inverts_encoding(name: str, data: st.DataObject) -> None:
+    union, messages = UNIONS[name]
+    message = data.draw(messages)
+    decoder: PacketDecoder[object] = PacketDecoder(union)
+    assert decoder.decode(encode(message)) == message
+
+
+@pytest.mark.parametrize("name", UNIONS)
+@given(packet=st.binary())
+def test_garbage_is_a_value_error(name: str, packet: bytes) -> None:
+    decoder: PacketDecoder[object] = PacketDecoder(UNIONS[name][0])
+    with pytest.raises(ValueError, match=r"."):
+        decoder.decode(packet)
+
+
+def decoded(message: Failed | EventReport) -> WorkerMessage:
+    decoder: PacketDecoder[WorkerMessage] = PacketDecoder(WorkerMessage)
+    return decoder.decode(encode(message))
+
+
+def test_long_texts_lose_their_middle() -> None:
+    text = "a" * MAX_TEXT + "ä" * MAX_TEXT
+    sent = decoded(Failed(1, "s", text, False))
+    assert isinstance(sent, Failed)
+    assert len(sent.traceback.encode()) <= MAX_TEXT
+    assert sent.traceback.startswith("aaa")
+    assert sent.traceback.endswith("äää")
+    assert "\n... (cut) ...\n" in sent.traceback
+
+
+def test_the_worst_text_fits_a_packet() -> None:
+    assert len(encode(Failed(1, "", "\0" * 10 * MAX_TEXT, False))) <= MAX_PACKET
+
+
+def test_odd_texts_and_values_are_spelled_out() -> None:
+    assert decoded(EventReport(CallStarted("\udc80"))) == EventReport(CallStarted("\\udc80"))
+
+
+def test_a_message_that_is_too_large_is_refused() -> None:
+    with pytest.raises(ValueError, match=f"is more than {MAX_PACKET}"):
+        encode(host.BeginView(1, tuple(range(200_000))))

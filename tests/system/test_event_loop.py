@@ -1,0 +1,74 @@
+"""One loop serves all parts of a process."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from lockstep.system.event_loop import EventLoop
+
+Pipe = tuple[int, int]
+
+
+@pytest.fixture
+def loop() -> Iterator[EventLoop]:
+    with EventLoop() as made:
+        yield made
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[Pipe, Pipe]]:
+    made = os.pipe(), os.pipe()
+    yield made
+    for pipe in made:
+        for descriptor in pipe:
+            os.close(descriptor)
+
+
+def test_what_is_ready_is_served_until_it_is_unwatched(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
+    (reading, writing), _ = pipes
+    seen: list[bytes] = []
+    for _ in range(2):
+        loop.watch(reading, lambda: seen.append(os.read(reading, 1)))
+    os.write(writing, b"abc")
+    loop.turn(None)
+    loop.turn(None)
+    for _ in range(2):
+        loop.unwatch(reading)
+    loop.turn(0)
+    assert seen == [b"a", b"b"]
+
+
+def test_what_can_be_written_is_served(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
+    (_, writing), _ = pipes
+    seen: list[str] = []
+    loop.watch(writing, lambda: seen.append("now"), writes=True)
+    loop.turn(None)
+    assert seen == ["now"]
+
+
+def test_what_another_has_unwatched_in_the_same_turn_is_left_alone(
+    loop: EventLoop, pipes: tuple[Pipe, Pipe]
+) -> None:
+    seen: list[int] = []
+
+    def serve(own: int, other: int) -> None:
+        seen.append(own)
+        loop.unwatch(other)
+
+    ends = [reading for reading, _ in pipes]
+    for own, other in (ends, reversed(ends)):
+        loop.watch(own, lambda own=own, other=other: serve(own, other))  # type: ignore[misc]
+    for _, writing in pipes:
+        os.write(writing, b"x")
+    loop.turn(None)
+    assert len(seen) == 1
+
+
+def test_what_comes_before_each_wait_may_watch(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
+    (reading, writing), _ = pipes
+    seen: list[bytes] = []
+    loop.before_each_wait(lambda: loop.watch(reading, lambda: seen.append(os.read(reading, 9))))
+    os.write(writing, b"x")
+    loop.turn(None)
+    assert seen == [b"x"]

@@ -1,0 +1,253 @@
+"""What every synchronization promises, and what all-reduce does beyond that; each worker is a thread."""
+
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from lockstep.collectives.contract import WaitPolicy
+from lockstep.collectives.loopback import Hub
+from lockstep.collectives.plan import ReducePlan
+from lockstep.errors import DisagreementError, LockstepError, ModelError, PeerLostError
+from lockstep.keras.backends.contract import Total
+from lockstep.keras.replica_run.results import tree_sum
+from lockstep.keras.synchronization import (
+    GATHERED,
+    SCALAR,
+    AllReduce,
+    Round,
+    Synchronization,
+    gathered_scalars,
+    spread,
+)
+from lockstep.topology import place
+from lockstep.worker.job import Alone, Job, JobContext, Place
+
+REPLICAS = 5
+Make = Callable[[int], list[Synchronization]]
+
+
+def all_reduces(workers: int) -> list[Synchronization]:
+    """One all-reduce over the loopback for each of so many workers."""
+    return [AllReduce(job.exchange, job.worker) for job in jobs(workers)]
+
+
+def jobs(workers: int) -> list[Job]:
+    view = place(REPLICAS, tuple(range(workers)))
+    hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=60.0))
+    contexts = [JobContext(worker, 0, 1, lambda event, **fields: None) for worker in range(workers)]
+    return [Job(context, (view, hub.member(context.worker))) for context in contexts]
+
+
+class Server:
+    """Where the partials of all workers meet: a synchronization without any collective."""
+
+    def __init__(self, workers: int) -> None:
+        self.met = threading.Barrier(workers, timeout=60.0)
+        self.partials: dict[int, Mapping[str, npt.NDArray[Any]]] = {}
+        self.checks: dict[int, bytes] = {}
+
+    def total(self) -> Total:
+        parts = [self.partials[replica] for replica in range(REPLICAS)]
+        return {name: self._combined(name, [part[name] for part in parts]) for name in parts[0]}
+
+    def _combined(self, name: str, arrays: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+        if name.startswith(GATHERED):
+            return np.concatenate(arrays, axis=int(name.split("/")[1]))
+        if name.startswith(SCALAR):
+            arrays = [spread(array, replica, REPLICAS) for replica, array in enumerate(arrays)]
+        return tree_sum(arrays)
+
+
+class Client:
+    """A worker's `Synchronization` by a server; replica r is that of worker r modulo their number."""
+
+    def __init__(self, server: Server, worker: int) -> None:
+        self._server = server
+        self._worker = worker
+
+    def synchronize(self, this: Round) -> Total:
+        server = self._server
+        own = range(self._worker, REPLICAS, server.met.parties)
+        server.checks[self._worker] = this.check(this.begin(own).names)
+        partials = this.partials(own)
+        this.refuse_other_shapes(partials)
+        server.partials.update(partials)
+        server.met.wait()
+        differ, total = len(set(server.checks.values())) > 1, server.total()
+        server.met.wait()
+        if differ:
+            raise DisagreementError("the workers do not compute from the same data")
+        return total
+
+
+def by_server(workers: int) -> list[Synchronization]:
+    """One client of a server for each of so many workers."""
+    server = Server(workers)
+    return [Client(server, worker) for worker in range(workers)]
+
+
+@pytest.fixture(params=[all_reduces, by_server])
+def make(request: pytest.FixtureRequest) -> Make:
+    """Each way to synchronize."""
+    return request.param  # type: ignore[no-any-return]
+
+
+def together(members: list[Any], act: Callable[[int, Any], Any]) -> list[Any]:
+    """Let workers act at once; return what each gives, or its error."""
+
+    def one(worker: int) -> Any:
+        try:
+            return act(worker, members[worker])
+        except LockstepError as error:
+            return error
+
+    with ThreadPoolExecutor(len(members)) as threads:
+        return list(threads.map(one, range(len(members))))
+
+
+def a_round(compute: Callable[[int], Any], **options: Any) -> Round:
+    return Round("step 1 of fit 1", compute, np.asarray, **options)
+
+
+NUMBERS = [1e8, 1.0, -1e8, 0.1, 3e-5]
+"""Their sum in float32 depends on the order."""
+
+
+def gradients(replica: int) -> dict[str, Any]:
+    return {"b": np.float32([NUMBERS[replica], replica]), "a": np.full((2, 2), NUMBERS[replica], "float64")}
+
+
+def with_bytes(total: Total) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in total.items()}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_totals_have_the_bits_of_the_sum_along_the_tree_on_any_number_of_workers(
+    make: Make, workers: int
+) -> None:
+    computed: list[int] = []
+
+    def compute(replica: int) -> dict[str, Any]:
+        computed.append(replica)
+        return gradients(replica)
+
+    def act(worker: int, synchronization: Synchronization) -> Any:
+        return with_bytes(synchronization.synchronize(a_round(compute)))
+
+    wanted = {name: tree_sum([gradients(r)[name] for r in range(REPLICAS)]).tobytes() for name in "ab"}
+    assert together(make(workers), act) == [wanted] * workers
+    assert sorted(computed) == list(range(REPLICAS))
+
+
+def test_a_replica_that_contributes_nothing_counts_as_zeros_of_the_layout(make: Make) -> None:
+    def act(worker: int, synchronization: Synchronization) -> Any:
+        this = a_round(
+            lambda replica: {"b": np.float32([1, 2])} if replica == 0 else None,
+            sample=lambda: {"b": np.float32([7, 7])},
+        )
+        return synchronization.synchronize(this)["b"].tolist(), sorted(this.started)
+
+    first, *others = together(make(3), act)
+    assert first == ([1, 2], [0])
+    assert others == [([1, 2], [])] * 2
+
+
+def test_single_numbers_and_rows_reach_every_worker_in_the_order_of_the_replicas(make: Make) -> None:
+    def compute(replica: int) -> dict[str, Any]:
+        return {"output/0": np.float32(replica / 3), "gather/1/0": np.full((2, replica % 2 + 1), replica)}
+
+    def act(worker: int, synchronization: Synchronization) -> Any:
+        total = synchronization.synchronize(a_round(compute))
+        numbers = gathered_scalars(total["output/0"], "float32")
+        return [number.tobytes() for number in numbers], total["gather/1/0"].tolist()
+
+    row = [0, 1, 1, 2, 3, 3, 4]
+    wanted = [np.float32(replica / 3).tobytes() for replica in range(REPLICAS)], [row, row]
+    assert together(make(2), act) == [wanted] * 2
+
+
+def test_workers_whose_data_differs_are_all_told_so(make: Make) -> None:
+    def act(worker: int, synchronization: Synchronization) -> Any:
+        return synchronization.synchronize(a_round(gradients, check=lambda names: bytes([worker])))
+
+    errors = together(make(2), act)
+    assert [type(error) for error in errors] == [DisagreementError] * 2
+
+
+def test_the_check_hears_of_the_names_in_their_order(make: Make) -> None:
+    heard: list[Any] = []
+
+    def act(worker: int, synchronization: Synchronization) -> Any:
+        def check(names: Any) -> bytes:
+            heard.append(tuple(names))
+            return b""
+
+        return len(synchronization.synchronize(a_round(gradients, check=check)))
+
+    assert together(make(2), act) == [2, 2]
+    assert heard == [("a", "b")] * 2
+
+
+def test_what_a_replica_has_computed_stays_after_an_error_of_another(make: Make) -> None:
+    (synchronization,) = make(1)
+    computed: list[int] = []
+
+    def compute(replica: int) -> dict[str, Any]:
+        if replica == 3 and computed.count(3) == 0:
+            computed.append(replica)
+            raise ModelError("not yet")
+        computed.append(replica)
+        return gradients(replica)
+
+    this = a_round(compute)
+    with pytest.raises(ModelError, match="not yet"):
+        synchronization.synchronize(this)
+    assert synchronization.synchronize(this)["b"][1] == 10
+    assert computed == [*range(REPLICAS - 1), 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("compute", "said"),
+    [
+        (lambda r: {"a": np.ones(1), **({"b": np.ones(1)} if r else {})}, r"different things \(b\): do not"),
+        (lambda r: {"a": np.ones(r + 1)}, r"the shapes \[1\] and \[2\] \(replica 1\)"),
+    ],
+)
+def test_replicas_of_one_worker_that_differ_are_refused_by_name(make: Make, compute: Any, said: str) -> None:
+    (synchronization,) = make(1)
+    with pytest.raises(ModelError, match="step 1 of fit 1: .*" + said):
+        synchronization.synchronize(a_round(compute, advice="do not"))
+
+
+class NextPlace(Alone):
+    """The way to a view that is prepared."""
+
+    def __init__(self, following: Place) -> None:
+        self._following = following
+
+    def next_place(self, lost: PeerLostError) -> Place:
+        return self._following
+
+
+def test_all_reduce_keeps_what_is_computed_and_computes_only_the_replicas_of_the_worker_that_is_lost() -> (
+    None
+):
+    survivor, other = jobs(2)
+    alone = place(REPLICAS, (0,))
+    survivor.membership = NextPlace((alone, Hub(ReducePlan.of(alone)).member(0)))
+    computed: list[int] = []
+
+    def compute(replica: int) -> dict[str, Any]:
+        computed.append(replica)
+        if len(computed) == 3:
+            other.communicator.abort("worker 1 ended")
+        return gradients(replica)
+
+    total = AllReduce(survivor.exchange, 0).synchronize(a_round(compute))
+    assert total["b"][1] == 10
+    assert computed == list(range(REPLICAS))

@@ -1,0 +1,38 @@
+"""States that travel without any descriptor, for tests."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from lockstep.checkpoint.folder import Contents
+from lockstep.protocol.channel import Attachment
+
+
+class FakeStates:
+    """States in a dictionary; a `StateTransport`."""
+
+    def __init__(self) -> None:
+        self._published: dict[int, Contents] = {}
+
+    def prepare(self, contents: Contents) -> None:
+        pass
+
+    def publish(self, contents: Contents, *, prepared: bool = True) -> Attachment:
+        attachment = Attachment.missing()
+        self._published[id(attachment)] = Contents(
+            contents.step, dict(contents.manifest), frozen(contents.arrays)
+        )
+        return attachment
+
+    def fetch(self, published: Attachment) -> Contents:
+        return self._published[id(published)]
+
+    def forget(self) -> None:
+        pass
+
+
+def frozen(arrays: Mapping[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:  # type: ignore[type-arg]
+    copies = {name: array.copy() for name, array in arrays.items()}
+    for copy in copies.values():
+        copy.setflags(write=False)
+    return copies

@@ -1,0 +1,180 @@
+"""Every channel keeps the same promises."""
+
+import gc
+import os
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
+from lockstep.protocol.worker import Failed, Finished, Position, Started, StateReply, WaitReport
+from lockstep.transport.local_channel import LocalChannel
+from lockstep.transport.packet_channel import PacketChannel
+
+Ends = tuple[Channel[Any, Any], Channel[Any, Any]]
+MESSAGES = Started | Finished | Failed | WaitReport | StateReply
+
+
+def packet_pair() -> Ends:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return PacketChannel(one, MESSAGES), PacketChannel(other, MESSAGES)
+
+
+@pytest.fixture(params=[LocalChannel.pair, packet_pair], ids=["local", "packets"])
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    pair = request.param()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+@pytest.fixture
+def packets() -> Iterator[Ends]:
+    pair = packet_pair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def is_readable(channel: Channel[Any, Any]) -> bool:
+    poll = select.poll()
+    poll.register(channel.fileno(), select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def open_descriptors() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def memory(text: bytes) -> Attachment:
+    descriptor = os.memfd_create("test")
+    os.write(descriptor, text)
+    return Attachment(descriptor)
+
+
+def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
+    one, other = ends
+    for number in range(3):
+        assert one.send(Finished(number))
+    assert other.send(Finished(3))
+    assert [other.receive() for _ in range(4)] == [
+        *(Finished(number) for number in range(3)),
+        None,
+    ]
+    assert [one.receive(), one.receive()] == [Finished(3), None]
+
+
+def test_a_channel_is_readable_exactly_when_something_can_be_received(ends: Ends) -> None:
+    one, other = ends
+    assert not is_readable(other)
+    one.send(Started())
+    one.send(Finished())
+    assert is_readable(other)
+    other.receive()
+    assert is_readable(other)
+    other.receive()
+    assert not is_readable(other)
+    one.close()
+    assert is_readable(other)
+    assert other.receive() == PeerGone()
+    assert is_readable(other)
+
+
+def test_what_was_sent_comes_before_the_end_which_comes_again_and_again(ends: Ends) -> None:
+    one, other = ends
+    # One end that closes without having read everything is told of in another way.
+    other.send(Started())
+    one.send(Started())
+    one.send(Finished(1))
+    one.close()
+    one.close()
+    assert [other.receive() for _ in range(4)] == [Started(), Finished(1), PeerGone(), PeerGone()]
+
+
+def test_sending_to_a_peer_that_is_gone_is_no_error(ends: Ends) -> None:
+    one, other = ends
+    one.close()
+    assert not other.send(Started())
+    assert not other.send(Started(), patience=1.0)
+    assert not one.send(Started())
+
+
+def test_an_attachment_is_the_receivers_own(ends: Ends) -> None:
+    one, other = ends
+    before = open_descriptors()
+    sent = memory(b"state")
+    assert one.send(StateReply(1, True, sent))
+    received = other.receive()
+    assert isinstance(received, StateReply)
+    assert received.state is not None
+    del sent
+    gc.collect()
+    descriptor = received.state.take()
+    assert received.state.is_missing
+    assert os.pread(descriptor, 10, 0) == b"state"
+    assert not os.get_inheritable(descriptor)
+    os.close(descriptor)
+    del received
+    assert open_descriptors() == before
+
+
+def test_attachments_that_nothing_refers_to_are_closed(ends: Ends) -> None:
+    one, other = ends
+    before = open_descriptors()
+    for _ in range(5):
+        one.send(StateReply(1, True, memory(b"")))
+    for _ in range(5):
+        other.receive()
+    assert open_descriptors() == before
+
+
+@pytest.fixture
+def raw() -> Iterator[tuple[socket.socket, Channel[Any, Any]]]:
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with mine, theirs:
+        yield mine, PacketChannel(theirs, MESSAGES)
+
+
+@pytest.mark.parametrize("packet", [b"{", b"[]", b'{"type":"nix"}', b'{"type":"position","state":0}'])
+def test_garbage_is_an_event(raw: tuple[socket.socket, Channel[Any, Any]], packet: bytes) -> None:
+    mine, channel = raw
+    mine.send(packet)
+    mine.send(b'{"type":"started"}')
+    assert isinstance(channel.receive(), Unreadable)
+    assert channel.receive() == Started()
+
+
+def test_an_attachment_that_did_not_arrive_is_missing(raw: tuple[socket.socket, Channel[Any, Any]]) -> None:
+    mine, channel = raw
+    mine.send(b'{"type":"given","view":1,"whole":true,"state":0}')
+    reply = channel.receive()
+    assert isinstance(reply, StateReply)
+    assert reply.state is not None
+    assert reply.state.is_missing
+
+
+def test_a_peer_that_is_behind_keeps_nobody_waiting(packets: Ends) -> None:
+    one, _ = packets
+    message = Failed(1, "x", "a" * 60_000, False)
+    sent = 0
+    while one.send(message):
+        sent += 1
+    assert sent > 0
+    assert not one.send(message)
+
+
+def test_a_message_that_is_too_large_is_not_sent(packets: Ends) -> None:
+    one, other = packets
+    assert not one.send(WaitReport("x", tuple(range(200_000)), 0.0))
+    assert other.receive() is None
+
+
+def test_a_message_for_the_other_end_is_not_understood(packets: Ends) -> None:
+    one, other = packets
+    one.send(Position(memory(b"")))
+    assert isinstance(other.receive(), Unreadable)

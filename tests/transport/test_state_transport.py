@@ -1,0 +1,107 @@
+"""Every state transport keeps the same promises; those in memory keep some more."""
+
+import os
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fake_transport import FakeStates
+
+from lockstep.checkpoint.folder import Contents
+from lockstep.errors import CheckpointError
+from lockstep.transport.state_memory import MemoryTransport, StateMemory, memory_for
+from lockstep.transport.state_transport import StateTransport
+
+ARRAYS = {
+    "a": np.arange(1000, dtype="float32").reshape(10, 100).T,
+    "empty": np.empty((0, 3), "int8"),
+    "scalar": np.array(2.5),
+    "half": np.ones(7, ml_dtypes.bfloat16),
+    "last": np.array([], "float64"),
+}
+CONTENTS = Contents(7, {"figure": float("nan"), "nested": {"a": [1, "é", None]}}, ARRAYS)
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture(params=[MemoryTransport, FakeStates], ids=["memory", "fake"])
+def transport(request: pytest.FixtureRequest) -> StateTransport:
+    made: StateTransport = request.param()
+    return made
+
+
+def assert_equal(found: Contents, contents: Contents) -> None:
+    assert found.step == contents.step
+    assert repr(found.manifest) == repr(contents.manifest)
+    assert found.arrays.keys() == contents.arrays.keys()
+    for name, array in contents.arrays.items():
+        other = found.arrays[name]
+        assert (other.dtype, other.shape, other.tobytes()) == (array.dtype, array.shape, array.tobytes())
+        assert not other.flags.writeable or not other.size
+
+
+@pytest.mark.parametrize("prepared", ["nothing", "contents like these", "smaller contents"])
+def test_contents_arrive_as_they_were(transport: StateTransport, prepared: str) -> None:
+    before = descriptors()
+    if prepared != "nothing":
+        transport.prepare(CONTENTS if prepared == "contents like these" else Contents(0, {}, {}))
+    published = transport.publish(CONTENTS)
+    for _ in range(2):
+        assert_equal(transport.fetch(published), CONTENTS)
+    # What is mapped has a descriptor of its own.
+    del published
+    transport.forget()
+    assert descriptors() == before
+
+
+def test_what_is_published_later_changes_nothing_that_was_published_before(transport: StateTransport) -> None:
+    array = np.zeros(5)
+    transport.prepare(Contents(1, {}, {"a": array}))
+    first = transport.publish(Contents(1, {}, {"a": array}))
+    array += 1
+    second = transport.publish(Contents(2, {}, {"a": array}))
+    assert_equal(transport.fetch(first), Contents(1, {}, {"a": np.zeros(5)}))
+    assert_equal(transport.fetch(second), Contents(2, {}, {"a": np.ones(5)}))
+
+
+def test_what_was_prepared_is_kept_where_it_is_not_to_be_used() -> None:
+    transport = MemoryTransport()
+    transport.prepare(CONTENTS)
+    kept = transport._prepared
+    transport.publish(Contents(1, {}, {}), prepared=False)
+    assert transport._prepared is kept
+    transport.forget()
+
+
+def test_memory_that_is_not_used_is_given_back() -> None:
+    before = descriptors()
+    for _ in range(5):
+        memory = memory_for(CONTENTS)
+        memory.make_ready()
+        memory.close()
+        memory.close()
+        assert memory._thread is not None
+        memory._thread.join()
+    del memory
+    assert descriptors() == before
+
+
+def test_too_little_memory_is_an_error() -> None:
+    before = descriptors()
+    with pytest.raises(CheckpointError, match="does not fit into memory: it needs"):
+        StateMemory(2**62).filled(CONTENTS)
+    assert descriptors() == before
+
+
+def test_what_no_checkpoint_can_hold_is_an_error() -> None:
+    with pytest.raises(CheckpointError, match="complex"):
+        MemoryTransport().publish(Contents(1, {}, {"a": np.zeros(3, "complex64")}))
+
+
+def test_memory_cannot_shrink_under_its_reader() -> None:
+    published = MemoryTransport().publish(CONTENTS)
+    with pytest.raises(PermissionError):
+        os.ftruncate(published.descriptor, 0)
