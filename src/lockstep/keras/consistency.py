@@ -63,11 +63,11 @@ def agree(job: Job, what: str, facts: Facts) -> None:
 def chiefs_word(job: Job, what: str, own: bool) -> bool:
     """Return the chief's `own` on every worker."""
 
-    def hear(view: View, communicator: Communicator) -> bool:
+    def receive(view: View, communicator: Communicator) -> bool:
         words = gather(view, communicator, what, {}, bytes([own]))
         return words[view.workers.index(view.chief)] == bytes([True])
 
-    return job.exchange(hear)
+    return job.exchange(receive)
 
 
 def gather(view: View, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:

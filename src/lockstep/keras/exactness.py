@@ -21,7 +21,7 @@ _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
 """Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
 _PROBED_ROWS = 8
-"""How many rows of a batch are tried, and as many others."""
+"""Rows of a batch to test, against as many others."""
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:

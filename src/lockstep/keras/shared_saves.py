@@ -22,7 +22,7 @@ from lockstep.worker.job import Job
 
 Write = Callable[[str], object]
 
-_SAY_EVERY_SECONDS = 10.0
+_NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 600.0
 
 
@@ -91,12 +91,12 @@ class Saves:
 @contextmanager
 def _locked(file: Path, path: str) -> Iterator[int]:
     """Hold the lock of a record for the block; the kernel releases it if the process dies."""
-    said = 0.0
+    reported = 0.0
 
     def waiting(waited: float) -> None:
-        nonlocal said
-        if waited - said > _SAY_EVERY_SECONDS:
-            said = waited
+        nonlocal reported
+        if waited - reported > _NOTE_EVERY_SECONDS:
+            reported = waited
             note(f"has waited {waited:.0f} s for another worker that writes {path}")
 
     descriptor = wait_for_lock(file, _PATIENCE_SECONDS, waiting)

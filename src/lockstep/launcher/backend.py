@@ -84,14 +84,14 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
             f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which takes "
             "precedence: omit --backend, or remove the line from the script"
         )
-    said = (
+    sources = (
         (wishes.asked, f"--backend {wishes.asked}", "--backend selects it"),
         (wishes.script if wishes.overrides else None, *_of_script(wishes.script)),
         (wishes.variable, f"KERAS_BACKEND={wishes.variable}", "KERAS_BACKEND selects it"),
         (wishes.script, *_of_script(wishes.script)),
         (wishes.checkpoint, f"checkpoint of {wishes.checkpoint}", "the checkpoint uses it"),
     )
-    for wanted, source, reason in said:
+    for wanted, source, reason in sources:
         if wanted:
             return Choice(_there(wanted, source, installed, python), reason)
     if (

@@ -76,8 +76,8 @@ class ForkServer:
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         scan = plan.scan
-        told = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
-        environment = {**plan.environment, **scan.settings, **parent_variable(told.written())}
+        setup = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
+        environment = {**plan.environment, **scan.settings, **parent_variable(setup.written())}
         # Saves its output; each worker repeats it.
         stdout, stderr = (os.memfd_create("lockstep-output", os.MFD_CLOEXEC) for _ in range(2))
         try:

@@ -46,11 +46,11 @@ class Forked:
 
 def main(arguments: Sequence[str]) -> None:
     """Serve as the parent of all workers that run the script of `arguments`; return in each worker only."""
-    told = ForkServerSetup.read(parent_told())
-    die_with(told.agent)
-    connection = socket.socket(fileno=told.connection)
+    setup = ForkServerSetup.read(parent_told())
+    die_with(setup.agent)
+    connection = socket.socket(fileno=setup.connection)
     connection.set_inheritable(False)
-    whole = _prepare(told)
+    whole = _prepare(setup)
     connection.send(READY)
     forked = _serve(connection)
     connection.close()
@@ -61,14 +61,14 @@ def main(arguments: Sequence[str]) -> None:
         _exec_worker(forked, arguments)
 
 
-def _prepare(told: ForkServerSetup) -> bool:
+def _prepare(setup: ForkServerSetup) -> bool:
     """Import the modules that workers need; return whether workers can be forked with them."""
     # The default action ends this process even if an import hangs.
     signal.alarm(_LONGEST_IMPORT)
     # The objects of modules stay: searching them for garbage takes a quarter of the time.
     gc.disable()
     try:
-        _import(told)
+        _import(setup)
     except BaseException:
         # The script may never reach this import, or handle the error.
         return False
@@ -78,15 +78,15 @@ def _prepare(told: ForkServerSetup) -> bool:
     return _can_fork()
 
 
-def _import(told: ForkServerSetup) -> None:
+def _import(setup: ForkServerSetup) -> None:
     serve_downloads()
     for name in _OF_WORKERS:
         importlib.import_module(name)
-    if told.folder is not None:
-        sys.path.insert(0, told.folder)
-        for name in told.imports:
+    if setup.folder is not None:
+        sys.path.insert(0, setup.folder)
+        for name in setup.imports:
             importlib.import_module(name)
-        sys.path.remove(told.folder)
+        sys.path.remove(setup.folder)
 
 
 def _can_fork() -> bool:
@@ -119,7 +119,7 @@ def _serve(connection: socket.socket) -> Forked:
 
 def _fork_orphan(connection: socket.socket) -> int:
     """Fork an orphan, and send its process id to the agent; return 0 in the orphan."""
-    told, tell = os.pipe()
+    setup, tell = os.pipe()
     orphaned, orphan = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -127,7 +127,7 @@ def _fork_orphan(connection: socket.socket) -> int:
         if child:
             os.write(tell, str(child).encode())
             os._exit(0)
-        for descriptor in (told, tell, orphan):
+        for descriptor in (setup, tell, orphan):
             os.close(descriptor)
         # Returns once the process in between was reaped: the agent is then the parent of this process.
         os.read(orphaned, 1)
@@ -137,14 +137,14 @@ def _fork_orphan(connection: socket.socket) -> int:
         os.close(descriptor)
     try:
         status = os.waitpid(middle, 0)[1]
-        pid = os.read(told, 32)
+        pid = os.read(setup, 32)
         if status or not pid:
             raise OSError(status, "cannot fork a process")
         connection.send(pid)
         return int(pid)
     finally:
         os.close(orphan)
-        os.close(told)
+        os.close(setup)
 
 
 def _become(forked: Forked) -> None:

@@ -153,15 +153,15 @@ def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
     if isinstance(error, LockstepError):
-        said = summarize_own(error)
+        summary = summarize_own(error)
         # The frames of Keras would hide the error. A hook that the script has set is still called.
         prints = not has_log or sys.excepthook is not sys.__excepthook__
     else:
-        said, prints = f"{summarize(error)}{_hint(error)}", True
+        summary, prints = f"{summarize(error)}{_hint(error)}", True
     flush_streams()
     # Notify the other workers first: writing the output may block on a slow reader.
     blames = isinstance(error, PeerLostError | PeerStuckError)
-    if not client.failed(status, said, text, blames=blames, prints=prints) or prints:
+    if not client.failed(status, summary, text, blames=blames, prints=prints) or prints:
         sys.excepthook(type(error), error, error.__traceback__)
     return status
 

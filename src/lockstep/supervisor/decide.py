@@ -161,7 +161,7 @@ def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
     if state.admission.given:
         return _admit(state, now, reason)
     # The user has already seen the error of its script.
-    return _loss_noted(state, reason, told=record.phase is Phase.JOIN_FAILED)
+    return _loss_noted(state, reason, reported=record.phase is Phase.JOIN_FAILED)
 
 
 def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> Decision:
@@ -201,7 +201,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
         return _finish(_with_outcome(state, first), f"{how}; no workers remain")
     state = _count_loss(state, state.workers[worker], now)
     if worker not in state.members:
-        return _loss_noted(state, f"{how}; the others had already continued without it", told=True)
+        return _loss_noted(state, f"{how}; the others had already continued without it", reported=True)
     if worker not in failures:
         if event.status < 0:
             return _next_view(state, how, now)
@@ -306,8 +306,8 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
         state, kills = _without_joiners(state, state.joiners)
         size = replace(state.size, wanted=max(staying, 1), min_workers=1, restarts_left=0, closed=True)
         state = replace(state, size=size, admission=replace(state.admission, backoff_until=None))
-        told = Decision(state, (ShowMessage(reason),), reason)
-        return (_next_view(state, reason, now) if event.whole else told).after(*kills)
+        reported = Decision(state, (ShowMessage(reason),), reason)
+        return (_next_view(state, reason, now) if event.whole else reported).after(*kills)
     locating = sorted(state.within(Phase.LOCATING))
     positions = tuple(SendPosition(worker) for worker in locating)
     state = state.with_phase(Phase.JOINING, *locating)
@@ -327,8 +327,8 @@ def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decisio
     reason = f"the job now wants {count(event.workers, 'worker')}"
     if dropped:
         reason += f"; {name_workers(dropped)} no longer need{'s' if len(dropped) == 1 else ''} to join"
-    told = Decision(state, (ShowMessage(reason),), reason)
-    return (_admit(state, now, reason) if admission.given else told).after(*kills)
+    reported = Decision(state, (ShowMessage(reason),), reason)
+    return (_admit(state, now, reason) if admission.given else reported).after(*kills)
 
 
 def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
@@ -342,18 +342,18 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
         return Decision(state, reason=f"worker {worker} reports a wait in an old view")
 
     # An elastic job continues without lost workers in a view that this worker does not know yet.
-    gone = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
+    exited = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
     record = state.workers[worker]
-    if gone and not record.waits_in_vain:
+    if exited and not record.waits_in_vain:
         # The report may have been sent just before the last worker arrived; a second one cannot.
         again = state.with_worker(worker, replace(record, waits_in_vain=True))
         return Decision(
             again, reason=f"worker {worker} may wait for a finished worker; the next report decides"
         )
-    if gone:
-        message = f"{name_workers(gone)} exited with status 0 while worker {worker} waited for "
-        message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
-        return _end(state, JobOutcome(1, message, gone, Evidence.LOG), now)
+    if exited:
+        message = f"{name_workers(exited)} exited with status 0 while worker {worker} waited for "
+        message += f"{'it' if len(exited) == 1 else 'them'} in {event.what}"
+        return _end(state, JobOutcome(1, message, exited, Evidence.LOG), now)
 
     late = tuple(w for w in event.workers if w in running and not state.workers[w].condemned)
     if not late:
@@ -437,8 +437,8 @@ def _nothing_distributed(state: State) -> Decision:
         "compiled a model; until it calls model.fit, evaluate or predict, strategy.run or strategy.steps, "
         f"{lines}"
     )
-    told = (ShowMessage(text),) if state.stage is Stage.RUNNING else ()
-    return Decision(replace(state, idle_until=None), told, text)
+    reported = (ShowMessage(text),) if state.stage is Stage.RUNNING else ()
+    return Decision(replace(state, idle_until=None), reported, text)
 
 
 def _stage_over(state: State, now: float) -> Decision:
@@ -461,8 +461,8 @@ def _stage_over(state: State, now: float) -> Decision:
                 for worker in stuck:
                     state = state.with_worker(worker, replace(state.workers[worker], condemned=True))
                 text = f"{outcome.message}; killing {'it' if len(stuck) == 1 else 'them'}"
-                told = Decision(state, (ShowMessage(text),), outcome.message)
-                return told.after(*map(KillWorker, stuck))
+                reported = Decision(state, (ShowMessage(text),), outcome.message)
+                return reported.after(*map(KillWorker, stuck))
             # Stuck workers do not react to the abort.
             ended = _end(state, outcome, now)
             signals = tuple(SignalWorker(worker, signal.SIGTERM) for worker in sorted(stuck))
@@ -547,12 +547,12 @@ def _no_more(size: JobSize) -> str:
     return f"lost workers are {'no longer' if size.max_restarts else 'not'} replaced ({why})"
 
 
-def _loss_noted(state: State, reason: str, *, told: bool) -> Decision:
-    """Note a loss that does not affect the members; `told` if a message has already named it."""
+def _loss_noted(state: State, reason: str, *, reported: bool) -> Decision:
+    """Note a loss that does not affect the members; `reported` if a message has already named it."""
     if state.admission.unreported:
-        told, reason = False, f"{reason}; {state.admission.unreported}"
+        reported, reason = False, f"{reason}; {state.admission.unreported}"
     state = replace(state, admission=replace(state.admission, unreported=""))
-    return Decision(state, () if told else (ShowMessage(reason),), reason)
+    return Decision(state, () if reported else (ShowMessage(reason),), reason)
 
 
 # Shared consequences: the next view and its workers.
@@ -689,9 +689,9 @@ def _finish(state: State, reason: str) -> Decision:
     """Finish the job; name the failures of members even if the job has ended well."""
     outcome = state.shutdown.outcome or state.shutdown.suspect or JobOutcome(0)
     raised = [one for worker, one in state.failures.items() if worker in state.members]
-    told = tuple(ShowMessage(one.message) for one in raised if not outcome.message)
+    reported = tuple(ShowMessage(one.message) for one in raised if not outcome.message)
     state = _at_stage(_with_outcome(state, outcome), Stage.FINISHED, None)
-    return Decision(state, (*told, FinishJob(outcome)), reason)
+    return Decision(state, (*reported, FinishJob(outcome)), reason)
 
 
 def _at_stage(state: State, stage: Stage, deadline: float | None) -> State:

@@ -23,8 +23,8 @@ from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patching import PATCHES
 
 _MODULE = "keras.src.utils.file_utils"
-_FIRST_SAID = 5.0
-_SAID_EVERY = 30.0
+_FIRST_REPORT = 5.0
+_REPORT_EVERY = 30.0
 _PATIENCE = 3600.0
 """Seconds that a worker waits for a download of another process."""
 _MOST_HOLDER = 8192
@@ -124,12 +124,12 @@ class Turns:
             os.close(descriptor)
 
     def _lock(self, origin: str, name: str) -> tuple[Path, int]:
-        said = _FIRST_SAID - _SAID_EVERY
+        reported = _FIRST_REPORT - _REPORT_EVERY
 
         def waiting(waited: float) -> None:
-            nonlocal said
-            if waited - said >= _SAID_EVERY:
-                said = waited
+            nonlocal reported
+            if waited - reported >= _REPORT_EVERY:
+                reported = waited
                 self._publish(DownloadAwaited(name, self._holder(file), round(waited)))
 
         refused: OSError | None = None

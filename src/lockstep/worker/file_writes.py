@@ -43,7 +43,7 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
             seen.add(absolute)
             tell(absolute, line)
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open":
             return
         try:
@@ -53,7 +53,7 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
             # An error here would be raised by the program's `open`.
             return
 
-    sys.addaudithook(hear)
+    sys.addaudithook(hook)
 
 
 class LibraryFolders:

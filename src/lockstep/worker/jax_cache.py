@@ -50,10 +50,10 @@ def keep_compiled(base: Path, threads: int) -> None:
 def processor(file: Path = Path("/proc/cpuinfo")) -> str:
     """Return a name for the kind of this machine's processor."""
     first = file.read_text().partition("\n\n")[0].splitlines()
-    told = [
+    facts = [
         line for line in first if line.startswith(("vendor_id", "model name", "flags", "Features", "CPU "))
     ]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
 def _keep(folder: Path, jax: ModuleType) -> None:

@@ -181,11 +181,11 @@ def summarize(error: BaseException) -> str:
 
 def summarize_own(error: LockstepError) -> str:
     """Describe an error of Lockstep in one line, with the line of the program that led to it."""
-    said = error
-    while str(said).startswith(_AROUND) and isinstance(said.__context__, LockstepError):
-        said = said.__context__
+    shown = error
+    while str(shown).startswith(_AROUND) and isinstance(shown.__context__, LockstepError):
+        shown = shown.__context__
     line = _converted_line(error) or _line(error.__traceback__)
-    return f"{type(said).__name__}: {' '.join(str(said).split())}{f' ({line})' if line else ''}"
+    return f"{type(shown).__name__}: {' '.join(str(shown).split())}{f' ({line})' if line else ''}"
 
 
 def keep_original(error: LockstepError) -> None:
