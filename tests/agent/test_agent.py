@@ -37,9 +37,10 @@ QUICK = TimeLimits(timeout=60, blame=0.01, look=0.01, abort=0.01, term=0.01, kil
 
 
 @dataclass
-class NoDescendants:
-    """Nobody is below: the test's own children are none of the agent's business."""
+class FakeDescendants:
+    """The workers that a test plays, not the processes of the test."""
 
+    workers: list[FakeHandle]
     graces: list[float] = field(default_factory=list)
 
     def reap(self, owned: frozenset[int]) -> None:
@@ -47,6 +48,9 @@ class NoDescendants:
 
     def end(self, grace: float) -> tuple[int, ...]:
         self.graces.append(grace)
+        for worker in self.workers:
+            worker.end(-signal.SIGKILL)
+            worker.reaped = True
         return ()
 
 
@@ -119,8 +123,9 @@ class Stage:
         tee: str = "chief",
         joining: int = 0,
     ) -> Outcome:
-        paths, descendants, aborts = RunPaths(self.folder), NoDescendants(), []
+        paths, aborts = RunPaths(self.folder), []
         launcher = FakeLauncher(lambda worker: plays[worker.launch.worker](worker), react)
+        descendants = FakeDescendants(launcher.started)
         workers, wanted = len(plays) - joining, len(plays) if joining else 0
         spec = JobSpec("a.py", False, (), workers, len(plays), 1, 0, 60.0, self.folder)
 
@@ -348,6 +353,15 @@ def test_workers_that_ignore_a_stop_are_killed(stage: Stage) -> None:
     outcome = stage.run(waits, waits, react=ignore)
     assert outcome.status == 130
     assert [worker.signals for worker in outcome.workers] == [[2, 9], [2, 9]]
+    assert outcome.graces == [0, 0]
+
+
+def test_the_end_of_a_worker_behind_the_end_of_the_job_says_nothing(stage: Stage) -> None:
+    """The agent has ended the worker itself by then, and has no other status of it."""
+    stage.command.send(Stop(signal.SIGINT))
+    outcome = stage.run(waits, waits, react=lambda worker, number: None)
+    assert outcome.status == 130
+    assert outcome.events_of("exited") == []
     assert outcome.graces == [0, 0]
 
 

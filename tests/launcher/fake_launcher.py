@@ -24,6 +24,7 @@ class FakeHandle:
         environment: what it was given.
         signals: what it was sent, in order.
         react: what it does about a signal.
+        reaped: whether its exit status was taken elsewhere, and is lost.
     """
 
     launch: Launch
@@ -35,12 +36,15 @@ class FakeHandle:
     channel: AgentChannel
     react: Callable[["FakeHandle", int], None]
     signals: list[int] = field(default_factory=list)
+    reaped: bool = False
     _status: int | None = None
     _ends: tuple[int, int, int] = (-1, -1, -1)
     _mouth: socket.socket | None = None
 
     def poll(self) -> int | None:
         """Return the status given to `end`."""
+        if self.reaped:
+            raise ChildProcessError
         return self._status
 
     def send_signal(self, number: int) -> None:

@@ -302,6 +302,10 @@ class Agent:
     def _end(self, end: EndHost) -> None:
         self._asked.clear()
         self.starter.close()
+        for worker in self._workers.values():
+            self.loop.unwatch(worker.handle.exited)
+            self.loop.unwatch(worker.channel.fileno())
+        # This takes the exit statuses of workers, too.
         left = self.descendants.end(end.grace)
         for worker in self._workers.values():
             for stream in worker.streams:
