@@ -301,6 +301,7 @@ class Agent:
 
     def _end(self, end: EndHost) -> None:
         self._asked.clear()
+        self._start_asked()
         self.starter.close()
         for worker in self._workers.values():
             self.loop.unwatch(worker.handle.exited)
