@@ -1,8 +1,8 @@
-"""Who computes what: replicas, workers and the view that joins them. Pure arithmetic.
+"""The assignment of replicas to workers: a view. Pure arithmetic.
 
-A job has R replicas for its whole life. W workers (1 <= W <= R) compute them; a `View` says which
-worker owns which replica. Ownership is contiguous and balanced, and never changes a result: it only
-says where a replica is computed.
+A job has R replicas for its whole life. W workers (1 <= W <= R) compute them; a `View` defines which
+worker owns which replica. Ownership is contiguous and balanced, and never affects a result: it only
+determines where a replica is computed.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class View:
     """A numbered membership.
 
     Attributes:
-        number: counts the views of a job from 1.
+        number: of the view in its job, from 1.
         workers: ids of the live workers, the longest-serving first.
         owners: `owners[r]` is the id of the worker that computes replica `r`; never decreasing in
             the position of the worker, so that each worker owns one contiguous range.

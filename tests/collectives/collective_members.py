@@ -275,7 +275,7 @@ class _ProcessControl:
         process, _ = self._members[position]
         process.send_signal(number)
         if number == signal.SIGKILL:
-            # As the agent does: a dead member is reaped before anybody is told.
+            # As the agent does: a dead member is reaped before the others are notified.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 

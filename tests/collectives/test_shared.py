@@ -34,7 +34,7 @@ BIG = Reduce(2, ((1_000_000,),), ("float32",))
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)
 def test_a_killed_member(processes: Processes, kind: str, options: dict[str, object]) -> None:
-    """It dies while the others wait for it; whoever watches it ends the view from outside."""
+    """It dies while the others wait for it; its watcher aborts the view from outside."""
     waiting = set()
 
     def listen(control: Control, position: int, _: Waiting) -> None:

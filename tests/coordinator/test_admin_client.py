@@ -107,7 +107,7 @@ class Jobs:
         return job
 
     def play_silent(self, suffix: str = "") -> AdminSocket:
-        """Open a door that nobody serves."""
+        """Open an admin socket that no process serves."""
         door = AdminSocket.open(self.name + suffix, pytest.fail)
         self.opened.append(door)
         return door
@@ -197,7 +197,7 @@ def test_a_job_that_nobody_can_reach_any_more_is_named(jobs: Jobs) -> None:
 
 
 def crowd(name: str, clients: contextlib.ExitStack) -> None:
-    """Connect until nobody else can."""
+    """Connect until no other client can."""
     with contextlib.suppress(BlockingIOError):
         while True:
             client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -262,7 +262,7 @@ def test_a_job_that_ends_meanwhile_has_ended(jobs: Jobs) -> None:
 
 @contextlib.contextmanager
 def replying(name: str, packets: list[bytes]) -> Iterator[None]:
-    """Answer each order with the next packet, if it is not empty; and after the last one, nobody."""
+    """Answer each request with the next packet, if it is not empty, and none after the last one."""
 
     def reply() -> None:
         rest = iter(packets)

@@ -171,7 +171,7 @@ def test_a_lost_worker_is_left_behind_in_the_next_view(job: Callable[[State], Jo
 
 
 def test_workers_are_heard_before_a_stop_counts(job: Callable[[State], Job]) -> None:
-    """The scripts had ended before, though nobody had heard of it yet: the job has ended well."""
+    """The scripts had ended before, although no report had arrived yet: the job succeeds."""
     made = job(new_state())
 
     def react(instruction: Instruction) -> list[HostReport]:

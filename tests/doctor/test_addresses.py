@@ -54,7 +54,7 @@ def listening() -> Iterator[int]:
 
 @pytest.fixture
 def free() -> Callable[[], int]:
-    """Gives ports where nobody listens, each once."""
+    """Returns ports where nothing listens, each once."""
     given: set[int] = set()
 
     def port() -> int:

@@ -146,7 +146,7 @@ def test_a_gpu_that_is_not_as_it_should_be(gpu: Gpu, reason: str, remedy: str) -
     assert row.reason.startswith("NVIDIA H100, memory 20.0 of 80.0 GiB")
     assert reason in row.reason
     assert remedy in row.remedy
-    # Nobody minds where no job gets it.
+    # This does not matter for a GPU that no job uses.
     assert judged(gpu, listed="")["GPU 0"].rating == Rating.FINE
 
 

@@ -61,7 +61,7 @@ def screen(text: str) -> list[str]:
 
 
 class Sleep:
-    """Moves the clock; after so many times somebody presses Ctrl-C."""
+    """Moves the clock; after so many times it acts like Ctrl-C."""
 
     def __init__(self, clock: VirtualClock, times: int) -> None:
         self.slept: list[float] = []

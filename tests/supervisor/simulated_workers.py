@@ -81,7 +81,7 @@ class Worker:
 
 
 class Workers:
-    """The workers of one job, and its time; `hear` and `commit` are left to whoever watches them.
+    """The workers of one job, and its time; `hear` and `commit` are overridden in subclasses.
 
     Attributes:
         workers: all that were started.
@@ -155,7 +155,7 @@ class Workers:
             self._raise(one, "E: no", blames=False)
         else:
             one.hung, one.resume = True, resume
-            # Perhaps far longer than others wait; but when it is alone, nobody does.
+            # Perhaps far longer than others wait, unless it is the only worker.
             self.after(self.dice.choice((5.0, 200.0)), lambda: self._wake(one))
         return True
 
@@ -259,7 +259,7 @@ class Workers:
             self._take_step(one.view)
 
     def _take_step(self, view: View) -> None:
-        """Let a view's members go on, for all have arrived."""
+        """Let a view's members continue: all have arrived."""
         members = [self.workers[worker] for worker in view.workers]
         self.commit(view, members)
         for one in members:

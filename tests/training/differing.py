@@ -1,4 +1,4 @@
-"""Two calls of `fit` read on in one endless generator: whoever passes over the first call is elsewhere in it.
+"""Two calls of `fit` read one endless generator: a process that skips the first call is elsewhere in it.
 
     differing.py [killed]
 

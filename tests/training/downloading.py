@@ -7,7 +7,7 @@ import keras
 
 import lockstep
 
-# From here on the job goes on without a worker that is lost.
+# From here on, the job continues without a lost worker.
 lockstep.MultiWorkerMirroredStrategy()
 origin, cache, *names = sys.argv[1:]
 for name in names:

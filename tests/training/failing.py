@@ -1,4 +1,4 @@
-"""A program that catches errors of its calls, and goes on. When all is done, its workers die, once."""
+"""A program that catches errors of its calls and continues. At the end, its workers die, once."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""A model that arrays have built goes on with a stream that is shuffled anew in each pass.
+"""A model that was built on arrays continues with a stream that is shuffled again in each pass.
 
 On PyTorch steps draw from the same random state as the stream.
 

@@ -33,7 +33,7 @@ def results(run: Any, *workers: int) -> list[str]:
 
 @pytest.fixture(scope="session")
 def one_worker(launch: Launch) -> Callable[[str], Any]:
-    """What one worker that nobody disturbs gives on a backend, and Keras alone."""
+    """The results of one undisturbed worker on a backend, and of plain Keras."""
 
     @functools.cache
     def run(backend: str) -> Any:

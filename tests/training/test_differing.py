@@ -1,4 +1,4 @@
-"""A replacement that reads other data than the job ends; the others go on to the same bits."""
+"""A replacement that reads other data than the job ends; the others continue to the same bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ def test_a_replacement_that_is_elsewhere_in_a_shared_generator_ends_alone(launch
     assert told.endswith(
         "; lost workers are no longer replaced (--max-restarts 1); worker 0 continues (view 4)"
     )
-    # The script has had no chance to go on in some way of its own.
+    # The script has had no chance to continue differently.
     log = "\n".join(run.log(2))
     assert "DisagreementError: the workers do not compute from the same data" in log
     assert "handled" not in log

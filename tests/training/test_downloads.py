@@ -80,6 +80,6 @@ def test_one_request_for_two_workers(origin: Origin, launch: Callable[..., Any],
         ([line for line in run.log(worker) if line.startswith("file ")] for worker in (0, 1)), key=len
     )
     assert [line.split()[2] for line in survivor] == ["100000"] * 5
-    # The archive was unpacked once, and nobody wrote to what the other one may be reading.
+    # The archive was unpacked once, and no worker wrote to files that the other one may be reading.
     assert [line for line in killed if ".zip" in line or "plain" in line] == [survivor[0], survivor[3]]
     assert not [path.name for path in (tmp_path / "cache" / "datasets").iterdir() if path.suffix == ".part"]

@@ -29,7 +29,7 @@ def batch(strategy: lockstep.Strategy) -> Any:
 
 @pytest.fixture
 def one_of_two(job_of_one_worker: Job) -> Iterator[Job]:
-    """This process has the first two of the replicas, and nobody has the third."""
+    """This process has the first two of the replicas, and no process has the third."""
     job = job_of_one_worker
     before = job._place
     job._place = place(3, (0, 1)), job.communicator

@@ -1,4 +1,4 @@
-"""Calls that raise, where the script catches that and goes on: another process raises the same again."""
+"""Calls that raise errors that the script catches: another process raises the same errors again."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Loops of the program's own on TensorFlow: any number of workers gives the same bits, whoever is lost."""
+"""Custom loops on TensorFlow: any number of workers gives the same bits, whichever worker is lost."""
 
 import json
 import re

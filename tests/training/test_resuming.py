@@ -1,4 +1,4 @@
-"""All processes of a job die; the same command goes on from its newest checkpoint, to the same bits."""
+"""All processes of a job die; the same command resumes from its newest checkpoint, to the same bits."""
 
 import re
 from collections.abc import Callable

@@ -79,7 +79,7 @@ def test_a_worker_that_writes_for_ever_is_waited_for_aloud_and_not_for_ever(
 ) -> None:
     save(tmp_path, b"one", "first")
     (note,) = (tmp_path / "notes").iterdir()
-    monkeypatch.setattr(shared_saves, "_SAY_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(shared_saves, "_NOTE_EVERY_SECONDS", 0.0)
     monkeypatch.setattr(shared_saves, "_PATIENCE_SECONDS", 0.05)
     with note.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)

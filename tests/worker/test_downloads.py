@@ -63,7 +63,7 @@ def test_the_next_worker_tries_what_has_failed(turns: Callable[..., Turns], tmp_
 def test_who_waits_says_for_whom(
     turns: Callable[..., Turns], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, of: str
 ) -> None:
-    monkeypatch.setattr(downloads, "_FIRST_SAID", 0.0)
+    monkeypatch.setattr(downloads, "_FIRST_REPORT", 0.0)
     begun, said = threading.Event(), threading.Event()
     published = []
 

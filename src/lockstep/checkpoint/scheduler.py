@@ -26,7 +26,7 @@ from lockstep.observability.events import (
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
 
-_SAY_EVERY_SECONDS = 10.0
+_NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0
 """How long a step waits for the disk at most."""
 _LAST_SECONDS = 600.0
@@ -109,7 +109,7 @@ class CheckpointScheduler:
         self.drop()
         due, self._taken = self._due(taken), taken
         if due and self._every.steps is not None and not self.leaving:
-            self._wait_for_the_one_before(taken)
+            self._wait_for_previous(taken)
         if self.leaving or (due and not self._writer.busy()):
             self._last = self._clock.now()
             self._writer.write(self._copied(take()))
@@ -177,7 +177,7 @@ class CheckpointScheduler:
         copies = Copies() if self._writer.busy() else self._copies
         return copies.of(contents)
 
-    def _wait_for_the_one_before(self, taken: int) -> None:
+    def _wait_for_previous(self, taken: int) -> None:
         begun = self._clock.now()
         if not self._writer.busy():
             return
@@ -195,7 +195,7 @@ class CheckpointScheduler:
     def _wait_for_disk(self, seconds: float, who: str) -> bool:
         """Wait until nothing is being written, with a note every few seconds; return False on timeout."""
         begun = self._clock.now()
-        while not self._writer.close(max(0.0, min(_SAY_EVERY_SECONDS, begun + seconds - self._clock.now()))):
+        while not self._writer.close(max(0.0, min(_NOTE_EVERY_SECONDS, begun + seconds - self._clock.now()))):
             waited = self._clock.now() - begun
             if waited >= seconds:
                 return False

@@ -46,7 +46,7 @@ class CheckpointWatch:
     since: float
     newest: int | None = None
     _begun: bool = False
-    _said: float | None = None
+    _reported: float | None = None
     _failed: Counter[int] = field(default_factory=Counter)
 
     def choose(self, look: Look) -> int | None:
@@ -82,7 +82,7 @@ class CheckpointWatch:
 
     def evaluated(self, step: int, now: float) -> None:
         """Note that a checkpoint was evaluated."""
-        self.newest, self.since, self._said = step, now, now
+        self.newest, self.since, self._reported = step, now, now
 
     def could_not_read(self, step: int) -> bool:
         """Note that a checkpoint could not be read; return whether it is damaged.
@@ -95,9 +95,9 @@ class CheckpointWatch:
     def line(self, look: Look) -> str:
         """Return the line that says what the evaluator waits for; empty if none is due."""
         every = _EVERY_WHILE_TRAINING if look.trains else _EVERY
-        if self._said is not None and look.now - self._said < every:
+        if self._reported is not None and look.now - self._reported < every:
             return ""
-        self._said = look.now
+        self._reported = look.now
         if look.trains:
             what = "a checkpoint" if self.newest is None else f"one after step {self.newest}"
             return f"the evaluator waits for {what} in {self.folder}"

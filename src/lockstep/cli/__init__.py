@@ -1,1 +1,1 @@
-"""The command line: one file a command, which parses, composes and calls; no logic."""
+"""The command line: parsing and calls, no logic."""

@@ -26,7 +26,7 @@ def main() -> None:
         from lockstep.agent.command import let_go_of_stdout
 
         let_go_of_stdout()
-        # Who reads no further, as head does, has what it wants.
+        # A reader such as head closes the pipe once it has enough.
         if not isinstance(error, BrokenPipeError):
             what = f"{error.filename}:" if error.filename else "stdout cannot be written:"
             _refuse(f"{what} {error.strerror or error}")

@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 _WITHOUT_GPU = 2
 _OF_CHECKPOINTS = ("the folder of checkpoints", "--checkpoint")
 PARTS = click.IntRange(min=1, max=4096)
-"""How many workers or replicas."""
+"""The range of the number of workers or replicas."""
 _TIMES = 10**9
 _SEEDS = click.IntRange(min=0, max=2**63 - 1)
 
 
 class _Seconds(click.FloatRange):
-    """A time; `nan` is in every range of click's."""
+    """A time; rejects `nan`, which click accepts in every range."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number of seconds, or fail."""
@@ -73,7 +73,7 @@ class _Seconds(click.FloatRange):
 
 
 class _Folder(click.Path):
-    """A folder; the empty path would be the one that the person is in."""
+    """A folder; rejects the empty path, which would mean the current one."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, or fail."""
@@ -225,7 +225,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     script.check()
     refuse_undecodable(options["run_dir"], options["checkpoint"])
     folder = options["checkpoint"]
-    # What is there must not change while it is read; what is refused leaves nothing behind.
+    # The folder must not change while it is read; a rejected command leaves nothing behind.
     existed = folder is not None and folder.exists()
     if existed:
         claim_folder(folder, *_OF_CHECKPOINTS)
@@ -282,7 +282,7 @@ def _is_installed(name: str) -> bool:
 
 
 def _spec(options: dict[str, Any]) -> JobSpec:
-    # Before the run's folder is made: what is refused leaves nothing behind.
+    # Before the run's folder is created: a rejected command leaves nothing behind.
     checkpoints, past = _checkpoints(options)
     choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
@@ -326,7 +326,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
 
 
 def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[str, Any]]:
-    """Return what to keep, and what the checkpoint that the job goes on from says of its job."""
+    """Return the checkpoints to save, and the facts in the checkpoint that the job resumes from."""
     if options["checkpoint"] is None:
         return None, {}
     from lockstep.checkpoint.choice import newest, parse_every, refuse_another_job
@@ -342,7 +342,7 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
 
 def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
-    """Refuse to go on with another backend; say it if libraries have changed."""
+    """Raise ConfigError if the backend differs from the checkpoint's; note changed library versions."""
     from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
 
     refuse_another_backend(resume, past, backend)
@@ -355,7 +355,7 @@ def _run_job(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
     from lockstep.launcher.launcher import LocalLauncher
 
     launcher = LocalLauncher(ForkServerPlan.of(spec))
-    # It imports while this process does.
+    # The fork server and this process import at the same time.
     launcher.prepare()
     from lockstep.agent.agent import Agent
     from lockstep.agent.exchange import open_shared

@@ -165,11 +165,11 @@ def tried(backend: Probe, device: Any) -> dict[str, Any]:
 def main(name: str) -> None:
     """Probe the backend `name` in this process."""
     # A framework may write to stdout whenever it likes.
-    told = os.dup(1)
+    stdout = os.dup(1)
     os.dup2(2, 1)
 
     def tell(what: dict[str, Any]) -> None:
-        os.write(told, json.dumps(what).encode() + b"\n")
+        os.write(stdout, json.dumps(what).encode() + b"\n")
 
     probe(PROBES[name](), tell)
 

@@ -69,7 +69,7 @@ def follow(seconds: float | None, log: Path | None) -> None:
                 with Path(os.devnull).open("w") as nowhere:
                     watch(seconds, log, look, sys.stdout or nowhere)
             except OSError as error:
-                _let_go(error)
+                _close_stdout(error)
         elif log is not None:
             reading = look()
             log_once(log, reading)
@@ -85,10 +85,10 @@ def _write(text: str) -> None:
         sys.stdout.buffer.write(text.encode(sys.stdout.encoding, "backslashreplace"))
         sys.stdout.flush()
     except OSError as error:
-        _let_go(error)
+        _close_stdout(error)
 
 
-def _let_go(error: OSError) -> None:
+def _close_stdout(error: OSError) -> None:
     let_go_of_stdout()
     # A reader such as head closes the pipe once it has enough.
     if not isinstance(error, BrokenPipeError):

@@ -276,13 +276,13 @@ def _own_variables(shell: Shell) -> Iterator[Finding]:
 def _slurm(shell: Shell) -> Iterator[Finding]:
     if not any(name.startswith("SLURM_") for name in shell.environ):
         return
-    told = {name: slurm_variable(name, shell.environ) for name in _STEP}
-    missing = [f"SLURM_{name}" for name, value in told.items() if value is None]
+    variables = {name: slurm_variable(name, shell.environ) for name in _STEP}
+    missing = [f"SLURM_{name}" for name, value in variables.items() if value is None]
     if missing:
         reason = f"not a task of a job step: SlurmClusterResolver needs {', '.join(missing)}, which srun sets"
         yield _ROWS.fine("SLURM_*", f"{reason}; lockstep run does not need it", missing=missing)
         return
-    rank, number, hosts, tasks = (value or "" for value in told.values())
+    rank, number, hosts, tasks = (value or "" for value in variables.values())
     try:
         found = expand_hosts(hosts)
         _check_step(rank, number, len(found), expand_counts(tasks))

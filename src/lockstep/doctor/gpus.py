@@ -171,14 +171,14 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
         built += f" and cuDNN {_show_cudnn(cudnn)}"
     driver = reading.driver
     if driver is None or not usable:
-        rating, said, remedy = Rating.FINE, "and there is no GPU for it to use", ""
+        rating, effect, remedy = Rating.FINE, "and there is no GPU for it to use", ""
     elif cuda:
-        rating, said, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
+        rating, effect, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
     else:
-        said = f"so it computes on the CPU, beside {count(len(usable), 'GPU')}"
+        effect = f"so it computes on the CPU, beside {count(len(usable), 'GPU')}"
         rating, remedy = Rating.WARNING, _install(backend, driver)
     facts = {"cuda": cuda, "cudnn": cudnn, "driver": None if driver is None else asdict(driver)}
-    return Finding("backends", f"{backend} and the driver", rating, f"{built}, {said}", remedy, facts)
+    return Finding("backends", f"{backend} and the driver", rating, f"{built}, {effect}", remedy, facts)
 
 
 def absence(reading: GpuReading) -> str:
@@ -207,8 +207,8 @@ def describe(gpu: Gpu) -> str:
     """Return all that a GPU reports, or its fault, in a sentence."""
     if gpu.fault:
         return ": ".join(filter(None, (title(gpu), gpu.fault)))
-    told = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
-    return ", ".join([gpu.name or "an unknown model", *told])
+    values = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
+    return ", ".join([gpu.name or "an unknown model", *values])
 
 
 def title(gpu: Gpu) -> str:

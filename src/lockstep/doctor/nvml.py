@@ -122,8 +122,8 @@ class _Questions:
 
     def text(self, function: str, *arguments: Any) -> str | None:
         """Return a text result as one line that is safe to print."""
-        told = self.ask(function, *arguments)
-        return None if told is None else _plain(told)
+        answer = self.ask(function, *arguments)
+        return None if answer is None else _plain(answer)
 
 
 def _without_driver(error: Exception, devices: tuple[str, ...]) -> GpuReading:
@@ -145,7 +145,7 @@ def _with_driver(library: Any, devices: tuple[str, ...]) -> GpuReading:
     version = questions.text("nvmlSystemGetDriverVersion") or "of an unknown version"
     # The first returns the CUDA version that programs would find, which may be newer than the driver's own.
     names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
-    number = next((told for told in map(questions.ask, names) if told), None)
+    number = next((answer for answer in map(questions.ask, names) if answer), None)
     driver = Driver(version, None if number is None else (number // 1000, number % 1000 // 10))
     gpus = tuple(_gpu(library, index) for index in range(questions.ask("nvmlDeviceGetCount") or 0))
     if devices and not gpus:
@@ -194,11 +194,11 @@ def _gpu(library: Any, index: int) -> Gpu:
 def _processes(questions: _Questions, handle: Any) -> tuple[Process, ...] | None:
     """Return compute and graphics processes, by their ids; None if the GPU reports neither."""
     kinds = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
-    told = [running for running in (questions.ask(kind, handle) for kind in kinds) if running is not None]
-    if not told:
+    answer = [running for running in (questions.ask(kind, handle) for kind in kinds) if running is not None]
+    if not answer:
         return None
     memory: dict[int, int | None] = {}
-    for process in (process for running in told for process in running):
+    for process in (process for running in answer for process in running):
         # A process that does both is listed twice, with the same memory.
         used = None if process.usedGpuMemory == _UNTOLD else process.usedGpuMemory
         memory[process.pid] = _most((memory.get(process.pid), used))
@@ -226,17 +226,19 @@ def _instances(questions: _Questions, handle: Any) -> tuple[str, ...] | None:
     return tuple(name for name in names if name is not None)
 
 
-def _memory(told: Any, total: str = "total", used: str = "used", free: str = "free") -> GpuMemory | None:
-    return None if told is None else GpuMemory(*(int(getattr(told, name)) for name in (total, used, free)))
+def _memory(answer: Any, total: str = "total", used: str = "used", free: str = "free") -> GpuMemory | None:
+    return (
+        None if answer is None else GpuMemory(*(int(getattr(answer, name)) for name in (total, used, free)))
+    )
 
 
 def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
 
 
-def _plain(told: str | bytes) -> str:
+def _plain(answer: str | bytes) -> str:
     # Any user can choose the name of a process.
-    text = told.decode(errors="replace") if isinstance(told, bytes) else told
+    text = answer.decode(errors="replace") if isinstance(answer, bytes) else answer
     return printable(text)
 
 

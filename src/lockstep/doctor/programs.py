@@ -156,7 +156,7 @@ def results(
         deadline: on the monotonic clock.
         say: called every few seconds with the indices of those that still run and the seconds waited so far.
     """
-    begun = said = time.monotonic()
+    begun = reported = time.monotonic()
     ways: dict[int, tuple[int | None, float]] = {}
     # The output of a program must neither fill the memory nor block the program.
     with selectors.PollSelector() as selector:
@@ -171,8 +171,8 @@ def results(
             left = deadline - now
             if left <= 0 or len(ways) == len(programs):
                 break
-            if now - said >= _SAY_EVERY:
-                said = now
+            if now - reported >= _SAY_EVERY:
+                reported = now
                 say([place for place in range(len(programs)) if place not in ways], now - begun)
             for key, _ in selector.select(min(left, _LOOK_EVERY)):
                 if not key.data.read():

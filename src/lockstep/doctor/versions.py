@@ -40,9 +40,9 @@ class Packages:
         for distribution in metadata.distributions():
             # The first one on the path is imported.
             # An interrupted installation leaves a folder without a name or a version.
-            told = distribution.metadata
-            if told["Name"] and told["Version"]:
-                found.setdefault(canonicalize_name(told["Name"]), distribution)
+            fields = distribution.metadata
+            if fields["Name"] and fields["Version"]:
+                found.setdefault(canonicalize_name(fields["Name"]), distribution)
         return cls(
             {name: each.version for name, each in found.items()},
             {name: tuple(each.requires or ()) for name, each in found.items()},

@@ -1,4 +1,4 @@
-"""The distributed calls of a process (`fit`, `evaluate`, ...), numbered, and where in them it is."""
+"""The numbered distributed calls of a process (`fit`, `evaluate`, ...), and its position in them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,25 +13,25 @@ class KerasCall:
     """One distributed call.
 
     Attributes:
-        name: of the method, and how many of it there were; for messages.
-        number: of the call, from 1, other than those of all others; 0 outside of any.
-        seed: 64 bits that follow from the seeds that the script had set when the call began.
-        steps: taken in the call so far.
-        skipped: how many of its steps were taken before this process began, and are not taken again.
-        callbacks: that the call was given.
-        settings: how the call trains, as its checkpoints say it.
-        marks: what tells which of their attributes have changed since before and after `on_train_begin`.
-        model: that a call of `fit` trains.
-        by_batch: whether what callbacks decide counts at the end of each batch, and not only of each epoch.
-        at_end: whether its state can be taken at its end only.
-        looks: how often a batch of its data was looked at before it began.
-        passes: over its examples that have begun.
-        states: the random states with which the last of them began.
-        inner: how many calls of each method have begun within.
-        leaves: what is kept of it when it ends, if that is not what it returns.
+        name: the method and the count of its calls, for messages.
+        number: of the call, from 1, unique; 0 outside of any.
+        seed: 64 bits, derived from the seeds that the script had set when the call began.
+        steps: number of steps of the call so far.
+        skipped: number of its steps that another process took and that are not repeated.
+        callbacks: the callbacks of the call.
+        settings: how the call trains, as recorded in its checkpoints.
+        marks: of the callbacks, before and after `on_train_begin`, to detect attributes that have changed.
+        model: the model that a call of `fit` trains.
+        by_batch: whether decisions of callbacks take effect after each batch, not only after each epoch.
+        at_end: whether its state can be taken only at its end.
+        looks: number of sample batches of its data that were read before it began.
+        passes: number of passes over its examples that have begun.
+        states: the random states at the beginning of the last pass.
+        inner: number of calls within it that have begun, by method.
+        leaves: the result to keep when it ends, if that is not its return value.
         logs: of its last step.
-        heard: the step whose end callbacks had heard of when the state was taken that this process goes on
-            from; None if they had not.
+        heard: the step whose end the callbacks had already processed when the restored state was taken; None
+            if they had not.
     """
 
     name: str
@@ -56,16 +56,16 @@ class KerasCall:
 
 @dataclass
 class CallStack:
-    """The calls in progress, the innermost last, and how many of each method there were.
+    """The calls in progress, the innermost last, and the number of calls by method.
 
     Attributes:
-        job_seed: everything random in the job follows from it.
-        methods: how many calls of each method have begun, outside of any other.
-        outermost: how many calls outside of any other have begun.
-        taken: how many steps of training have been taken, in all calls.
+        job_seed: determines everything random in the job.
+        methods: number of top-level calls that have begun, by method.
+        outermost: number of top-level calls that have begun.
+        taken: number of training steps in all calls.
         stack: the calls in progress.
         unnumbered: methods whose calls do not count in the numbers of calls.
-        asked: where the program was when it last asked for its place, and how often it has asked there.
+        asked: the position of the last call of `next_seed`, and the number of its calls there.
     """
 
     job_seed: int = 0
@@ -80,8 +80,8 @@ class CallStack:
     def enter(self, method: str) -> Iterator[KerasCall]:
         """Number a call of `method` and make it the current one for the block.
 
-        The number follows from the calls that the script itself has made: where one of them failed, and how
-        many calls it had made within, does not matter.
+        The number depends only on the calls that the script itself has made, not on where one of them failed
+        or how many calls it made internally.
         """
         outer, within = self.current, len(self.stack) > 1
         counts = outer.inner if within else self.methods
@@ -101,7 +101,7 @@ class CallStack:
 
     @contextmanager
     def again_in(self, call: KerasCall) -> Iterator[None]:
-        """Make a call that has ended the current one for the block."""
+        """Make an ended call the current one for the block."""
         self.stack.append(call)
         try:
             yield
@@ -109,10 +109,10 @@ class CallStack:
             self.stack.pop()
 
     def next_seed(self) -> int:
-        """Return a seed for a place in the program: another for each time it asks.
+        """Return a new seed for the current position in the program.
 
-        It follows from the job's seed, the script's, and the place, and is the same in a process that passes
-        over what others have computed.
+        It is derived from the job's seed, the script's seeds, and the position, and is the same in a process
+        that skips what others have computed.
         """
         where = self.outermost, len(self.stack), self.current.steps
         count = self.asked[1] + 1 if self.asked[0] == where else 1
@@ -125,5 +125,5 @@ class CallStack:
         return self.stack[-1]
 
     def where(self) -> str:
-        """Name the step that is being taken, for messages."""
+        """Name the current step, for messages."""
         return f"step {self.current.steps + 1} of {self.current.name}"

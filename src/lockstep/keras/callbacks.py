@@ -1,6 +1,6 @@
-"""Keras's own callbacks that write: on the chief, whoever that is at the time.
+"""Keras's own callbacks that write, limited to the current chief.
 
-The only file that touches the private parts of Keras's callbacks.
+The only file that uses private parts of Keras's callbacks.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     goes_on: bool
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore, unless the job goes on from a checkpoint of its own."""
+        """Restore, unless the job resumes from its own checkpoint."""
         if not self.goes_on:
             super().on_train_begin(logs)
 
@@ -47,7 +47,7 @@ class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
 
 
 class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
-    """Writes on the chief; whoever goes on in the file knows how many rows it has to have."""
+    """Writes on the chief; every worker counts the rows, so that a new chief can continue the file."""
 
     append: bool
     goes_on: bool
@@ -70,7 +70,7 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
 
     def _write(self, rows: int, epoch: int, logs: Any) -> None:
         if self.csv_file is None or self.csv_file.closed:
-            # Another process has written the rows so far, and perhaps more, or half of one.
+            # Another process has written the rows so far, and perhaps more, or a part of one.
             path = Path(self.filename)
             path.write_bytes(b"".join(_lines(path)[: 1 + rows]))
             own, self.append = self.append, True
@@ -89,17 +89,17 @@ class ChiefProgbar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
     async_safe = True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Begin a bar."""
+        """Start a bar."""
         self._reset_progbar()
         job.current().as_chief(lambda: keras.callbacks.ProgbarLogger.on_epoch_begin(self, epoch, logs))
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Move the bar."""
+        """Update the bar."""
         if job.is_chief():
             super().on_train_batch_end(batch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """End the bar."""
+        """Finish the bar."""
         job.current().as_chief(lambda: self._end(logs))
 
     def _end(self, logs: Any) -> None:
@@ -108,7 +108,7 @@ class ChiefProgbar(keras.callbacks.ProgbarLogger):  # type: ignore[misc]
 
 
 class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
-    """Calls another callback on the chief; whoever becomes the chief begins with it anew."""
+    """Calls another callback on the chief; a new chief starts with its `on_train_begin`."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -178,14 +178,14 @@ _ON_CHIEF = {
 
 
 def on_chief(callbacks: Any, verbose: Any, *, goes_on: bool) -> Any:
-    """Return what `fit` is given instead of the user's callbacks: those of Keras's that write do it once.
+    """Return the callbacks for `fit` in place of the user's: Keras's that write do so only on the chief.
 
-    The user's own callbacks, subclasses of Keras's included, stay as they are.
+    The user's own callbacks, including subclasses of Keras's, stay unchanged.
 
     Args:
-        callbacks: as the user gives them.
-        verbose: as the user gives it.
-        goes_on: whether the call had begun in another process, which has left files.
+        callbacks: as the user passes them.
+        verbose: as the user passes it.
+        goes_on: whether the call began in another process, whose files exist.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
@@ -196,7 +196,7 @@ def on_chief(callbacks: Any, verbose: Any, *, goes_on: bool) -> Any:
 
 
 def writes(callbacks: Any) -> bool:
-    """Whether the chief's callbacks may still be writing when its `fit` returns and others go on."""
+    """Whether the chief's callbacks may still be writing when `fit` returns on other workers."""
     kinds = (*_ON_CHIEF, keras.callbacks.TensorBoard)
     return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
 
@@ -217,13 +217,13 @@ def _on_chief(callback: Any, goes_on: bool) -> Any:
     if kind is None:
         return callback
     made = kind.__new__(kind)
-    # The same state, not a copy: what the user looks at later, and what the next fit goes on from.
+    # The same state, not a copy: the user may read it later, and the next fit continues with it.
     made.__dict__ = vars(callback)
     vars(callback)["goes_on"] = goes_on
     return made
 
 
 def _lines(path: Path) -> list[bytes]:
-    """Return the lines of a file that are whole, with their ends; none if there is no file."""
+    """Return the complete lines of a file, with their ends; none if there is no file."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [line for line in lines if line.endswith(b"\n")]

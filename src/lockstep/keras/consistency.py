@@ -1,4 +1,4 @@
-"""Whether all workers are about to compute the same thing, and if not, who differs in what."""
+"""Checks that all workers are about to compute the same thing, and reports which ones differ."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,15 @@ from lockstep.topology import View
 from lockstep.worker.job import Job
 
 Facts = Mapping[str, str]
-"""What a worker is about to do, by name, in the order in which differences are to be reported."""
+"""Named facts about what a worker is about to do, in the order in which differences are reported."""
 
 CHECK_EVERY = 100
 """Steps between two comparisons of the workers' states."""
 
 _TAKEN = "memory that a step has taken"
-"""Stands for the value of a variable that shared its memory with another one, which a step of JAX was given.
+"""Stands for the value of a variable whose memory, shared with another variable, was donated to a JAX step.
 
-Keras fails once it reads the variable; a comparison, which reads more than the program, does not mind.
+Keras fails when it reads such a variable; a comparison, which reads more than the program, tolerates it.
 """
 
 ADVICE_ON_CALLS = (
@@ -52,29 +52,29 @@ _ADVICE = {"data": _DATA, "order": _ORDER, "validation": _DATA, "variable": _MOD
 
 
 def agree(job: Job, what: str, facts: Facts) -> None:
-    """Return if every worker calls this with equal facts.
+    """Check that every worker calls this with equal facts.
 
     Raises:
-        DisagreementError: on every worker; names the two workers and the first fact that differs.
+        DisagreementError: facts differ; raised on every worker, names two workers and the first difference.
     """
     job.exchange(lambda view, communicator: gather(view, communicator, what, facts, b""))
 
 
 def chiefs_word(job: Job, what: str, own: bool) -> bool:
-    """Return `own` of the chief, to every worker."""
+    """Return the chief's `own` on every worker."""
 
-    def hear(view: View, communicator: Communicator) -> bool:
+    def receive(view: View, communicator: Communicator) -> bool:
         words = gather(view, communicator, what, {}, bytes([own]))
         return words[view.workers.index(view.chief)] == bytes([True])
 
-    return job.exchange(hear)
+    return job.exchange(receive)
 
 
 def gather(view: View, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
     """Give every worker the blobs of all, in the order of the view's workers.
 
     Raises:
-        DisagreementError: on every worker, when they are not in the same `what`, or `facts` differ.
+        DisagreementError: the workers are not in the same `what`, or `facts` differ; raised on every worker.
     """
     own = msgspec.msgpack.encode((list({"call": what, **facts}.items()), blob))
     packed = [
@@ -93,7 +93,7 @@ def _compare(what: str, workers: Sequence[int], gathered: Sequence[Facts]) -> No
 
 
 def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> str | None:
-    """Compare every worker's facts with those of the first; describe the first difference."""
+    """Compare every worker's facts with those of the first one; return the first difference, if any."""
     first = gathered[0]
     for worker, other in zip(workers[1:], gathered[1:], strict=True):
         for name in [*first, *(name for name in other if name not in first)]:
@@ -107,21 +107,21 @@ def describe_difference(workers: Sequence[int], gathered: Sequence[Facts]) -> st
 
 
 def _suspect() -> str:
-    """Name a library that the program has imported and that is known to differ between workers."""
+    """Return a hint on an imported library that is known to differ between workers."""
     return _OPTUNA if "optuna" in sys.modules else ""
 
 
 def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:
-    """Describe each setting of a model, its optimizer and its loss in a separate fact."""
+    """Return a fact for each setting of a model, its optimizer and its loss."""
     return {f"setting {name}": text for name, text in settings.items()}
 
 
 def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str, Any]) -> dict[str, str]:
-    """Describe each variable's shape, dtype and value in a fact of its own.
+    """Return a fact for each variable, with its shape, dtype and value.
 
     Args:
-        concrete: shows an array of the backend to NumPy.
-        arrays: the values by the variables' names.
+        concrete: converts an array of the backend to NumPy.
+        arrays: the values by variable name.
     """
     facts = {}
     for name, value in arrays.items():

@@ -19,9 +19,9 @@ def on_device(name: str) -> AbstractContextManager[Any]:
         with keras.device(short):
             made = keras.ops.zeros(())
     except Exception as error:
-        # Each backend has exceptions of its own for this.
+        # Each backend raises its own exceptions.
         raise ConfigError(f"{name!r} is not a device that Keras can use here: {error}") from None
-    # TensorFlow takes another device without a word where there is none of the name.
+    # TensorFlow silently uses another device if there is none of this name.
     if keras.backend.backend() == "tensorflow" and not made.device.lower().endswith(short):
         raise ConfigError(f"{name!r} is not a device that Keras can use here: TensorFlow uses {made.device}")
     device: AbstractContextManager[Any] = keras.device(short)

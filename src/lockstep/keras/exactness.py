@@ -1,6 +1,6 @@
-"""What of a model does not add up over replicas: metrics that are refused, and what is computed per replica.
+"""Parts of a model that are not additive over replicas: rejected metrics, and parts computed per replica.
 
-The latter differs from one process on the global batch by more than rounding.
+The latter differ from one process on the global batch by more than rounding.
 """
 
 import warnings
@@ -18,14 +18,14 @@ from lockstep.system.prose import count
 from lockstep.topology import View
 
 _ACROSS_EXAMPLES = ("circle", "dice", "tversky")
-"""Keras's losses that compare the examples of a batch, or divide by what is in all of them."""
+"""Keras's losses that compare the examples of a batch, or normalize over all of them."""
 
 _PROBED_ROWS = 8
-"""How many rows of a batch are tried, and as many others."""
+"""Rows of a batch to test, against as many others."""
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:
-    """Say that a method of `keras.Model` is distributed, and which parts are computed per replica."""
+    """Return the note that a method of `keras.Model` is distributed, and which parts are per replica."""
     over = count(len(view.workers), "worker")
     if len(view.workers) != view.replicas:
         over = f"{count(view.replicas, 'replica')} on {over}"
@@ -34,20 +34,20 @@ def introduction(method: str, view: View, parts: Sequence[str]) -> str:
 
 
 def said_of(parts: Sequence[str]) -> str:
-    """Say which parts are computed per replica."""
+    """Return a text on which parts are computed per replica."""
     return f"computed per replica: {', '.join(parts)}"
 
 
 def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name what of a model's training differs from that of one process by more than rounding.
+    """Name the parts of a model's training that differ from one process by more than rounding.
 
-    That is what looks at several examples at once: the statistics of BatchNormalization, a loss or a metric
-    that compares examples, a sum that a layer adds to the loss, and perhaps a step of the program's own.
-    Random layers draw other numbers in each replica; they are not named.
+    These use several examples at once: the statistics of BatchNormalization, a loss or a metric that compares
+    examples, a sum that a layer adds to the loss, and perhaps a custom step. Random layers draw different
+    numbers in each replica; they are not named.
 
     Args:
         model: built.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if something is tried.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a part must be tested.
     """
     counted = Counter(
         type(layer).__name__
@@ -65,7 +65,7 @@ def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
 
 
 def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the losses that are no means over examples; those of which this is not known are tried."""
+    """Name the losses that are not means over examples; test those for which this is unknown."""
     given = [loss for loss in keras.tree.flatten(model.loss) if loss is not None]
     doubtful = [loss for loss in given if _may_compare_examples(loss)]
     if not doubtful:
@@ -75,13 +75,13 @@ def _losses_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
     ]
     try:
         whole, first, second = _in_parts(rows(), lambda x, y: _compiled_loss(model, x, y))
-    except Exception:  # A step of the program's own may give losses what it likes.
+    except Exception:  # A custom step may pass anything to losses.
         return [f"{name} (possibly: it could not be tested)" for name in names]
     return [] if _near(whole, (first + second) / 2) or _near(whole, first + second) else names
 
 
 def _sums_of_layers(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the layers of the program's own if what they add to the loss is no mean over examples."""
+    """Name the program's own layers if the loss that they add is not a mean over examples."""
     layers = [layer for layer in model._flatten_layers() if _adds_losses(type(layer))]
     if not layers:
         return []
@@ -110,7 +110,7 @@ def _may_compare_examples(loss: Any) -> bool:
 
 def _compiled_loss(model: Any, x: Any, y: Any) -> Any:
     with keras.StatelessScope():
-        # A sum is a tensor of its own, without a mask, which would change what the mean is over.
+        # The sum is a new tensor without a mask, which would change the examples in the mean.
         outputs = keras.tree.map_structure(lambda leaf: leaf + 0, model(x, training=False))
         return model._compile_loss(y, outputs)
 
@@ -122,14 +122,14 @@ def _added_losses(model: Any, x: Any) -> Any:
 
 
 def _in_parts(data: Any, compute: Callable[[Any, Any], Any]) -> tuple[float, float, float]:
-    """Return `compute(x, y)` of some rows of `data`, and of each half of them; of fewer than two, zeros."""
+    """Return `compute(x, y)` of some rows of `data` and of each half of them; zeros for fewer than two."""
     half = tried_rows(data)
     if not half:
         return 0.0, 0.0, 0.0
 
     def of(rows: slice) -> float:
         x, y, _ = rows_of(data, rows)
-        # What the program draws here must not change what it draws later.
+        # Random numbers drawn here must not affect later ones.
         with random_numbers(0):
             return float(keras.ops.convert_to_numpy(compute(x, y)))
 
@@ -141,15 +141,15 @@ def _near(one: float, other: float) -> bool:
 
 
 def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
-    """Raise ModelError if a metric's state is not a sum over examples; change nothing.
+    """Raise ModelError if a metric's state is not a sum over examples; leave the model unchanged.
 
-    Replicas start a step from zero, and their states are added. Keras's own metrics that start from zero
-    add up. One that the user wrote is tried: updating it with some rows and then with others has to give
-    the sum of both alone.
+    Replicas start a step from zero, and their states are added. Keras's own metrics that start from zero are
+    additive. A user's metric is tested: updating it with some rows and then with others must give the sum of
+    the separate updates.
 
     Args:
         model: built, with its metrics.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tried.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tested.
     """
     for metric in model.metrics:
         with keras.StatelessScope() as scope:
@@ -166,7 +166,7 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
             _try(model, data)
     except ModelError:
         raise
-    except Exception as error:  # A step of the program's own may give metrics what it likes.
+    except Exception as error:  # A custom step may pass anything to metrics.
         warnings.warn(
             f"cannot check whether the metric {own[0].name!r} adds up over replicas, because the model or "
             f"its metrics cannot be called with a batch ({type(error).__name__}); it adds up if it keeps "
@@ -176,13 +176,13 @@ def refuse_metrics_that_do_not_add(model: Any, rows: Callable[[], Any]) -> None:
 
 
 def metrics_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
-    """Name the metrics of the program's own that compare the examples of a batch.
+    """Name the user's metrics that compare the examples of a batch.
 
-    That is: after one update with some rows, their state is not the sum of what either half adds.
+    After one update with some rows, the state of such a metric is not the sum of updates with either half.
 
     Args:
         model: built, with its metrics.
-        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tried.
+        rows: reads some rows of the input, as `(x, y, sample_weight)`; called only if a metric is tested.
     """
     own = _own_metrics(model)
     if not own:
@@ -195,7 +195,7 @@ def metrics_across_examples(model: Any, rows: Callable[[], Any]) -> list[str]:
         parts = (slice(0, 2 * half), slice(0, half), slice(half, 2 * half))
         with random_numbers(0):
             states = [_state(model, [_updates(model, data, part)]) for part in parts]
-    except Exception:  # A step of the program's own may give metrics what it likes.
+    except Exception:  # A custom step may pass anything to metrics.
         return []
     differing = {
         id(variable)
@@ -210,7 +210,7 @@ def _own_metrics(model: Any) -> list[Any]:
 
 
 def tried_rows(data: Any) -> int:
-    """Return how many rows of a batch are tried, and as many others; 0 where there is no second one."""
+    """Return the number of rows to test against as many others; 0 if the batch has fewer than two."""
     counts = [int(leaf.shape[0]) for leaf in keras.tree.flatten(data) if leaf is not None]
     return min(_PROBED_ROWS, min(counts) // 2)
 

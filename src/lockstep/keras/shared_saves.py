@@ -1,4 +1,4 @@
-"""Saving a model that several workers hold: whoever comes first writes, and nobody reads half a file."""
+"""Saving a model that several workers hold: the first worker writes, and no reader sees a partial file."""
 
 import os
 import shutil
@@ -22,29 +22,28 @@ from lockstep.worker.job import Job
 
 Write = Callable[[str], object]
 
-_SAY_EVERY_SECONDS = 10.0
+_NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 600.0
 
 
 def write_once(
     notes: Path, path: os.PathLike[str] | str, state: bytes, write: Write, *, rename: bool
 ) -> None:
-    """Write a file that other workers may be writing too; return when it is there.
+    """Write a file that other workers may also write; return when it exists.
 
-    Workers that save the same state to the same path share the work: the first to come writes, the others
-    wait for it. A worker that comes alone simply writes. If the one that writes ends halfway, the next one
-    does it.
+    Workers that save the same state to the same path share the work: the first one writes, and the others
+    wait for it. If the writer ends before it is done, the next worker writes.
 
     Args:
-        notes: a folder that the workers share, for notes on what has been written.
-        path: where this worker wants it written.
-        state: what is to be written, as bytes that are equal only for equal contents.
-        write: writes to the path it is given.
-        rename: write a local path under a temporary name beside it and rename that, so that no reader
-            ever sees half a file; for what is one file or one folder.
+        notes: a folder shared by the workers, for records of what was written.
+        path: the file to write.
+        state: identifies the contents: bytes that are equal only for equal contents.
+        write: writes to the path that it is given.
+        rename: write a local file under a temporary name beside it and rename that, so that no reader ever
+            sees a partial file; only for a single file or folder.
 
     Raises:
-        OSError: whatever `write` raises.
+        OSError: any that `write` raises.
         PeerStuckError: another worker has been writing for 10 minutes.
     """
     own = os.fspath(path)
@@ -63,7 +62,7 @@ def write_once(
 
 
 class Saves:
-    """Saving in a job: each method stands for one of Keras's, which is its `original`."""
+    """Saving in a job; replaces Keras's methods, which are passed as `original`."""
 
     def __init__(self, job: Job, backend: Backend) -> None:
         self._job = job
@@ -72,7 +71,7 @@ class Saves:
     def save(
         self, original: Callable[..., Any], model: Any, filepath: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Save in whichever way `original` does, once for all workers that save the same state there."""
+        """Save like `original`, once for all workers that save the same state to the same path."""
         if self._job.context.folder is None or len(self._job.view.workers) == 1:
             original(model, filepath, *args, **kwargs)
             return
@@ -84,20 +83,20 @@ class Saves:
             filepath,
             digest_arrays(arrays, purpose),
             lambda path: original(model, path, *args, **kwargs),
-            # Shards are several files; and what must not be overwritten has to be seen by Keras.
+            # Shards are several files; and Keras must see a file that it must not overwrite.
             rename=not sharded and kwargs.get("overwrite", args[0] if args else True) is True,
         )
 
 
 @contextmanager
 def _locked(file: Path, path: str) -> Iterator[int]:
-    """Hold the lock of a note for the block; a process that dies lets go of it."""
-    said = 0.0
+    """Hold the lock of a record for the block; the kernel releases it if the process dies."""
+    reported = 0.0
 
     def waiting(waited: float) -> None:
-        nonlocal said
-        if waited - said > _SAY_EVERY_SECONDS:
-            said = waited
+        nonlocal reported
+        if waited - reported > _NOTE_EVERY_SECONDS:
+            reported = waited
             note(f"has waited {waited:.0f} s for another worker that writes {path}")
 
     descriptor = wait_for_lock(file, _PATIENCE_SECONDS, waiting)
@@ -125,16 +124,16 @@ def _write_whole(final: Path, write: Write) -> None:
 
 @contextmanager
 def _beside(final: Path) -> Iterator[Path]:
-    """Give a temporary path on the disk of `final`; what is there at the end of the block is removed.
+    """Yield a temporary path on the disk of `final`; remove what is there at the end of the block.
 
-    The end of its name tells Keras which format is meant. It is in a folder of its own: where several users
-    can write, another one could have put a link under any name that can be guessed.
+    The suffix of its name tells Keras the format. It is in a new folder: in a folder that several users can
+    write to, another user could place a link under any predictable name.
     """
     if final.parent.is_dir():
         own = Path(tempfile.mkdtemp(prefix=".", dir=final.parent))
         temporary = own / final.name
     else:
-        # Some ways to save make the folders above.
+        # Some ways to save create the parent folders.
         own = temporary = final.with_name(f".{os.getpid()}-{final.name}")
     try:
         yield temporary

@@ -1,4 +1,4 @@
-"""Evaluating the checkpoints of a training, in a process beside it, as they appear."""
+"""Evaluates the checkpoints of a job in a separate process, as they appear."""
 
 import os
 import time
@@ -83,7 +83,7 @@ class SidecarEvaluator:
         return follow(self, clock.wall() - _age(), clock, time.sleep)
 
     def evaluate(self, steps: int | None, callbacks: Any) -> dict[str, float]:
-        """Return the figures of the model as it is, by name."""
+        """Return the metrics of the model in its current state, by name."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(self.data)
         options = {"batch_size": self.batch_size, "steps": steps, "callbacks": callbacks}
         figures: dict[str, float] = self.model.evaluate(
@@ -93,20 +93,20 @@ class SidecarEvaluator:
 
 
 class Evaluating:
-    """What `fit` does in the process of an evaluator."""
+    """The implementation of `fit` in the process of an evaluator."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
 
     def fit(self, model: Any, given: dict[str, Any]) -> Any:
-        """Evaluate the checkpoints that this call of the script keeps where it trains.
+        """Evaluate the checkpoints that this call of the script saves in the training processes.
 
         Args:
             model: to evaluate.
             given: the arguments of `fit`, by name.
 
         Raises:
-            ConfigError: no checkpoints are kept, or there is nothing to evaluate them on.
+            ConfigError: no checkpoints are saved, or there is no data to evaluate them on.
         """
         asked = asked_in(given["callbacks"])
         folder = self._folder if asked is None else Path(asked.folder).absolute()
@@ -115,7 +115,7 @@ class Evaluating:
                 "this process is the evaluator of TF_CONFIG, but fit saves no checkpoints for it to "
                 "evaluate: give fit callbacks=[lockstep.callbacks.Checkpoint(folder)], in all tasks"
             )
-        # What comes after a call that has watched the folder to the end of the training finds it ended.
+        # If an earlier call has already watched this folder, any job that ever used it counts.
         since = 0.0 if folder == self._folder else SystemClock().wall() - _age()
         evaluator = SidecarEvaluator(
             model,
@@ -131,13 +131,13 @@ class Evaluating:
 
 
 def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Callable[[float], None]) -> Any:
-    """Do what `SidecarEvaluator.start` says.
+    """Implement `SidecarEvaluator.start`.
 
     Args:
-        evaluator: says what to evaluate.
-        since: seconds since 1970; a job that has shown itself then or later counts as seen.
-        clock: says what time it is.
-        pause: waits for so many seconds.
+        evaluator: its settings.
+        since: seconds since 1970; a job that started or saved a checkpoint then or later counts.
+        clock: the time.
+        pause: waits for a number of seconds.
     """
     folder = Path(evaluator.checkpoint_dir).absolute()
     store, watch = Store(folder), CheckpointWatch(folder, clock.now())
@@ -146,7 +146,7 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
     history.on_train_begin()
     callbacks = _listed(evaluator)
     while evaluator.max_evaluations is None or len(history.epoch) < evaluator.max_evaluations:
-        # In this order: whatever a job has left that has ended is seen.
+        # In this order, so that all checkpoints of a job that has ended are found.
         trains, begun = is_training(folder), last_sign(folder) >= since
         checkpoints = store.steps()
         look = Look(clock.now(), trains, begun, checkpoints)
@@ -166,7 +166,7 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
 
 
 def _read(path: Path, watch: CheckpointWatch, step: int) -> Contents | None:
-    """Read a checkpoint; None if that was not possible, which is said if it is damaged."""
+    """Read a checkpoint; return None if that fails, with a note if it is damaged."""
     try:
         return load(path)
     except CheckpointError as error:
@@ -177,7 +177,7 @@ def _read(path: Path, watch: CheckpointWatch, step: int) -> Contents | None:
 
 def _load(evaluator: SidecarEvaluator, path: Path, contents: Contents) -> None:
     if not evaluator.model.built:
-        # A model that is not built has nothing that could be loaded.
+        # This builds the model, which has no variables to load before.
         evaluator.evaluate(1, None)
     give(evaluator.model, path, contents)
 
@@ -195,7 +195,7 @@ def _say(line: str) -> None:
 
 
 def _listed(evaluator: SidecarEvaluator) -> Any:
-    """Return one list for all evaluations: callbacks that write go on in what they have begun."""
+    """Return one callback list for all evaluations, so that callbacks that write keep their files open."""
     callbacks = evaluator.callbacks
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
@@ -214,7 +214,7 @@ def _validation(given: dict[str, Any]) -> Any:
 
 
 def _age() -> float:
-    """Return for how many seconds this process has lived."""
-    # The 22nd field is when it began, in ticks; the 2nd is a name, which may hold anything.
+    """Return the age of this process in seconds."""
+    # The 22nd field is the start time in ticks; the 2nd is a name, which may contain any character.
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")

@@ -24,10 +24,10 @@ Array = npt.NDArray[Any]
 Result = TypeVar("Result")
 
 SCALAR = "output/"
-"""Begins the names of single numbers, which are not summed: every worker gets those of all replicas."""
+"""The prefix of names of single numbers, which are not summed: every worker gets those of all replicas."""
 
 GATHERED = "gather/"
-"""Begins the names of what is not summed, but joined; the axis follows, and the position."""
+"""The prefix of names of arrays that are not summed but joined; the axis and the position follow."""
 
 Packed = tuple[str, str, list[int], bytes]
 """An array between workers: its name, dtype, shape and bytes."""
@@ -56,7 +56,7 @@ class PartialLayout:
 
     @cached_property
     def summed(self) -> tuple[str, ...]:
-        """The names of what is summed."""
+        """The names of arrays that are summed."""
         return tuple(name for name in self.names if not name.startswith(GATHERED))
 
     @cached_property
@@ -66,7 +66,7 @@ class PartialLayout:
 
     @cached_property
     def joined(self) -> tuple[str, ...]:
-        """The names of what is joined."""
+        """The names of arrays that are joined."""
         return tuple(name for name in self.names if name.startswith(GATHERED))
 
 
@@ -104,7 +104,7 @@ class Round:
     started: dict[int, Partial] = field(default_factory=dict)
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
-        """Begin the computation of those of `replicas` that have not begun; return what partials are like.
+        """Begin the computation of those of `replicas` that have not begun; return the layout of partials.
 
         Raises:
             ModelError: replicas compute different things.
@@ -154,7 +154,7 @@ class Synchronization(Protocol):
     """
 
     def synchronize(self, this: Round) -> Total:
-        """Have each replica computed by some worker, and return what all partials come to.
+        """Compute each replica on one worker, and return the total of all partials.
 
         Returns:
             Arrays by the names of the partials, valid until the next call: the sum over all replicas along
@@ -164,7 +164,7 @@ class Synchronization(Protocol):
         Raises:
             DisagreementError: the workers differ in `check`, or in the shapes and dtypes of their partials.
             ModelError: the replicas of this worker compute different things.
-            PeerLostError: a worker was lost without whom the job does not continue.
+            PeerLostError: a worker was lost, and the job does not continue without it.
         """
 
 
@@ -213,7 +213,7 @@ class AllReduce:
         try:
             total = communicator.reduce(sums, check=check, what=this.what)
         except InternalError:
-            # Raised before it meets the others, if the partials differ.
+            # Raises, if the partials differ, before this worker joins the others.
             this.refuse_other_shapes(partials)
             raise
         return dict(zip(layout.summed, total, strict=True)) | joined

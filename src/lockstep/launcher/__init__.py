@@ -1,1 +1,1 @@
-"""How a worker process starts: backend, devices, fork server, main program; nothing that watches it."""
+"""Starting worker processes: backend, devices, fork server and main program; supervision is elsewhere."""

@@ -1,9 +1,9 @@
-"""Which Keras backend the workers use, and why, decided before anything imports Keras. Pure.
+"""Which Keras backend the workers use, and why, chosen before anything imports Keras. Pure.
 
-One rule for `lockstep run`, `lockstep.launch` and workers that a person starts: the first of these that is
+One rule applies to `lockstep run`, `lockstep.launch` and workers started by hand: the first of these that is
 set decides.
 
-    --backend                          what the command line, or the caller of launch, asks for
+    --backend                          the option of the command or argument of `launch`
     os.environ["KERAS_BACKEND"] = ...  in the script, which Keras obeys in any case
     KERAS_BACKEND                      in the environment
     os.environ.setdefault(...)         in the script
@@ -12,8 +12,8 @@ set decides.
     --tf-distribute                    asks for TensorFlow
     the first that is installed        of TensorFlow, JAX and PyTorch
 
-So a script runs on the backend that Keras itself chooses for `python train.py`; where Keras finds none,
-because TensorFlow is not installed, on another one.
+So a script runs on the backend that Keras itself chooses for `python train.py`, or on another one if Keras
+finds none because TensorFlow is not installed.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ RULE = (
     "what SCRIPT sets, else KERAS_BACKEND, the checkpoint's backend, keras.json if it names jax or torch, "
     "tensorflow with --tf-distribute, or the first installed of tensorflow, jax and torch"
 )
-"""The default of `--backend`, as the help shows it."""
+"""The default of `--backend`, as shown in the help."""
 
 _WRITTEN_BY_KERAS = "tensorflow"
 _BY_DEFAULT = (_WRITTEN_BY_KERAS, "jax", "torch")
@@ -35,15 +35,15 @@ _BY_DEFAULT = (_WRITTEN_BY_KERAS, "jax", "torch")
 
 @dataclass(frozen=True)
 class Wishes:
-    """What says which backend is wanted; None where it says nothing.
+    """The requests for a backend, by source; None for a source without one.
 
     Attributes:
-        asked: the command line.
-        script: what the script sets `KERAS_BACKEND` to.
-        overrides: whether it does so where the variable is set already, too.
+        asked: on the command line.
+        script: the value to which the script sets `KERAS_BACKEND`.
+        overrides: whether the script does so even if the variable is already set.
         variable: `KERAS_BACKEND`.
         checkpoint: the backend of the checkpoint that the job resumes from.
-        configured: Keras's own configuration file.
+        configured: in Keras's own configuration file.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
     """
 
@@ -58,7 +58,7 @@ class Wishes:
 
 @dataclass(frozen=True)
 class Choice:
-    """The backend, and what has chosen it."""
+    """The backend, and the source of the choice."""
 
     backend: str
     reason: str
@@ -71,12 +71,12 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
     """Return the backend, and the reason.
 
     Args:
-        wishes: what says which is wanted.
+        wishes: the requests.
         installed: whether a backend can be imported.
-        python: the interpreter that `installed` speaks of, for messages.
+        python: the interpreter to which `installed` applies, for messages.
 
     Raises:
-        ConfigError: what was asked for is not installed or is no backend, contradicts the script, or none is
+        ConfigError: the requested backend is unknown, is not installed or contradicts the script; or none is
             installed.
     """
     if wishes.asked and wishes.overrides and wishes.script != wishes.asked:
@@ -84,14 +84,14 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
             f"--backend {wishes.asked}, but the script sets KERAS_BACKEND to {wishes.script}, which takes "
             "precedence: omit --backend, or remove the line from the script"
         )
-    said = (
+    sources = (
         (wishes.asked, f"--backend {wishes.asked}", "--backend selects it"),
         (wishes.script if wishes.overrides else None, *_of_script(wishes.script)),
         (wishes.variable, f"KERAS_BACKEND={wishes.variable}", "KERAS_BACKEND selects it"),
         (wishes.script, *_of_script(wishes.script)),
         (wishes.checkpoint, f"checkpoint of {wishes.checkpoint}", "the checkpoint uses it"),
     )
-    for wanted, source, reason in said:
+    for wanted, source, reason in sources:
         if wanted:
             return Choice(_there(wanted, source, installed, python), reason)
     if (
@@ -110,7 +110,7 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
 
 
 def require_tensorflow(installed: Callable[[str], bool], python: str) -> None:
-    """Refuse `--tf-distribute` where there is no `tf.distribute`.
+    """Reject `--tf-distribute` if there is no `tf.distribute`.
 
     Raises:
         UnfitError: TensorFlow is not installed.
@@ -123,11 +123,11 @@ def require_tensorflow(installed: Callable[[str], bool], python: str) -> None:
 
 
 def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None:
-    """Refuse what makes `tf.keras` Keras 2, which knows nothing of Lockstep.
+    """Reject a setting that makes `tf.keras` Keras 2, which Lockstep does not support.
 
     Args:
         value: of `TF_USE_LEGACY_KERAS`; None if it is not set.
-        who: sets it.
+        who: where it is set, for the message.
 
     Raises:
         ConfigError: it is on.
@@ -140,7 +140,7 @@ def refuse_legacy_keras(value: str | None, who: str = "the environment") -> None
 
 
 def is_legacy(value: str | None) -> bool:
-    """Whether TensorFlow takes a value of `TF_USE_LEGACY_KERAS` for yes."""
+    """Whether TensorFlow treats a value of `TF_USE_LEGACY_KERAS` as true."""
     return value in ("1", "true", "True")
 
 

@@ -11,10 +11,10 @@ _NAME = re.compile(r"\d+|(GPU|MIG)-[\w/-]+", re.ASCII)
 
 
 def parse_devices(text: str) -> tuple[tuple[str, ...], ...]:
-    """Split what `--devices` says: a comma separates workers, `+` joins the GPUs of one worker.
+    """Split the value of `--devices`: a comma separates workers, `+` joins the GPUs of one worker.
 
     Raises:
-        ConfigError: a name is not one of a GPU, or comes twice in one worker.
+        ConfigError: a name is not that of a GPU, or is repeated in one worker.
     """
     entries = tuple(tuple(name.strip() for name in entry.split("+")) for entry in text.split(","))
     for name in (name for entry in entries for name in entry):
@@ -30,10 +30,10 @@ def parse_devices(text: str) -> tuple[tuple[str, ...], ...]:
 
 
 def assign(entries: tuple[tuple[str, ...], ...], workers: int) -> tuple[Devices, ...]:
-    """Give each worker its entry; a single entry is shared by all.
+    """Give each worker its entry; all workers share a single entry.
 
     Raises:
-        ConfigError: there are neither one entry nor as many as workers.
+        ConfigError: there is not one entry, nor one per worker.
     """
     if len(entries) not in (1, workers):
         raise ConfigError(
@@ -45,10 +45,10 @@ def assign(entries: tuple[tuple[str, ...], ...], workers: int) -> tuple[Devices,
 
 
 def spread(gpus: tuple[str, ...], workers: int) -> tuple[Devices, ...]:
-    """Give each worker one of the visible GPUs; neighbours share where there are too few.
+    """Give each worker one of the visible GPUs; adjacent workers share one if there are too few.
 
     Returns:
-        One entry a worker; nothing if there is no GPU.
+        One entry per worker; empty if there is no GPU.
     """
     if not gpus:
         return ()

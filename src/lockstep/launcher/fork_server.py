@@ -1,4 +1,4 @@
-"""The agent's side of the process that workers are forked from, `lockstep.launcher.fork_server_main`."""
+"""The agent's side of the fork server, `lockstep.launcher.fork_server_main`."""
 
 import os
 import select
@@ -20,13 +20,13 @@ _MOST_ANSWER = 4096
 
 @dataclass(frozen=True)
 class ForkServerPlan:
-    """What all workers of a job have in common.
+    """What all workers of a job share.
 
     Attributes:
-        arguments: what they run, `[-m] target arguments...`.
+        arguments: the program, `[-m] target arguments...`.
         environment: of all of them.
-        inherited: descriptors that they find at the same numbers.
-        scan: what they will import.
+        inherited: descriptors that they inherit with the same numbers.
+        scan: the modules that they will import.
     """
 
     arguments: tuple[str, ...]
@@ -36,25 +36,25 @@ class ForkServerPlan:
 
     @classmethod
     def of(cls, spec: JobSpec) -> "ForkServerPlan":
-        """Return that of a job."""
+        """Return the plan of a job."""
         script = Script(spec.target, spec.module, spec.arguments)
         source = script.source()
-        # A framework may look for GPUs when it is imported, and each worker is to see its own.
+        # A framework may look for GPUs when it is imported, and each worker must see only its own.
         known = source if not spec.devices else None
         environment = job_environment(spec.seed, spec.threads, backend=spec.backend)
         scan = scan_imports(known, script.folder, environment) if known else NOTHING
         return cls(script.command_line, environment, spec.inherited, scan)
 
     def without_imports(self) -> "ForkServerPlan":
-        """Return the same, with nothing to import."""
+        """Return the same plan without imports."""
         return replace(self, scan=NOTHING)
 
 
 class ForkServer:
-    """The parent of a job's workers.
+    """The fork server of a job.
 
     Args:
-        process: that it is.
+        process: the server's process.
         connection: this end of the socket to it.
         environment: with which it was started.
     """
@@ -72,17 +72,17 @@ class ForkServer:
         """Start it.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the process cannot be started.
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         scan = plan.scan
-        told = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
-        environment = {**plan.environment, **scan.settings, **parent_variable(told.written())}
-        # What it writes is kept for its workers, which say it.
-        stdout, stderr = (os.memfd_create("lockstep-said", os.MFD_CLOEXEC) for _ in range(2))
+        setup = ForkServerSetup(os.getpid(), theirs.fileno(), scan.imports, scan.folder)
+        environment = {**plan.environment, **scan.settings, **parent_variable(setup.written())}
+        # Saves its output; each worker repeats it.
+        stdout, stderr = (os.memfd_create("lockstep-output", os.MFD_CLOEXEC) for _ in range(2))
         try:
             process = subprocess.Popen(
-                # -P: the folder we happen to be in must not hide modules that Lockstep needs.
+                # -P: the current folder must not hide modules that Lockstep needs.
                 [sys.executable, "-P", "-m", "lockstep.launcher.fork_server_main", *plan.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
@@ -101,21 +101,21 @@ class ForkServer:
         return cls(process, mine, environment)
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when it is ready, or gone."""
+        """Return a descriptor that becomes readable when the server is ready or has ended."""
         return self._connection.fileno()
 
-    def is_gone(self) -> bool:
-        """Hear what it says, and tell whether it has ended."""
+    def has_ended(self) -> bool:
+        """Read its messages, and return whether it has ended."""
         if not select.select([self._connection], [], [], 0)[0]:
             return False
-        self.ready = self._hear() == READY or self.ready
+        self.ready = self._receive() == READY or self.ready
         return not self.ready or bool(select.select([self._connection], [], [], 0)[0])
 
     def fork(self, environment: Mapping[str, str], descriptors: Sequence[int]) -> int:
         """Have it fork a worker that becomes a child of this process; return its process id.
 
         Raises:
-            OSError: it cannot.
+            OSError: the fork failed.
         """
         request = encode_fork(ForkRequest(_changes(self._environment, environment)))
         socket.send_fds(self._connection, [request], list(descriptors))
@@ -124,7 +124,7 @@ class ForkServer:
             raise OSError(
                 f"the fork server (process {self._process.pid}) has not forked within {_PATIENCE:g} s"
             )
-        answer = self._hear()
+        answer = self._receive()
         if answer.isdigit():
             return int(answer)
         raise OSError(answer.decode() or f"the fork server (process {self._process.pid}) has ended")
@@ -135,7 +135,7 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _hear(self) -> bytes:
+    def _receive(self) -> bytes:
         try:
             return self._connection.recv(_MOST_ANSWER)
         except ConnectionError:

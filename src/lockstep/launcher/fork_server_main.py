@@ -1,8 +1,8 @@
-"""The process that the workers of a job are forked from, when it has imported what they will need.
+"""The fork server: imports the modules that a job's workers need, then forks the workers.
 
-Started by the agent, which asks it for workers one at a time. A worker becomes the agent's own child: the
-process between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or a
-backend: neither would be there, or usable, in a worker.
+The agent starts it, and requests one worker at a time. A worker becomes the agent's own child: the process
+between the two ends at once, and the agent adopts orphans. Nothing here may start a thread or initialize a
+backend: a thread would not exist in a worker, and a backend would not work there.
 """
 
 import gc
@@ -33,10 +33,10 @@ _DESCRIPTORS = 3
 
 @dataclass(frozen=True)
 class Forked:
-    """A worker, before it has become one.
+    """A forked process that is about to become a worker.
 
     Attributes:
-        request: what the agent has said of it.
+        request: the agent's request.
         descriptors: its stdout, stderr and control socket.
     """
 
@@ -45,12 +45,12 @@ class Forked:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Be the parent of all workers that will run the script of `arguments`; return as each of them."""
-    told = ForkServerSetup.read(parent_told())
-    die_with(told.agent)
-    connection = socket.socket(fileno=told.connection)
+    """Serve as the parent of all workers that run the script of `arguments`; return in each worker only."""
+    setup = ForkServerSetup.read(parent_told())
+    die_with(setup.agent)
+    connection = socket.socket(fileno=setup.connection)
     connection.set_inheritable(False)
-    whole = _prepare(told)
+    whole = _prepare(setup)
     connection.send(READY)
     forked = _serve(connection)
     connection.close()
@@ -58,19 +58,19 @@ def main(arguments: Sequence[str]) -> None:
         _become(forked)
         worker_main.main(arguments)
     else:
-        _begin_anew(forked, arguments)
+        _exec_worker(forked, arguments)
 
 
-def _prepare(told: ForkServerSetup) -> bool:
-    """Import what workers need, so that they find it; return whether they can go on from there."""
-    # The default action ends this process, whatever it hangs in.
+def _prepare(setup: ForkServerSetup) -> bool:
+    """Import the modules that workers need; return whether workers can be forked with them."""
+    # The default action ends this process even if an import hangs.
     signal.alarm(_LONGEST_IMPORT)
-    # What modules are made of stays: to look for garbage in it takes a quarter of the time.
+    # The objects of modules stay: searching them for garbage takes a quarter of the time.
     gc.disable()
     try:
-        _import(told)
+        _import(setup)
     except BaseException:
-        # The script may never come to that, or handle it.
+        # The script may never reach this import, or handle the error.
         return False
     finally:
         signal.alarm(0)
@@ -78,19 +78,19 @@ def _prepare(told: ForkServerSetup) -> bool:
     return _can_fork()
 
 
-def _import(told: ForkServerSetup) -> None:
+def _import(setup: ForkServerSetup) -> None:
     serve_downloads()
     for name in _OF_WORKERS:
         importlib.import_module(name)
-    if told.folder is not None:
-        sys.path.insert(0, told.folder)
-        for name in told.imports:
+    if setup.folder is not None:
+        sys.path.insert(0, setup.folder)
+        for name in setup.imports:
             importlib.import_module(name)
-        sys.path.remove(told.folder)
+        sys.path.remove(setup.folder)
 
 
 def _can_fork() -> bool:
-    """Tell whether this process has one thread once it has forked: libraries that handle forks end theirs."""
+    """Whether this process has one thread after a fork: libraries with fork handlers end theirs."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -99,7 +99,7 @@ def _can_fork() -> bool:
 
 
 def _serve(connection: socket.socket) -> Forked:
-    """Fork a worker for each request; return in the worker only."""
+    """Fork a worker for each request; return in the workers only."""
     while True:
         packet, descriptors, _, _ = socket.recv_fds(
             connection, MAX_REQUEST, _DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -118,8 +118,8 @@ def _serve(connection: socket.socket) -> Forked:
 
 
 def _fork_orphan(connection: socket.socket) -> int:
-    """Fork a process that is nobody's child here, and tell the agent which; return 0 in it."""
-    told, tell = os.pipe()
+    """Fork an orphan, and send its process id to the agent; return 0 in the orphan."""
+    setup, tell = os.pipe()
     orphaned, orphan = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -127,9 +127,9 @@ def _fork_orphan(connection: socket.socket) -> int:
         if child:
             os.write(tell, str(child).encode())
             os._exit(0)
-        for descriptor in (told, tell, orphan):
+        for descriptor in (setup, tell, orphan):
             os.close(descriptor)
-        # Ends when the process between has: the agent, whose end is to be this one's, is the parent now.
+        # Returns once the process in between was reaped: the agent is then the parent of this process.
         os.read(orphaned, 1)
         os.close(orphaned)
         return 0
@@ -137,29 +137,29 @@ def _fork_orphan(connection: socket.socket) -> int:
         os.close(descriptor)
     try:
         status = os.waitpid(middle, 0)[1]
-        pid = os.read(told, 32)
+        pid = os.read(setup, 32)
         if status or not pid:
             raise OSError(status, "cannot fork a process")
         connection.send(pid)
         return int(pid)
     finally:
         os.close(orphan)
-        os.close(told)
+        os.close(setup)
 
 
 def _become(forked: Forked) -> None:
-    """Be a worker that finds what this process has imported."""
-    said = [os.pread(standard, os.fstat(standard).st_size, 0) for standard in (1, 2)]
+    """Become a worker with the modules that this process has imported."""
+    output = [os.pread(standard, os.fstat(standard).st_size, 0) for standard in (1, 2)]
     _take_over(forked)
-    for standard, text in zip((1, 2), said, strict=True):
-        # What modules say when they are imported, each worker says.
+    for standard, text in zip((1, 2), output, strict=True):
+        # Each worker repeats the output of the imports.
         while text:
             text = text[os.write(standard, text) :]
     gc.enable()
 
 
-def _begin_anew(forked: Forked, arguments: Sequence[str]) -> None:
-    """Be a worker that finds nothing of what this process has imported, or has tried to."""
+def _exec_worker(forked: Forked, arguments: Sequence[str]) -> None:
+    """Become a worker in a fresh interpreter, without the modules that this process has imported."""
     _take_over(forked)
     os.set_inheritable(forked.descriptors[2], True)
     command = (sys.executable, "-P", "-m", "lockstep.launcher.worker_main", *arguments)
@@ -167,7 +167,7 @@ def _begin_anew(forked: Forked, arguments: Sequence[str]) -> None:
 
 
 def _take_over(forked: Forked) -> None:
-    """Begin a session, with the descriptors and the environment of the worker."""
+    """Start a session, with the descriptors and the environment of the worker."""
     os.setsid()
     stdout, stderr, control = forked.descriptors
     for descriptor, standard in ((stdout, 1), (stderr, 2)):

@@ -1,4 +1,4 @@
-"""What a script will import, as far as its source tells: nothing is run or imported to find out."""
+"""The modules that a script will import, as far as its source shows, without running or importing it."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -20,21 +20,21 @@ _OF_BACKEND = {
     "torch": ("lockstep.keras.backends.torch", "lockstep.keras.replica_run.eagerly"),
 }
 _DECIDING = {"os": ("putenv", "unsetenv", "environb"), "sys": ("path", "modules", "meta_path", "path_hooks")}
-"""What can make an import give something else, in the modules that have it."""
+"""Names that can change what an import returns, by their module."""
 _SEEDS = "set_random_seed"
-"""The function of Keras that seeds TensorFlow too, and imports it for that where it is installed."""
+"""The function of Keras that also seeds TensorFlow, and imports it for that if it is installed."""
 _CHANGES = ("clear", "pop", "popitem", "setdefault", "update")
 _MOST_FILES = 100
 
 
 @dataclass(frozen=True)
 class ImportScan:
-    """What workers will need.
+    """The result of a scan.
 
     Attributes:
-        imports: modules that they will import, in this order.
-        folder: where they will look for modules first; None where nothing is known.
-        settings: variables of the environment that the script sets before it imports anything of these.
+        imports: modules that workers will import, in this order.
+        folder: where they search for modules first; None if unknown.
+        settings: environment variables that the script sets before it imports any of these.
     """
 
     imports: tuple[str, ...] = ()
@@ -46,21 +46,21 @@ NOTHING = ImportScan()
 
 
 def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> ImportScan:
-    """Return what workers that run a script will import of the frameworks.
+    """Return the frameworks that workers will import when they run a script.
 
-    Nothing, where the script decides by itself what an import gives: with variables of the environment that
-    it reckons out, or with `sys.path`.
+    The result is empty if the script affects imports in ways that its source does not show: with computed
+    environment variables, or with `sys.path`.
 
     Args:
         script: a file with Python code.
-        folder: where it will look for modules first.
-        environment: that it will find.
+        folder: where it searches for modules first.
+        environment: of the script.
     """
     found = _Found(folder, environment)
     try:
         found.read(script)
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
-        # Whoever runs the script says what is wrong with it.
+        # Running the script reports the error.
         return NOTHING
     if found.decides or not found.frameworks:
         return NOTHING
@@ -75,9 +75,9 @@ def scan_imports(script: Path, folder: Path, environment: Mapping[str, str]) -> 
 
 
 def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
-    """Return what a script sets a variable to, and whether also where the environment has it already.
+    """Return the value to which a script sets a variable, and whether it overrides the environment.
 
-    None where it sets none, or computes the value, as far as its source tells.
+    None if, as far as its source shows, it does not set the variable or computes the value.
     """
     try:
         statements = ast.parse(script.read_bytes()).body
@@ -88,7 +88,7 @@ def setting_of(script: Path, name: str) -> tuple[str, bool] | None:
 
 
 class _Found:
-    """What has been found in a script, and in those of its modules that lie beside it."""
+    """The findings in a script, and in its modules in the same folder."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
         self.frameworks: dict[str, None] = {}
@@ -124,7 +124,7 @@ class _Found:
 
 
 def _at_once(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield a node and those below it, but not what only happens when a function is called."""
+    """Yield a node and those below it, except function bodies."""
     yield node
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
         for child in ast.iter_child_nodes(node):
@@ -132,7 +132,7 @@ def _at_once(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _imported(node: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Yield the first part of the name of each module that is imported, and whether it is relative."""
+    """Yield the first part of the name of each imported module, and whether the import is relative."""
     if isinstance(node, ast.Import):
         yield from ((alias.name.partition(".")[0], False) for alias in node.names)
     elif isinstance(node, ast.ImportFrom) and node.module:
@@ -142,7 +142,7 @@ def _imported(node: ast.AST) -> Iterator[tuple[str, bool]]:
 
 
 class _Setting(NamedTuple):
-    """A variable that a script sets: always, or where there is none of this name."""
+    """A variable that a script sets, always or only if it is not set."""
 
     name: str
     value: str
@@ -150,7 +150,7 @@ class _Setting(NamedTuple):
 
 
 def _setting(statement: ast.stmt) -> _Setting | None:
-    """Return what a statement sets: `os.environ["NAME"] = "value"`, or the same with `setdefault`."""
+    """Return the setting of a statement: `os.environ["NAME"] = "value"`, or the same with `setdefault`."""
     match statement:
         case ast.Assign(
             targets=[
@@ -175,7 +175,7 @@ def _setting(statement: ast.stmt) -> _Setting | None:
 
 
 def _decides(node: ast.AST) -> bool:
-    """Tell whether a part of the source changes the environment, or touches where modules are found."""
+    """Whether a node changes the environment, or accesses the module search path."""
     match node:
         case ast.Subscript(value=ast.Attribute(attr="environ"), ctx=ast.Store() | ast.Del()):
             return True
@@ -193,7 +193,7 @@ def _decides(node: ast.AST) -> bool:
 
 
 def _seeds(node: ast.AST) -> bool:
-    """Tell whether a part of the source names Keras's function that seeds everything."""
+    """Whether a node names Keras's function that seeds everything."""
     match node:
         case ast.Attribute(attr=name):
             return name == _SEEDS

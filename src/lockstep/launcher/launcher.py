@@ -1,4 +1,4 @@
-"""How workers come to life: a seam with one local implementation; `fake_launcher` has another."""
+"""Starting workers: an interface and its local implementation; tests have a fake one."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ class Launch:
 
     Attributes:
         worker: its id.
-        environment: its whole environment, given the number of its control descriptor in this process.
+        environment: returns its whole environment for the number of its control descriptor in this process.
     """
 
     worker: int
@@ -32,7 +32,7 @@ class Launch:
 
 
 class Handle(Protocol):
-    """A worker that runs.
+    """A running worker.
 
     Attributes:
         pid: its process id.
@@ -48,7 +48,7 @@ class Handle(Protocol):
         """Return the exit status, negative for a signal, or `UNKNOWN_STATUS`; None while the worker runs."""
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to its main process; nothing happens if that has ended."""
+        """Send a signal to its main process; this has no effect if that has ended."""
 
     def close(self) -> None:
         """Close the descriptors."""
@@ -58,7 +58,7 @@ class PipedHandle(Handle, Protocol):
     """A worker that was started.
 
     Attributes:
-        stdout: read end of what it writes there; does not block.
+        stdout: read end of its stdout; does not block.
         stderr: likewise.
     """
 
@@ -70,24 +70,25 @@ class Launcher(Protocol):
     """Starts workers."""
 
     def prepare(self) -> int | None:
-        """Make ready to start workers.
+        """Prepare to start workers.
 
         Returns:
-            A descriptor that becomes readable when it is time to ask again; None where `start` need not wait.
+            A descriptor that becomes readable when `prepare` should be called again; None if `start` can be
+            called now.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the fork server cannot be started.
         """
 
     def start(self, launch: Launch) -> PipedHandle:
         """Start one worker.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the process cannot be started.
         """
 
     def close(self) -> None:
-        """Start no more; what is only there to start workers is gone then."""
+        """Start no more workers, and release everything that starting them needs."""
 
 
 @dataclass
@@ -109,7 +110,7 @@ class LocalHandle:
         return self._status
 
     def send_signal(self, number: int) -> None:
-        """Send a signal through the pidfd, which never means another process."""
+        """Send a signal through the pidfd, which never refers to another process."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.exited, number)
 
@@ -121,39 +122,39 @@ class LocalHandle:
 
 
 class LocalLauncher:
-    """Starts workers as children of this process, which has to be one that adopts orphans.
+    """Starts workers as children of this process, which must adopt orphans.
 
-    They are forked from a parent that has imported what they need. One that ends before that is followed by
-    one that imports nothing; one that is lost later by its like.
+    They are forked from a fork server that has imported the modules that they need. If the server ends
+    before it is ready, a new one imports nothing; if it ends later, a new one imports the same.
 
     Args:
-        plan: what the workers have in common.
+        plan: what the workers share.
     """
 
     def __init__(self, plan: ForkServerPlan) -> None:
         self._plan = plan
-        self._parent: ForkServer | None = None
+        self._server: ForkServer | None = None
 
     def prepare(self) -> int | None:
-        """Start the parent, or see whether it is ready.
+        """Start the fork server, or check whether it is ready.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the process cannot be started.
         """
-        if self._parent is not None and self._parent.is_gone():
-            ready = self._parent.ready
+        if self._server is not None and self._server.has_ended():
+            ready = self._server.ready
             self.close()
             if not ready and self._plan.scan == NOTHING:
                 raise OSError("the fork server failed to start")
             if not ready:
                 self._plan = self._plan.without_imports()
-        if self._parent is None:
-            self._parent = ForkServer.begin(self._plan)
-        return None if self._parent.ready else self._parent.fileno()
+        if self._server is None:
+            self._server = ForkServer.begin(self._plan)
+        return None if self._server.ready else self._server.fileno()
 
     def start(self, launch: Launch) -> LocalHandle:
-        """Start one worker in a session of its own, without a terminal."""
-        assert self._parent is not None
+        """Start one worker in a new session, without a terminal."""
+        assert self._server is not None
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stdout, out = os.pipe()
         stderr, err = os.pipe()
@@ -164,7 +165,7 @@ class LocalLauncher:
                 os.set_blocking(descriptor, False)
             try:
                 descriptors = (out, err, theirs.fileno())
-                pid = self._parent.fork(launch.environment(theirs.fileno()), descriptors)
+                pid = self._server.fork(launch.environment(theirs.fileno()), descriptors)
                 exited = os.pidfd_open(pid)
             finally:
                 os.close(out)
@@ -173,7 +174,7 @@ class LocalLauncher:
         return LocalHandle(pid, exited, stdout, stderr, PacketChannel(mine, WorkerMessage))
 
     def close(self) -> None:
-        """End the parent."""
-        if self._parent is not None:
-            self._parent.close()
-            self._parent = None
+        """End the fork server."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None

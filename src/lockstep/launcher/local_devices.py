@@ -1,6 +1,6 @@
-"""One process a device of this machine: which devices are meant, and how a script is started once for each.
+"""One process per device of this machine: choosing the devices, and restarting a script with a worker each.
 
-Everything is pure but `restart_once_a_device`.
+Everything except `restart_once_a_device` is pure.
 """
 
 import os
@@ -27,12 +27,12 @@ _USE_LAUNCH = (
 
 @dataclass(frozen=True)
 class Restart:
-    """A script is to be started again, once a device.
+    """How to restart a script with one worker per device.
 
     Attributes:
-        what: the devices, for a person.
+        what: the devices, for messages.
         options: of `lockstep run`.
-        hides_gpus: whether the workers must see no GPU.
+        hides_gpus: whether GPUs are hidden from the workers.
     """
 
     what: str
@@ -41,17 +41,17 @@ class Restart:
 
 
 def restart_once_a_device(devices: Sequence[str] | None) -> None:
-    """Return if this process is to compute by itself; else become the command that has a worker a device.
+    """Return if this process computes alone; otherwise become a command with one worker per device.
 
-    It returns in a worker of a job, whose command has decided, and in a program by itself that needs one
-    device only: the one that it takes anyhow. Otherwise the script is started again, from its beginning, by
-    `lockstep run` in the place of this process.
+    This returns in a worker of a job, whose command has chosen the devices, and in a plain program that needs
+    only the one device that it uses by default. Otherwise `lockstep run` replaces this process and restarts
+    the script from its beginning.
 
     Args:
         devices: names such as "GPU:0"; None for all visible GPUs.
 
     Raises:
-        ConfigError: `devices` cannot be meant, or there is no script to start again.
+        ConfigError: `devices` is invalid, or there is no script to restart.
     """
     if job.is_worker():
         _note_on_rule(devices, job.current())
@@ -74,18 +74,18 @@ def restart_once_a_device(devices: Sequence[str] | None) -> None:
 
 
 def decide(devices: Sequence[str] | None, gpus: Sequence[str]) -> Restart | None:
-    """Return how to start the script again; None if a single process takes the device by itself.
+    """Return how to restart the script; None if a single process uses the device by default.
 
     Args:
-        devices: what was asked for; None for all of `gpus`.
+        devices: the requested devices; None for all of `gpus`.
         gpus: the visible ones, as CUDA names them.
 
     Raises:
-        ConfigError: `devices` is empty, has something twice, or that is no device, or a GPU that is not
-            visible, or both CPUs and GPUs.
+        ConfigError: `devices` is empty, has a duplicate, an unknown device or an invisible GPU, or mixes CPUs
+            and GPUs.
     """
     kind, numbers = ("GPU", list(range(len(gpus)))) if devices is None else _parse(devices, gpus)
-    # A process by itself takes the first GPU, or the CPU where there is none.
+    # A plain process uses the first GPU, or the CPU if there is none.
     if len(numbers) < 2 and (not gpus or (kind == "GPU" and numbers == [0])):
         return None
     options = ["-n", str(len(numbers))]

@@ -1,7 +1,7 @@
-"""One worker: joins its job, then becomes the user's script. Started by the agent, or a person's process.
+"""The main program of a worker: joins its job, then runs the user's script.
 
-The modules that this file composes are imported late: the first thing to do is to tie this process's
-life to the agent's.
+The agent starts it, or a process that the user started. Most modules are imported late, because this process
+must first be bound to the life of the agent.
 """
 
 import os
@@ -34,7 +34,7 @@ from lockstep.worker.seeding import seed_everything
 from lockstep.worker.stack_dump import write_when_asked
 
 _STATUS: dict[type[BaseException], int] = {KeyboardInterrupt: 128 + signal.SIGINT, ChangedError: 2}
-"""The exit status where a script raises what is not the script's own fault; else 1."""
+"""The exit status for errors that are not faults of the script; otherwise 1."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -75,7 +75,7 @@ def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
 
 
 def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
-    """End this process when there is nobody any more who could lead its job."""
+    """End this process when the coordinator of its job has ended."""
     client.wait_for_end()
     note(
         f"the coordinator of this job (process {config.agent}) has ended, so worker {config.worker} "
@@ -121,7 +121,7 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
 
 
 def _adopt(_: object) -> None:
-    """Distribute what a script without a strategy compiles, now that it has imported Keras."""
+    """Distribute models that the script compiles without a strategy, now that it has imported Keras."""
     from lockstep.keras import patches
     from lockstep.worker import job
 
@@ -134,12 +134,12 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
     try:
         script.run()
     except SystemExit as leaving:
-        # Python gives it the meaning it always has.
+        # Python handles it as usual.
         if leaving.code in (None, 0):
             client.finished()
             job.current().end()
         else:
-            # Whoever did not start this process does not see how it ends.
+            # The agent did not start this process, so it does not see the exit status.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:
@@ -153,21 +153,21 @@ def _fail(error: BaseException, client: AgentClient, has_log: bool) -> int:
     status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 1)
     text = "".join(traceback.format_exception(error))
     if isinstance(error, LockstepError):
-        said = summarize_own(error)
-        # The frames of Keras would hide what it says. A hook that the script has set gets it all the same.
+        summary = summarize_own(error)
+        # The frames of Keras would hide the error. A hook that the script has set is still called.
         prints = not has_log or sys.excepthook is not sys.__excepthook__
     else:
-        said, prints = f"{summarize(error)}{_hint(error)}", True
+        summary, prints = f"{summarize(error)}{_hint(error)}", True
     flush_streams()
-    # The others hear of it first: whoever reads our output may take their time.
+    # Notify the other workers first: writing the output may block on a slow reader.
     blames = isinstance(error, PeerLostError | PeerStuckError)
-    if not client.failed(status, said, text, blames=blames, prints=prints) or prints:
+    if not client.failed(status, summary, text, blames=blames, prints=prints) or prints:
         sys.excepthook(type(error), error, error.__traceback__)
     return status
 
 
 def _hint(error: BaseException) -> str:
-    """Return what the person may not think of, to stand behind an error."""
+    """Return a hint to show after an error; empty if there is none."""
     from lockstep.worker import job
 
     if isinstance(error, FileExistsError) and (job.current().context.began_with or 1) > 1:

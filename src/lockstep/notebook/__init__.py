@@ -1,1 +1,1 @@
-"""`lockstep.launch`: a function on several workers from a notebook; nothing that other jobs need."""
+"""`lockstep.launch`: runs a function on several workers from a notebook; other jobs do not use this."""

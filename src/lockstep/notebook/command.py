@@ -1,8 +1,8 @@
-"""The command of a job that `lockstep.launch` has started: `lockstep run`, for as long as its caller lives.
+"""The command of a job that `lockstep.launch` starts: `lockstep run`, which ends with its caller.
 
     python -m lockstep.notebook.command CALLER ERRAND RESULT OPTIONS...
 
-The caller is a process id, the next two are descriptors, the options are those of `lockstep run`.
+CALLER is a process id, the next two are descriptors, and the options are those of `lockstep run`.
 """
 
 import sys
@@ -17,7 +17,7 @@ from lockstep.system.prctl import die_with
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command; what it refuses is given to the caller instead of a result."""
+    """Become the command; its errors are returned to the caller in place of a result."""
     caller, call_file, result, *options = arguments
     die_with(int(caller))
     try:

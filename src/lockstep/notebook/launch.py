@@ -1,4 +1,4 @@
-"""Running a function on several workers from a notebook, or any other program."""
+"""Runs a function on several workers from a notebook or any other program."""
 
 import codecs
 import contextlib
@@ -99,38 +99,38 @@ def launch(
 
 
 def _options(values: Mapping[str, object], accept_changes: bool) -> list[str]:
-    """Return the options of `lockstep run`; those that are None are left out."""
+    """Return the options of `lockstep run`; None values are omitted."""
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     return [*options, "--accept-changes"] if accept_changes else options
 
 
 def _refuse_null_characters(*options: str) -> None:
-    """Raise ConfigError for an option that no command line can have."""
+    """Raise ConfigError for an option with a null character, which a command line cannot contain."""
     for option in options:
         if "\0" in option:
             raise ConfigError(f"lockstep.launch, {option!r}: it contains a null character")
 
 
 def _remove_where_empty(folder: Path) -> None:
-    """What is refused leaves nothing behind."""
+    """Remove an empty folder: a rejected call leaves nothing behind."""
     with contextlib.suppress(OSError):
         folder.rmdir()
         folder.parent.rmdir()
 
 
 def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
-    """Run the command, show what it says, and return its exit status."""
+    """Run the command, show its output, and return its exit status."""
     descriptors = (call_file, box.descriptor)
     arguments = [str(os.getpid()), *map(str, descriptors), *options]
     process = subprocess.Popen(
-        # -P: the folder we happen to be in must not hide modules that Lockstep needs.
+        # -P: the current folder must not hide modules that Lockstep needs.
         [sys.executable, "-P", "-m", "lockstep.notebook.command", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         bufsize=0,
         pass_fds=descriptors,
-        # Ctrl-C and a notebook's interrupt come here only, and are passed on once.
+        # Only this process gets Ctrl-C and a notebook's interrupt, and forwards them once.
         start_new_session=True,
     )
     with process, _Relay(process) as relay:
@@ -142,12 +142,12 @@ def _run(call_file: int, box: ResultBox, options: Sequence[str]) -> int:
             relay.run(_END_PATIENCE)
             raise
         finally:
-            # Nothing happens to one that has ended; of one that has not, the agent ends all the rest.
+            # This has no effect if it has ended; otherwise, the agent ends all other processes.
             process.kill()
 
 
 class _Relay:
-    """Writes what a process writes to its pipes to `sys.stdout` and `sys.stderr`, whatever these are now."""
+    """Copies the pipes of a process to `sys.stdout` and `sys.stderr`, also if these are replaced."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
         self._selector = selectors.DefaultSelector()
@@ -163,7 +163,7 @@ class _Relay:
         self._selector.close()
 
     def run(self, seconds: float | None) -> None:
-        """Return when nothing more can come, or after so many seconds."""
+        """Copy until both pipes are closed, or for so many seconds."""
         end = None if seconds is None else time.monotonic() + seconds
         while self._selector.get_map():
             patience = None if end is None else end - time.monotonic()
@@ -180,14 +180,14 @@ class _Relay:
 
 
 class _History:
-    """What happened in a run, read from its events: those after the ones that the file has now."""
+    """The events of a run: those added to the file after the creation of this object."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._start = path.stat().st_size if path.exists() else 0
 
     def error(self, status: int, folder: Path) -> JobError:
-        """Return the error for a job that gave no result."""
+        """Return the error for a job without a result."""
         events = self._read()
         end = next((event for event in reversed(events) if event["event"] == "finished"), None)
         if end is None:

@@ -1,6 +1,6 @@
-"""A function for other processes, and what it returned: in memory without a name, which only they inherit.
+"""A function for other processes, and its result, in anonymous memory that only they inherit.
 
-The only place that pickles: for processes that this one, or its parent, has started.
+The only module that pickles, and only for processes that this one or its parent starts.
 """
 
 import dis
@@ -27,7 +27,7 @@ _PICKLING_FAILS = (pickle.PicklingError, TypeError, ValueError, AttributeError, 
 
 
 class Giver(IntEnum):
-    """Who gave a result. The command gives an error, where there was no job."""
+    """The writer of a result. The command writes an error if there was no job."""
 
     NOBODY = 0
     WORKER = 1
@@ -36,10 +36,10 @@ class Giver(IntEnum):
 
 
 def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Return a descriptor of memory, which nobody can change, that holds a call.
+    """Return a descriptor of sealed memory with a call.
 
-    With it go where this process finds modules, and the source of code that is in no file, such as a
-    notebook's cells.
+    The memory also contains the module search path of this process and the source of code that is in no file,
+    such as a notebook's cells.
 
     Raises:
         InputError: something cannot be pickled; the message names it.
@@ -64,7 +64,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
 
 def unpack(descriptor: int) -> Callable[[], Any]:
-    """Return the call that the memory of a descriptor holds; find modules as the process that packed it."""
+    """Return the call in the memory of a descriptor; apply the module search path of its packer."""
     with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as memory:
         sys.path[:], sources = pickle.load(memory)
         linecache.cache.update(sources)
@@ -82,10 +82,10 @@ def unpack(descriptor: int) -> Callable[[], Any]:
 
 
 class ResultBox:
-    """Memory into which workers put what the function returned.
+    """Memory into which workers write the function's result.
 
     Args:
-        descriptor: of the memory; `create` makes it.
+        descriptor: of the memory, from `create`.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -93,20 +93,20 @@ class ResultBox:
 
     @classmethod
     def create(cls) -> "ResultBox":
-        """Make an empty one."""
+        """Create an empty one."""
         descriptor = os.memfd_create("lockstep-result")
         os.ftruncate(descriptor, _HEADER.size)
         return cls(descriptor)
 
     def put(self, result: Any, giver: Giver) -> None:
-        """Put a result in; one of a worker only where there is none.
+        """Write a result; a worker writes only if there is none.
 
-        What is there stays valid until all of the new one is there, also if this process is killed.
+        The old result stays valid until the new one is complete, even if this process is killed.
 
         Raises:
             InputError: the result cannot be pickled.
         """
-        # Opened anew: a lock, and a place in the file, are of one open file, which processes inherit.
+        # Opened again, because forked processes share the lock and the position of an open file.
         with Path(f"/proc/self/fd/{self.descriptor}").open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             if giver is Giver.WORKER and self._header()[2] != Giver.NOBODY:
@@ -124,7 +124,7 @@ class ResultBox:
             os.pwrite(self.descriptor, _HEADER.pack(start, length, giver), 0)
 
     def take(self) -> tuple[Giver, Any]:
-        """Return who gave the result that counts, and the result."""
+        """Return the writer of the current result, and the result."""
         start, _, giver = self._header()
         if giver == Giver.NOBODY:
             return Giver.NOBODY, None
@@ -133,7 +133,7 @@ class ResultBox:
             return Giver(giver), pickle.load(memory)
 
     def close(self) -> None:
-        """Give the memory back, once everybody else has."""
+        """Close the memory, which is freed once all processes have closed it."""
         os.close(self.descriptor)
 
     def _header(self) -> tuple[int, int, int]:
@@ -154,7 +154,7 @@ def _cloudpickle() -> ModuleType:
 
 
 def _why_not(cloudpickle: ModuleType, value: Any) -> str:
-    """Say why a value cannot be pickled; empty if it can."""
+    """Return why a value cannot be pickled; empty if it can."""
     try:
         cloudpickle.dumps(value)
     except _PICKLING_FAILS as error:
@@ -163,11 +163,11 @@ def _why_not(cloudpickle: ModuleType, value: Any) -> str:
 
 
 Why = Callable[[Any], str]
-"""Says why a value cannot be pickled; empty if it can."""
+"""Returns why a value cannot be pickled; empty if it can."""
 
 
 def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], why: Why) -> str:
-    """Say what of a function or its arguments cannot be pickled, and why; empty if nothing is found."""
+    """Return which part of a function or its arguments cannot be pickled, and why; empty if none is found."""
     given = [(f"args[{at}]", value) for at, value in enumerate(args)]
     given += [(f"kwargs[{name!r}]", value) for name, value in kwargs.items()]
     for name, value in given:
@@ -184,9 +184,9 @@ def name_culprit(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], 
 
 
 def used_by_class_bodies(function: Any) -> dict[str, Any]:
-    """Return the globals that the bodies of classes use which a function of a notebook or script defines.
+    """Return the globals used by the bodies of classes that a function of a notebook or script defines.
 
-    cloudpickle takes the globals along that functions use, and overlooks these.
+    cloudpickle includes the globals that functions use, but misses these.
     """
     found: dict[str, Any] = {}
     for each in _reached(plain(function), []):
@@ -196,7 +196,7 @@ def used_by_class_bodies(function: Any) -> dict[str, Any]:
 
 
 def plain(function: Any) -> Any:
-    """Return what is below a bound method or a `functools.partial`."""
+    """Return the function below a bound method or a `functools.partial`."""
     return getattr(function, "__func__", getattr(function, "func", function))
 
 
@@ -212,7 +212,7 @@ def _reached(thing: Any, seen: list[Any]) -> Iterator[FunctionType]:
 
 
 def _follow(thing: Any, why: Why, seen: list[Any]) -> tuple[list[str], Any]:
-    """Return the names that lead to the innermost thing that cannot be pickled, and that thing."""
+    """Return the path of names to the innermost value that cannot be pickled, and that value."""
     seen.append(thing)
     for name, value in _used(thing):
         if not any(value is other for other in seen) and why(value):
@@ -222,7 +222,7 @@ def _follow(thing: Any, why: Why, seen: list[Any]) -> tuple[list[str], Any]:
 
 
 def _used(thing: Any) -> Iterator[tuple[str, Any]]:
-    """Yield names and values that a function uses, or that a class of `__main__` consists of."""
+    """Yield the names and values that a function uses, or the members of a class of `__main__`."""
     if isinstance(thing, type) and thing.__module__ == "__main__":
         yield from vars(thing).items()
     if not isinstance(thing, FunctionType):

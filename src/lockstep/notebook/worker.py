@@ -1,8 +1,8 @@
-"""What the workers of `lockstep.launch` run: a function, which they are given in memory that they inherit.
+"""The program of the workers of `lockstep.launch`: runs a function that it gets in inherited memory.
 
     python -m lockstep.notebook.worker ERRAND RESULT
 
-Both are numbers of descriptors.
+Both arguments are descriptors.
 """
 
 import sys
@@ -13,9 +13,9 @@ from lockstep.worker import job
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the function, and give what it returned."""
+    """Run the function, and write its result."""
     call_file, result = map(int, arguments)
-    # A function that looks there finds what it would in a program without arguments.
+    # The function sees no arguments, as in a program without any.
     del sys.argv[1:]
     call = unpack(call_file)
     value = call()

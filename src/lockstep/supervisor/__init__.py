@@ -1,1 +1,1 @@
-"""What follows from an event in a job: pure functions of state, event and time; no process, no clock."""
+"""Supervision: pure functions of state, event and time that decide what a job does; no process, no clock."""

@@ -1,13 +1,13 @@
-"""What follows from an event of a job. Pure: (state, event, now) -> (state, actions, reason).
+"""The decision on an event of a job. Pure: (state, event, now) -> (state, actions, reason).
 
 The first failure decides the exit status; failures that it causes in others (`PeerLostError`) never do.
 
-Once a worker has made a strategy the job is elastic: the members continue without a lost worker in a new
+Once a worker has created a strategy, the job is elastic: the members continue without a lost worker in a new
 view, and compute its replicas too. When a script raises, the other workers get a moment to raise too.
 
-A joiner runs the script by itself up to the position of the members: it asks for the position, gets there,
+A joiner runs the script alone up to the position of the members: it requests the position, runs up to it,
 and reports that it is ready. Then the members leave their view at the end of a step, and wait; the chief
-gives the state, and the next view begins with the joiner.
+sends the state, and the next view begins with the joiner.
 
 When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
 
@@ -69,7 +69,7 @@ from lockstep.topology import place
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
-    """Return what follows from `event` at time `now`."""
+    """Return the decision on `event` at time `now`."""
     if state.stage is Stage.FINISHED:
         return Decision(state, reason="the job has ended")
     match event:
@@ -114,7 +114,7 @@ def decide(state: State, event: Event, now: float) -> Decision:
 
 
 def refusal(state: State, workers: int) -> str:
-    """Say why a job cannot have this number of workers now; empty if it can."""
+    """Return why a job cannot have this number of workers now; empty if it can."""
     if workers > state.view.replicas:
         return (
             f"{workers} workers cannot share {state.view.replicas} replicas, and the number of replicas is "
@@ -160,12 +160,12 @@ def _joiner_exited(state: State, worker: int, how: str, now: float) -> Decision:
     state = _count_loss(state, record, now)
     if state.admission.given:
         return _admit(state, now, reason)
-    # The person has seen how its script raised.
-    return _loss_noted(state, reason, told=record.phase is Phase.JOIN_FAILED)
+    # The user has already seen the error of its script.
+    return _loss_noted(state, reason, reported=record.phase is Phase.JOIN_FAILED)
 
 
 def _member_exited(state: State, event: WorkerExited, how: str, now: float) -> Decision:
-    """Note a member that ended well; continue without one that is lost, or end the job."""
+    """Note a member that succeeded; continue without one that is lost, or end the job."""
     worker, outcome = event.worker, state.shutdown.outcome
     state = state.with_phase(Phase.LOST if event.status else Phase.FINISHED, worker)
     if event.status == 0:
@@ -201,11 +201,11 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
         return _finish(_with_outcome(state, first), f"{how}; no workers remain")
     state = _count_loss(state, state.workers[worker], now)
     if worker not in state.members:
-        return _loss_noted(state, f"{how}; the others had already continued without it", told=True)
+        return _loss_noted(state, f"{how}; the others had already continued without it", reported=True)
     if worker not in failures:
         if event.status < 0:
             return _next_view(state, how, now)
-        # A script that leaves with a status of its own may do so on all workers, as one that raises.
+        # A script that exits with an error status may do so on all workers, like one that raises.
         state = _with_failure(state, worker, JobOutcome(event.status, how, (worker,), Evidence.LOG), now)
     if state.shutdown.deadline is not None:
         return Decision(state, reason=f"{how}; the others may fail too")
@@ -213,7 +213,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
 
 
 def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
-    """Wait a moment: the others may fail too, or the worker that is blamed may show the cause."""
+    """Wait a moment: the others may fail too, or the blamed worker may show the cause."""
     worker, record = event.worker, state.workers[event.worker]
     how = f" exited with status {event.status}" if event.prints else ""
     message = f"worker {worker}{how}: {event.summary}"
@@ -248,14 +248,14 @@ def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
 
 
 def _strategy_created(state: State, event: StrategyCreated, now: float) -> Decision:
-    """From now on the job is elastic, and its script should distribute something soon."""
+    """Make the job elastic; its script should distribute something soon."""
     if not state.elastic and not state.distributes and state.view.replicas > 1:
         state = replace(state, idle_until=now + state.limits.idle)
     return Decision(replace(state, elastic=True), reason=f"worker {event.worker} created a strategy")
 
 
 def _saving_advanced(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFailed) -> Decision:
-    """Note how far the chief is with the last checkpoint; earlier ones only have a reason."""
+    """Note the chief's progress with the last checkpoint; earlier ones only yield a reason."""
     saving, actions = state.shutdown.saving, tuple[Action, ...]()
     match event:
         case FinalStepEnded(step):
@@ -274,7 +274,7 @@ def _saving_advanced(state: State, event: FinalStepEnded | CheckpointKept | Chec
 
 
 def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
-    """Note what a joiner waits for; answer at once if the chief has given the state."""
+    """Note what a joiner requests; answer at once if the chief has sent the state."""
     worker, phase, given = event.worker, state.workers[event.worker].phase, state.admission.given
     if phase not in JOINERS or phase is Phase.JOIN_FAILED or not state.active:
         return Decision(state, reason=f"worker {worker} no longer joins")
@@ -289,7 +289,7 @@ def _join_requested(state: State, event: JoinRequested, now: float) -> Decision:
 
 
 def _state_given(state: State, event: StateGiven, now: float) -> Decision:
-    """Pass on the position, or begin the next view with the state."""
+    """Forward the position, or begin the next view with the state."""
     if event.view != state.view.number:
         return Decision(state, reason=f"view {event.view} has already ended")
     if event.whole and state.stage is Stage.SAVING:
@@ -306,8 +306,8 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
         state, kills = _without_joiners(state, state.joiners)
         size = replace(state.size, wanted=max(staying, 1), min_workers=1, restarts_left=0, closed=True)
         state = replace(state, size=size, admission=replace(state.admission, backoff_until=None))
-        told = Decision(state, (ShowMessage(reason),), reason)
-        return (_next_view(state, reason, now) if event.whole else told).after(*kills)
+        reported = Decision(state, (ShowMessage(reason),), reason)
+        return (_next_view(state, reason, now) if event.whole else reported).after(*kills)
     locating = sorted(state.within(Phase.LOCATING))
     positions = tuple(SendPosition(worker) for worker in locating)
     state = state.with_phase(Phase.JOINING, *locating)
@@ -327,12 +327,12 @@ def _scale_requested(state: State, event: ScaleRequested, now: float) -> Decisio
     reason = f"the job now wants {count(event.workers, 'worker')}"
     if dropped:
         reason += f"; {name_workers(dropped)} no longer need{'s' if len(dropped) == 1 else ''} to join"
-    told = Decision(state, (ShowMessage(reason),), reason)
-    return (_admit(state, now, reason) if admission.given else told).after(*kills)
+    reported = Decision(state, (ShowMessage(reason),), reason)
+    return (_admit(state, now, reason) if admission.given else reported).after(*kills)
 
 
 def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
-    """Judge a wait: it may be for a finished worker, about to end with the view, long, or too long."""
+    """Assess a wait: it may be for a finished worker, about to end with the view, long, or too long."""
     worker, running, waited = event.worker, state.running, f"{event.seconds:.0f} s"
     if state.stage is not Stage.RUNNING:
         return Decision(state, reason="the job is already ending")
@@ -341,19 +341,19 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
     if state.view_since is not None and now - event.seconds < state.view_since:
         return Decision(state, reason=f"worker {worker} reports a wait in an old view")
 
-    # An elastic job continues without lost workers in a view that this worker has not heard of yet.
-    gone = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
+    # An elastic job continues without lost workers in a view that this worker does not know yet.
+    exited = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
     record = state.workers[worker]
-    if gone and not record.waits_in_vain:
+    if exited and not record.waits_in_vain:
         # The report may have been sent just before the last worker arrived; a second one cannot.
         again = state.with_worker(worker, replace(record, waits_in_vain=True))
         return Decision(
             again, reason=f"worker {worker} may wait for a finished worker; the next report decides"
         )
-    if gone:
-        message = f"{name_workers(gone)} exited with status 0 while worker {worker} waited for "
-        message += f"{'it' if len(gone) == 1 else 'them'} in {event.what}"
-        return _end(state, JobOutcome(1, message, gone, Evidence.LOG), now)
+    if exited:
+        message = f"{name_workers(exited)} exited with status 0 while worker {worker} waited for "
+        message += f"{'it' if len(exited) == 1 else 'them'} in {event.what}"
+        return _end(state, JobOutcome(1, message, exited, Evidence.LOG), now)
 
     late = tuple(w for w in event.workers if w in running and not state.workers[w].condemned)
     if not late:
@@ -374,7 +374,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
 
 
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
-    """Stop the job: with SIGTERM and checkpoints after one more, otherwise now."""
+    """Stop the job: with SIGTERM and checkpoints after one more checkpoint, otherwise at once."""
     name, shutdown = signal_name(event.signal), state.shutdown
     if state.stage is Stage.SAVING:
         killed = _kill(state, now, f"received {name} during the grace period")
@@ -412,7 +412,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
 
 
 def _deadline_passed(state: State, now: float) -> Decision:
-    """Do the first thing that is due."""
+    """Take the first action that is due."""
     admission = state.admission
     if state.shutdown.deadline is not None and now >= state.shutdown.deadline:
         return _stage_over(state, now)
@@ -430,15 +430,15 @@ def _deadline_passed(state: State, now: float) -> Decision:
 
 
 def _nothing_distributed(state: State) -> Decision:
-    """Give notice that the script distributes nothing, which may be its intention."""
+    """Notify the user that the script distributes nothing, which may be intended."""
     lines = whose_lines(len(state.members), state.view.replicas)
     text = (
         f"the script has distributed nothing in the {state.limits.idle:g} s since it created a strategy or "
         "compiled a model; until it calls model.fit, evaluate or predict, strategy.run or strategy.steps, "
         f"{lines}"
     )
-    told = (ShowMessage(text),) if state.stage is Stage.RUNNING else ()
-    return Decision(replace(state, idle_until=None), told, text)
+    reported = (ShowMessage(text),) if state.stage is Stage.RUNNING else ()
+    return Decision(replace(state, idle_until=None), reported, text)
 
 
 def _stage_over(state: State, now: float) -> Decision:
@@ -456,14 +456,14 @@ def _stage_over(state: State, now: float) -> Decision:
             assert outcome is not None
             stuck = tuple(worker for worker in outcome.workers if worker in running)
             if state.elastic and state.present.difference(outcome.workers):
-                # The others continue without them once their processes have ended.
+                # The others continue without these workers once their processes have ended.
                 state = _unstuck(state)
                 for worker in stuck:
                     state = state.with_worker(worker, replace(state.workers[worker], condemned=True))
                 text = f"{outcome.message}; killing {'it' if len(stuck) == 1 else 'them'}"
-                told = Decision(state, (ShowMessage(text),), outcome.message)
-                return told.after(*map(KillWorker, stuck))
-            # Stuck workers do not hear the abort.
+                reported = Decision(state, (ShowMessage(text),), outcome.message)
+                return reported.after(*map(KillWorker, stuck))
+            # Stuck workers do not react to the abort.
             ended = _end(state, outcome, now)
             signals = tuple(SignalWorker(worker, signal.SIGTERM) for worker in sorted(stuck))
             return replace(ended, actions=(*ended.actions, *signals))
@@ -475,7 +475,7 @@ def _stage_over(state: State, now: float) -> Decision:
             text = saving.outcome(f"{late} {within}")
             return _signal_all(state, signal.SIGTERM, now, text).after(ShowMessage(text))
         case Stage.ENDING:
-            # Stuck workers have had SIGTERM already.
+            # Stuck workers have already received SIGTERM.
             stuck = outcome.workers if outcome and outcome.evidence is Evidence.STACK else ()
             actions = tuple(
                 KillWorker(worker) if worker in stuck else SignalWorker(worker, signal.SIGTERM)
@@ -503,7 +503,7 @@ def _without_failed(state: State, failed: tuple[int, ...], now: float) -> Decisi
 
 
 def _unstuck(state: State) -> State:
-    """Forget the stuck workers: the members may wait for others now."""
+    """Clear the stuck workers: the members may now wait for others."""
     if state.stage is not Stage.LOOKING:
         return state
     shutdown = replace(state.shutdown, stage=Stage.RUNNING, outcome=None, deadline=None)
@@ -524,7 +524,7 @@ def _count_loss(state: State, lost: WorkerRecord, now: float) -> State:
     if state.finished or len(state.present) + len(state.joiners) >= size.wanted:
         return state
     if not size.restarts_left:
-        # From now on the job wants one worker less; this is the number that a person sees.
+        # The job now wants one worker less; users see this number.
         size = replace(size, wanted=max(size.wanted - 1, 1))
         return replace(state, size=size, admission=replace(admission, unreported=_no_more(size)))
     size, losses = replace(size, restarts_left=size.restarts_left - 1), admission.young_losses
@@ -547,19 +547,19 @@ def _no_more(size: JobSize) -> str:
     return f"lost workers are {'no longer' if size.max_restarts else 'not'} replaced ({why})"
 
 
-def _loss_noted(state: State, reason: str, *, told: bool) -> Decision:
-    """Note a loss that changes nothing for the members; `told` if a message has named it already."""
+def _loss_noted(state: State, reason: str, *, reported: bool) -> Decision:
+    """Note a loss that does not affect the members; `reported` if a message has already named it."""
     if state.admission.unreported:
-        told, reason = False, f"{reason}; {state.admission.unreported}"
+        reported, reason = False, f"{reason}; {state.admission.unreported}"
     state = replace(state, admission=replace(state.admission, unreported=""))
-    return Decision(state, () if told else (ShowMessage(reason),), reason)
+    return Decision(state, () if reported else (ShowMessage(reason),), reason)
 
 
 # Shared consequences: the next view and its workers.
 
 
 def _next_view(state: State, how: str, now: float) -> Decision:
-    """Continue without lost workers, as `how` says; failures speak for themselves."""
+    """Continue without lost workers, with `how` as the reason unless failures give it."""
     staying, why = state.staying, _why(state, how)
     if not staying:
         return Decision(state, reason=f"{why}; no workers remain")
@@ -602,13 +602,13 @@ def _admit(state: State, now: float, how: str) -> Decision:
 
 
 def _why(state: State, how: str) -> str:
-    """Say what happened to the members that the next view leaves behind, and what follows."""
+    """Describe the loss of the members that are not in the next view, and the consequence."""
     raised = [outcome.message for worker, outcome in state.failures.items() if worker in state.members]
     return "; ".join(text for text in (*raised, how, state.admission.unreported) if text)
 
 
 def _reconciled(decision: Decision, now: float) -> Decision:
-    """Start missing workers, and ask the members for what joiners need."""
+    """Start missing workers, and request from the members what joiners need."""
     state, size, admission = decision.state, decision.state.size, decision.state.admission
     if state.stage is not Stage.RUNNING or not state.elastic or not size.wanted:
         return decision
@@ -638,7 +638,7 @@ def _reconciled(decision: Decision, now: float) -> Decision:
 
 
 def _admission_closed(decision: Decision) -> Decision:
-    """End the joiners of a job whose script has ended; wait for members only."""
+    """End the joiners of a job whose script has ended; wait only for members."""
     state, dropped = decision.state, decision.state.joiners
     state, kills = _without_joiners(state, dropped)
     if dropped and state.size.by_hand:
@@ -652,7 +652,7 @@ def _admission_closed(decision: Decision) -> Decision:
 
 
 def _without_joiners(state: State, workers: tuple[int, ...]) -> tuple[State, tuple[Action, ...]]:
-    """Kill joiners that are not needed any more."""
+    """Kill joiners that are no longer needed."""
     return state.with_phase(Phase.LEAVING, *workers), tuple(map(KillWorker, workers))
 
 
@@ -669,7 +669,7 @@ def _end(state: State, outcome: JobOutcome, now: float) -> Decision:
     if not state.size.by_hand:
         return Decision(state, (AbortExchange(outcome.message),), outcome.message)
     text = f"{outcome.message}; the job ends: restart all workers"
-    # A person who hears of it only at the very end has no worker in the terminal any more.
+    # Shown now, because at the end the workers in the user's terminals have already exited.
     return Decision(state, (AbortExchange(text), ShowMessage(text)), outcome.message)
 
 
@@ -689,9 +689,9 @@ def _finish(state: State, reason: str) -> Decision:
     """Finish the job; name the failures of members even if the job has ended well."""
     outcome = state.shutdown.outcome or state.shutdown.suspect or JobOutcome(0)
     raised = [one for worker, one in state.failures.items() if worker in state.members]
-    told = tuple(ShowMessage(one.message) for one in raised if not outcome.message)
+    reported = tuple(ShowMessage(one.message) for one in raised if not outcome.message)
     state = _at_stage(_with_outcome(state, outcome), Stage.FINISHED, None)
-    return Decision(state, (*told, FinishJob(outcome)), reason)
+    return Decision(state, (*reported, FinishJob(outcome)), reason)
 
 
 def _at_stage(state: State, stage: Stage, deadline: float | None) -> State:
@@ -710,6 +710,6 @@ def _with_outcome(state: State, outcome: JobOutcome) -> State:
 
 
 def _with_saving_outcome(decision: Decision, saving: Saving, how: str) -> Decision:
-    """Say which checkpoint there is, now that `how` ends the wait for the last one."""
+    """Add a message on the available checkpoint, now that `how` ends the wait for the last one."""
     text = saving.outcome(f"{how} before it was written")
     return replace(decision.after(ShowMessage(text)), reason=f"{text}; {decision.reason}")

@@ -1,4 +1,4 @@
-"""The events that supervision decides about, the actions that it decides, and the outcome of a job."""
+"""The events and actions of supervision, and the outcome of a job."""
 
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -8,7 +8,7 @@ from lockstep.topology import View
 
 
 class Evidence(Enum):
-    """What a message about a worker should show."""
+    """What a message about a worker shows as evidence."""
 
     NONE = auto()
     LOG = auto()
@@ -52,19 +52,19 @@ class ScriptFailed:
 
 @dataclass(frozen=True)
 class StrategyCreated:
-    """A worker has made a strategy: from now on the job can continue without a lost worker."""
+    """A worker has created a strategy: from now on the job can continue without a lost worker."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class DistributionStarted:
-    """The script has given the replicas something to compute, or to read."""
+    """The script has distributed a computation or an input."""
 
 
 @dataclass(frozen=True)
 class CheckpointingStarted:
-    """The script keeps checkpoints from now on."""
+    """The script saves checkpoints from now on."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class CheckpointFailed:
 
 @dataclass(frozen=True)
 class TimeoutChanged:
-    """The script wants a worker that others wait for to be stuck after `seconds`."""
+    """The script sets the timeout after which a worker that others wait for counts as stuck."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class JoinRequested:
-    """A joiner asks for the position of the members, or, if `whole`, for the whole state."""
+    """A joiner requests the position of the members, or, if `whole`, the whole state."""
 
     worker: int
     whole: bool
@@ -105,12 +105,12 @@ class JoinRequested:
 
 @dataclass(frozen=True)
 class StateGiven:
-    """The chief of a view has given the position, or the whole state, after which the members wait.
+    """The chief of a view has sent the position, or the whole state, after which the members wait.
 
     Attributes:
         view: its number.
         whole: whether it is the whole state.
-        failure: why nothing could be given; empty if it was.
+        failure: why nothing could be sent; empty on success.
     """
 
     view: int
@@ -120,12 +120,12 @@ class StateGiven:
 
 @dataclass(frozen=True)
 class WorkerArrived:
-    """A person has started one more worker, which waits until the job uses it."""
+    """A user has started one more worker by hand, which waits until the job uses it."""
 
 
 @dataclass(frozen=True)
 class ScaleRequested:
-    """A person wants this number of workers from now on."""
+    """A user requests this number of workers."""
 
     workers: int
 
@@ -142,14 +142,14 @@ class WaitReported:
 
 @dataclass(frozen=True)
 class ViewFailed:
-    """This machine cannot give what the next view needs."""
+    """This machine lacks the resources for the next view."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class StopRequested:
-    """A person or a scheduler wants the job to end."""
+    """A user or a scheduler requests the end of the job."""
 
     signal: int
 
@@ -192,8 +192,8 @@ class AbortExchange:
 class StartView:
     """End the view, for `reason`, and begin `view`.
 
-    Members that are new in `view` get the state that the chief gave; running members of the last view that
-    are not in `view` are told to leave.
+    New members get the state that the chief sent; running members of the last view that are not in `view`
+    must leave.
     """
 
     view: View
@@ -202,21 +202,21 @@ class StartView:
 
 @dataclass(frozen=True)
 class StartWorker:
-    """Start a worker that is to join."""
+    """Start a worker that will join."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class AskMembers:
-    """Ask the members of the view for something, or take the request back."""
+    """Send the members of the view a request, or withdraw it."""
 
     request: Request
 
 
 @dataclass(frozen=True)
 class SendPosition:
-    """Send a joiner the position that the chief gave."""
+    """Send a joiner the position from the chief."""
 
     worker: int
 
@@ -238,14 +238,14 @@ class KillWorker:
 
 @dataclass(frozen=True)
 class DumpStack:
-    """Ask a worker for its Python stack."""
+    """Request a worker's Python stack."""
 
     worker: int
 
 
 @dataclass(frozen=True)
 class ShowMessage:
-    """Tell the person."""
+    """Show the user a message."""
 
     text: str
 
@@ -256,7 +256,7 @@ class JobOutcome:
 
     Attributes:
         status: the exit status of the job.
-        message: why, in one line; empty if it ends well.
+        message: why, in one line; empty on success.
         workers: the workers whose evidence the message shows.
         evidence: which evidence.
     """
@@ -269,7 +269,7 @@ class JobOutcome:
 
 @dataclass(frozen=True)
 class FinishJob:
-    """Kill the processes that are left, show the outcome, and end with its status."""
+    """Kill the remaining processes, show the outcome, and exit with its status."""
 
     outcome: JobOutcome
 

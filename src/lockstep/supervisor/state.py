@@ -1,4 +1,4 @@
-"""What supervision remembers of a job. A job is RUNNING until something decides its end, its `JobOutcome`."""
+"""The state of supervision. A job is RUNNING until its `JobOutcome` is decided."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,10 +11,10 @@ from lockstep.topology import View
 
 
 class Phase(Enum):
-    """Where a worker is between its start and its end.
+    """The phase of a worker's life.
 
-    The first workers start as members. A worker that starts later is a joiner: it asks for the position of
-    the members, runs the script up to there by itself, and becomes a member with the next view.
+    The first workers start as members. A worker that starts later is a joiner: it requests the position of
+    the members, runs the script alone up to there, and becomes a member with the next view.
     """
 
     JOINING = auto()
@@ -28,7 +28,7 @@ class Phase(Enum):
     MEMBER = auto()
     """A member of the view, or a worker that the last view left behind; its process still runs."""
     LEAVING = auto()
-    """A worker that is not needed, and was told to leave or killed; its process still runs."""
+    """A worker that is no longer needed, and was asked to leave or killed; its process still runs."""
     FINISHED = auto()
     """A member whose process ended with status 0."""
     LEFT = auto()
@@ -43,7 +43,7 @@ ENDED = frozenset({Phase.FINISHED, Phase.LEFT, Phase.LOST})
 
 @dataclass(frozen=True)
 class Failure:
-    """A member's failure that is no consequence of another's: the others leave the member behind.
+    """A member's failure that is not a consequence of another's: the others continue without the member.
 
     Attributes:
         outcome: how the job ends if this failure decides it.
@@ -56,15 +56,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class WorkerRecord:
-    """What supervision knows of a worker.
+    """What supervision knows about a worker.
 
     Attributes:
-        phase: where the worker is between its start and its end.
+        phase: of the worker's life.
         started_at: when it was started to join; None for the first workers.
         raised: whether its script has raised while it was not a joiner.
-        failure: its failure; None as long as it has none, or only blames another worker.
-        script_ended: whether its script has come to its end.
-        waits_in_vain: whether its last report was that it waits for a worker that ended well.
+        failure: its failure; None if it has none or only blames another worker.
+        script_ended: whether its script has ended.
+        waits_in_vain: whether its last report said that it waits for a worker that ended with status 0.
         condemned: whether it was killed because it was stuck.
     """
 
@@ -88,13 +88,13 @@ class TimeLimits:
 
     Attributes:
         timeout: for a worker to arrive where others wait for it, and for joiners that training waits for.
-        blame: for the cause of a failure that blames another worker to show itself.
+        blame: for the cause to appear of a failure that blames another worker.
         look: for a stuck worker to write its stack.
         abort: for workers to end after the abort, until SIGTERM.
-        leave: for workers whose scripts have all raised to end by themselves, until SIGTERM.
+        leave: for workers whose scripts have all raised to exit on their own, until SIGTERM.
         term: for workers to end after SIGTERM or the signal that stops the job, until SIGKILL.
         kill: for workers to end after SIGKILL, until the job ends without them.
-        save: for the chief to end its step and write a checkpoint before the job stops (`--grace`).
+        save: for the chief to complete its step and write a checkpoint before the job stops (`--grace`).
         notice: between two notices that one worker waits for another.
         idle: from the first strategy until a notice that the script has distributed nothing.
         young: from the start of a worker, while its loss delays its replacement.
@@ -122,12 +122,12 @@ class JobSize:
     """How many workers the job should have, and the budget of restarts.
 
     Attributes:
-        wanted: the number of workers to reach; 0 for as many as there are.
+        wanted: the target number of workers; 0 for as many as there are.
         min_workers: with fewer, training waits.
-        restarts_left: how many lost workers will still be replaced.
-        max_restarts: the budget at the start of the job, and again after each request to scale.
+        restarts_left: how many more lost workers will be replaced.
+        max_restarts: the budget at the start of the job and after each request to scale.
         closed: whether no worker is replaced because none can join.
-        by_hand: whether no worker is replaced because a person starts the workers.
+        by_hand: whether no worker is replaced because the user starts the workers by hand.
     """
 
     wanted: int = 0
@@ -139,21 +139,21 @@ class JobSize:
 
     @classmethod
     def of(cls, wanted: int, min_workers: int, max_restarts: int) -> "JobSize":
-        """Return the size of a job that begins."""
+        """Return the size of a new job."""
         return cls(wanted, min_workers, max_restarts, max_restarts)
 
 
 @dataclass(frozen=True)
 class Admission:
-    """How the members, the joiners and the next view come together.
+    """The admission of joiners to the next view.
 
     Attributes:
-        asked: what the members of the view are asked for.
-        given: whether the chief has given the state, so that all members wait for the next view.
-        deadline: when a job whose members wait for joiners gives up; None if they do not.
-        backoff_until: no worker is started before; None if there is no such time.
+        asked: the pending request to the members of the view.
+        given: whether the chief has sent the state, so that all members wait for the next view.
+        deadline: when a job whose members wait for joiners gives up; None if they do not wait.
+        backoff_until: the earliest time to start a worker; None for no limit.
         young_losses: how many workers in a row were lost soon after their start.
-        unreported: what follows from the last loss, as long as no message has said so.
+        unreported: the consequence of the last loss, until a message has reported it.
     """
 
     asked: Request = Request.NOTHING
@@ -165,30 +165,30 @@ class Admission:
 
 
 class Stage(Enum):
-    """How far the end of the job has come."""
+    """The stages of a job's end."""
 
     RUNNING = auto()
-    """Nothing has decided the end."""
+    """The end is not decided."""
     LOOKING = auto()
     """A worker is stuck, and writes its stack."""
     SAVING = auto()
-    """The job is to stop; the chief ends its step and writes a checkpoint."""
+    """The job stops; the chief completes its step and writes a checkpoint."""
     ENDING = auto()
-    """The workers have heard of the abort."""
+    """The exchange of the workers was aborted."""
     TERMINATING = auto()
-    """The workers have got SIGTERM, or the signal that stops the job."""
+    """The workers have received SIGTERM, or the signal that stops the job."""
     KILLING = auto()
-    """The workers have got SIGKILL."""
+    """The workers have received SIGKILL."""
     FINISHED = auto()
     """The job has ended."""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """What the chief has done since the job was asked to stop.
+    """The chief's progress since the job was asked to stop.
 
     Attributes:
-        step: the step that has ended, whose checkpoint is being written; None until then.
+        step: the completed step, whose checkpoint is being written; None until then.
         kept: the step of the checkpoint that is on the disk; None until then.
         failure: why a checkpoint could not be written; empty if none failed.
     """
@@ -198,7 +198,7 @@ class Saving:
     failure: str = ""
 
     def outcome(self, why: str) -> str:
-        """Say which checkpoint there is; without one, say the failure, or else `why`."""
+        """Describe the available checkpoint; without one, the failure, or else `why`."""
         if self.kept is not None:
             return f"checkpoint written at step {self.kept}"
         return f"no checkpoint: {self.failure or why}"
@@ -206,14 +206,14 @@ class Saving:
 
 @dataclass(frozen=True)
 class Shutdown:
-    """How far the end of the job has come, and how it ends.
+    """The progress of the job's end, and its outcome.
 
     Attributes:
-        stage: how far it has come.
-        deadline: when the stage is over; in RUNNING, when the wait for the failures of others is over.
+        stage: of the end.
+        deadline: of the stage; in RUNNING, of the wait for the failures of others.
         outcome: how the job ends, once decided.
-        suspect: how the job ends if no cause shows itself for a failure that blames another worker.
-        saving: what the chief has done since the job was asked to stop.
+        suspect: how the job ends if no cause appears for a failure that blames another worker.
+        saving: the chief's progress since the job was asked to stop.
     """
 
     stage: Stage = Stage.RUNNING
@@ -225,20 +225,20 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class State:
-    """What supervision remembers.
+    """The state of supervision.
 
     Attributes:
         view: which worker computes which replica.
         workers: every worker that was ever started, by id.
         limits: the time limits.
         size: how many workers there should be.
-        admission: how the next view comes about.
-        shutdown: how far the end of the job has come.
+        admission: of joiners to the next view.
+        shutdown: the progress of the job's end.
         view_since: when the view began; None for the first.
         elastic: whether the job can continue without a lost worker.
-        keeps: whether the job keeps checkpoints.
-        distributes: whether the script has given the replicas anything to compute or to read.
-        idle_until: when a notice says that it has not; None if there is no such time.
+        keeps: whether the job saves checkpoints.
+        distributes: whether the script has distributed a computation or an input.
+        idle_until: when a notice says that it has not; None if there is none to come.
         noticed: when a notice last named each set of late workers.
     """
 
@@ -257,17 +257,17 @@ class State:
 
     @classmethod
     def of(cls, view: View, limits: TimeLimits, size: JobSize, *, keeps: bool = False) -> "State":
-        """Return the state of a job that begins with `view`."""
+        """Return the state of a new job that begins with `view`."""
         return cls(view, {worker: WorkerRecord() for worker in view.workers}, limits, size, keeps=keeps)
 
     @property
     def stage(self) -> Stage:
-        """How far the end of the job has come."""
+        """The stage of the job's end."""
         return self.shutdown.stage
 
     @property
     def active(self) -> bool:
-        """Whether nothing has decided the end of the job."""
+        """Whether the end of the job is not yet decided."""
         return self.stage in (Stage.RUNNING, Stage.LOOKING)
 
     @property
@@ -289,7 +289,7 @@ class State:
 
     @property
     def leaving(self) -> frozenset[int]:
-        """The workers that are not needed, and still run."""
+        """The running workers that are no longer needed."""
         return self.within(Phase.LEAVING)
 
     @property
@@ -327,7 +327,7 @@ class State:
 
     @property
     def all_raised(self) -> bool:
-        """Whether the script has raised on every worker that runs: their processes end by themselves."""
+        """Whether the script has raised on every running worker: their processes exit on their own."""
         return all(self.workers[worker].raised for worker in self.running)
 
     def within(self, *phases: Phase) -> frozenset[int]:

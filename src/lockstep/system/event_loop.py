@@ -1,4 +1,4 @@
-"""Waits for descriptors, and calls what watches them: one loop serves all parts of a process."""
+"""Waits for descriptors and calls their handlers: one loop serves all parts of a process."""
 
 import selectors
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class EventLoop:
             )
 
     def unwatch(self, descriptor: int) -> None:
-        """Watch a descriptor no more."""
+        """Stop watching a descriptor."""
         if descriptor in self._selector.get_map():
             self._selector.unregister(descriptor)
 
@@ -36,12 +36,12 @@ class EventLoop:
         for call in self._before:
             call()
         for key, _ in self._selector.select(seconds):
-            # What is done first may end what was ready, too.
+            # An earlier handler of this turn may have unwatched it.
             if key.fd in self._selector.get_map():
                 key.data()
 
     def close(self) -> None:
-        """Watch nothing more."""
+        """Stop watching all descriptors."""
         self._selector.close()
 
     def __enter__(self) -> Self:

@@ -32,7 +32,7 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 
 
 def is_of_this_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end is of the same user; for root, too, nobody else is."""
+    """Whether the process at the other end has the same user; root gets no exception."""
     return peer(connection)[1] == os.geteuid()
 
 

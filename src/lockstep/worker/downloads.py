@@ -1,4 +1,4 @@
-"""Downloads of `keras.utils.get_file`: one worker of a host makes them, and the others wait."""
+"""Downloads with `keras.utils.get_file`: one worker of a host downloads, and the others wait."""
 
 import hashlib
 import json
@@ -23,8 +23,8 @@ from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patching import PATCHES
 
 _MODULE = "keras.src.utils.file_utils"
-_FIRST_SAID = 5.0
-_SAID_EVERY = 30.0
+_FIRST_REPORT = 5.0
+_REPORT_EVERY = 30.0
 _PATIENCE = 3600.0
 """Seconds that a worker waits for a download of another process."""
 _MOST_HOLDER = 8192
@@ -32,9 +32,9 @@ _MOST_HOLDER = 8192
 
 @cache
 def serve_downloads() -> None:
-    """Let workers take turns in `get_file`: in this process, or one that it forks, once it takes part.
+    """Patch `get_file` so that workers take turns, in this process or a forked one, after `share_downloads`.
 
-    Call it before Keras is imported: datasets keep the function that they find then.
+    Call this before Keras is imported: datasets keep the function that they find then.
     """
     when_imported({_MODULE: _serve_in})
 
@@ -48,26 +48,26 @@ def share_downloads(run: Path, agent: int, worker: int, publish: Callable[[Downl
         run: the run's folder.
         agent: process id of the agent.
         worker: this worker's id.
-        publish: receives an event when this worker waits.
+        publish: called with an event while this worker waits for another download.
     """
     serve_downloads()
     folders = (cache_folder() / "downloads", run / "downloads")
-    # The folder may be that of an earlier run too.
+    # An earlier run may have used the same folder.
     _taking_part[:] = [Turns(folders, RunPaths(run).downloaded, f"{agent} {run}", worker, publish)]
     os.register_at_fork(after_in_child=_taking_part.clear)
 
 
 class Turns:
-    """The turns of one worker: who has the lock of an origin downloads from there.
+    """The turns of one worker: the process that holds the lock of an origin downloads from there.
 
-    The kernel frees the lock of a process that ends, so the next worker tries what one has left undone.
+    The kernel releases the lock of a process that ends, so the next worker retries an incomplete download.
 
     Args:
-        folders: for locks; the first that can be used is. Another job of this user waits if it has the same.
-        record: the file in which the workers of the job note what they have downloaded.
-        job: tells the job from others.
+        folders: for locks; the first usable one is used. Other jobs of this user with the same folder wait.
+        record: the file in which the workers of the job record their downloads.
+        job: identifies the job.
         worker: this worker's id.
-        publish: receives an event when this worker waits.
+        publish: called with an event while this worker waits for another download.
         patience: seconds to wait for another process.
     """
 
@@ -89,13 +89,13 @@ class Turns:
         self._calls: Counter[str] = Counter()
 
     def take(self, origin: str, name: str, purpose: str, download: Callable[[], str]) -> str:
-        """Return what `download` does, or what it has returned to another worker that made this call.
+        """Return the result of `download`, or its result on another worker that made the same call.
 
         Args:
-            origin: the address; two downloads from there never run at the same time.
+            origin: the address; two downloads from it never run at the same time.
             name: of the file, for messages.
-            purpose: all that the call asks for; the n-th call with it is the n-th of every worker.
-            download: makes the file; where it raises, the next worker calls its own.
+            purpose: all arguments of the call; the n-th call with equal ones is the same on every worker.
+            download: downloads the file; if it raises, the next worker calls its own.
 
         Raises:
             PeerStuckError: another process has been downloading for an hour.
@@ -116,7 +116,7 @@ class Turns:
             holder = json.dumps({"job": self._job, "worker": self._worker, "process": os.getpid()}).encode()
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, holder, 0)
-            # Of this host and this lock: any other process that writes there holds the lock, or is gone.
+            # The name is unique to this host and lock: any other process that wrote it has ended.
             _turn.partial = f".{_digest(f'{os.uname().nodename} {file}')}.part"
             yield
         finally:
@@ -124,12 +124,12 @@ class Turns:
             os.close(descriptor)
 
     def _lock(self, origin: str, name: str) -> tuple[Path, int]:
-        said = _FIRST_SAID - _SAID_EVERY
+        reported = _FIRST_REPORT - _REPORT_EVERY
 
         def waiting(waited: float) -> None:
-            nonlocal said
-            if waited - said >= _SAID_EVERY:
-                said = waited
+            nonlocal reported
+            if waited - reported >= _REPORT_EVERY:
+                reported = waited
                 self._publish(DownloadAwaited(name, self._holder(file), round(waited)))
 
         refused: OSError | None = None
@@ -150,7 +150,7 @@ class Turns:
         raise refused or OSError("there is no folder for locks")
 
     def _holder(self, file: Path) -> str:
-        """Say who has a lock."""
+        """Name the holder of a lock."""
         try:
             descriptor = open_regular(file)
             try:
@@ -160,11 +160,11 @@ class Turns:
             worker, process = holder["worker"], holder["process"]
             return f"worker {worker}" if holder["job"] == self._job else f"another job (process {process})"
         except (OSError, ValueError, KeyError, TypeError):
-            # It has only just got it.
+            # It has only just acquired the lock.
             return "another process"
 
     def _done(self, call: str) -> str | None:
-        """Return what a worker has returned from a call, if that is still there."""
+        """Return the path that a worker returned from a call, if it still exists."""
         try:
             lines = self._record.read_text(errors="surrogateescape").split("\n")
         except FileNotFoundError:
@@ -201,7 +201,7 @@ def _in_turn(get_file: Callable[..., Any]) -> Callable[..., Any]:
 def _whole(urlretrieve: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(urlretrieve)
     def retrieve_whole(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Give the file its name when all of it is there: a process that is killed leaves no half of it."""
+        """Rename the file once it is complete, so that a killed process leaves no partial file."""
         partial = getattr(_turn, "partial", None)
         if partial is None or filename is None:
             return urlretrieve(url, filename, *args, **kwargs)

@@ -1,6 +1,6 @@
-"""Files that a script opens for writing: each worker tells the agent, which finds those of several workers.
+"""Reports of files that a script opens for writing; the agent detects conflicts between workers.
 
-Only what Python opens is seen, not what libraries open in C (HDF5, TensorFlow's own files).
+Only files opened by Python are reported, not those opened by libraries in C (HDF5, TensorFlow's own files).
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from lockstep.worker.program_sources import is_program
 
 _NEW = os.O_CREAT | os.O_TRUNC | os.O_APPEND
-"""What `open` has in its flags where it makes a file, empties it or appends: `w`, `x` and `a`, not `r+`."""
+"""The flags with which `open` creates, empties or appends to a file: `w`, `x` and `a`, not `r+`."""
 _MOST = 1000
 _SYSTEM = ("/dev", "/proc", "/sys")
 _OF_MACHINES = (".lock", ".pyc")
@@ -22,13 +22,13 @@ _IMPORT = "<frozen importlib."
 _LOCKSTEP = f"{Path(__file__).parents[1]}{os.sep}"
 
 Tell = Callable[[str, str], object]
-"""Takes the absolute path of a file, and the line of the program that opens it, as `train.py:41`."""
+"""Takes the absolute path of a file, and the line of the program that opens it, such as `train.py:41`."""
 
 
 def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
-    """From now on, tell once of each file that this process opens for writing, up to a thousand.
+    """From now on, report each file that this process opens for writing once, up to a thousand files.
 
-    Processes that it forks tell nothing. Python cannot stop to watch any more.
+    Forked processes report nothing. The hook cannot be removed again.
     """
     process, seen = os.getpid(), set[str]()
 
@@ -43,26 +43,26 @@ def watch_writes(places: "LibraryFolders", tell: Tell) -> None:
             seen.add(absolute)
             tell(absolute, line)
 
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event != "open":
             return
         try:
             if arguments[2] & _NEW:
                 opened(arguments[0], sys._getframe(1))
         except Exception:
-            # What this raises, the program's `open` would raise.
+            # An error here would be raised by the program's `open`.
             return
 
-    sys.addaudithook(hear)
+    sys.addaudithook(hook)
 
 
 class LibraryFolders:
-    """Where libraries, and Lockstep, keep files of their own.
+    """The folders in which libraries and Lockstep save their own files.
 
     Args:
-        folders: Lockstep's: the run's, and that of checkpoints.
-        home: of the user; its hidden folders are of libraries.
-        work: where the script runs, which may be below a hidden folder.
+        folders: Lockstep's folders, of the run, the cache and checkpoints.
+        home: the user's home; its hidden folders belong to libraries.
+        work: the script's current folder, which may be below a hidden folder.
     """
 
     def __init__(self, folders: Iterable[Path], home: Path, work: Path) -> None:
@@ -71,7 +71,7 @@ class LibraryFolders:
         self._work = f"{work}{os.sep}"
 
     def are_not_the_program_s(self, path: str) -> bool:
-        """Whether a program does not mean a file at an absolute path as one of its results."""
+        """Whether the file at an absolute path is not one of the program's results."""
         if path.endswith(_OF_MACHINES) or path.startswith(self._folders):
             return True
         if path.startswith(f"{self._home}."):
@@ -85,9 +85,10 @@ class LibraryFolders:
 
 
 def line_of_program(frame: FrameType | None) -> str | None:
-    """Return the innermost line of the program that leads to a frame.
+    """Return the innermost line of the program on the stack of a frame.
 
-    None where Lockstep is between, which writes on one worker, or an import, for which libraries keep files.
+    It is None if Lockstep's code is in between, which writes on one worker, or an import, for which libraries
+    write caches.
     """
     while frame is not None:
         file = frame.f_code.co_filename

@@ -1,4 +1,4 @@
-"""Doing something with a module as soon as it has been imported, without importing it."""
+"""Hooks that act on a module when the program imports it, without importing it themselves."""
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,13 +9,13 @@ from types import ModuleType
 
 Action = Callable[[ModuleType], object]
 Before = Callable[[], Action]
-"""Is called before a module is executed, and returns what follows that."""
+"""Called before a module is executed; returns the action to call afterwards."""
 
 
 def when_imported(actions: Mapping[str, Action]) -> None:
     """Call each action with the module of its name: now, or once the module has been executed.
 
-    A module can have several actions, from several calls; they come in any order.
+    A module can have several actions, from several calls; their order is undefined.
     """
     for name, action in actions.items():
         if name in sys.modules:
@@ -25,15 +25,15 @@ def when_imported(actions: Mapping[str, Action]) -> None:
 
 
 def whenever_executed(names: Iterable[str], before: Before) -> None:
-    """Call `before` when a module of these names is about to be executed, and then what it returns.
+    """Call `before` when a module of these names is about to be executed, and its result afterwards.
 
-    Nothing happens for modules that are there already.
+    This has no effect on modules that are already imported.
     """
     sys.meta_path.insert(0, _ActOnImport(dict.fromkeys(names, before)))
 
 
 class _ActOnImport(MetaPathFinder):
-    """Finds what the finders behind it find, and acts before and after it is executed."""
+    """Delegates to the finders after it, and acts before and after a module is executed."""
 
     def __init__(self, actions: Mapping[str, Before]) -> None:
         self._actions = actions

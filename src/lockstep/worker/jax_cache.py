@@ -1,8 +1,8 @@
-"""What JAX has compiled, kept in files: other workers, replacements and later runs need not compile it again.
+"""A compilation cache for JAX: other workers, replacements and later runs reuse compiled programs.
 
-JAX has such a cache, which this one stands in for. It writes whole entries or none, however a process ends;
-it never serves what was compiled for another processor or another number of threads, which JAX does not tell
-apart; and of several processes that need the same at once, one compiles, and the others wait for it.
+It replaces JAX's own cache. It writes entries atomically, however a process ends; it never returns programs
+compiled for another processor or number of threads, which JAX does not distinguish; and if several processes
+need the same program at once, one compiles it and the others wait.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patching import PATCHES
 
 _SEAM = "jax._src.compilation_cache", "get_file_cache"
-"""The function of JAX that makes its cache; private, see tests/training/test_private_parts.py."""
+"""The function of JAX that creates its cache; private, see tests/training/test_private_parts.py."""
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LONGEST_WAIT = 60.0
 _LOOK_EVERY = 0.005
@@ -38,22 +38,22 @@ _TURNS = "turns"
 
 
 def keep_compiled(base: Path, threads: int) -> None:
-    """Have JAX keep what it compiles, once it is imported, unless the person has decided that otherwise.
+    """Enable the cache once JAX is imported, unless the user has configured or disabled JAX's cache.
 
     Args:
-        base: the folder for it.
-        threads: number of threads that compute one replica; what is compiled depends on it.
+        base: the parent folder of the cache.
+        threads: number of threads that compute one replica; compiled programs depend on it.
     """
     when_imported({"jax": partial(_keep, base / f"jax-{processor()}-{threads}")})
 
 
 def processor(file: Path = Path("/proc/cpuinfo")) -> str:
-    """Return a name for the kind of processor that this is."""
+    """Return a name for the kind of this machine's processor."""
     first = file.read_text().partition("\n\n")[0].splitlines()
-    told = [
+    facts = [
         line for line in first if line.startswith(("vendor_id", "model name", "flags", "Features", "CPU "))
     ]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
 def _keep(folder: Path, jax: ModuleType) -> None:
@@ -68,7 +68,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
         note(f"JAX compiles without its cache: {error}")
         return
     except OSError:
-        # Without a cache everything is as before, but for the time.
+        # Without the cache, everything works, but slower.
         return
     config.update("jax_compilation_cache_dir", str(folder))
     config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -76,7 +76,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
     config.update("jax_persistent_cache_enable_xla_caches", "none")
 
     def get_file_cache(path: str) -> Any:
-        # The script may name a folder of its own.
+        # The script may use another folder.
         return (cache, path) if path == str(folder) else theirs(path)
 
     def leave_when_compiled(event: str, seconds: float, **details: Any) -> None:
@@ -88,14 +88,14 @@ def _keep(folder: Path, jax: ModuleType) -> None:
 
 
 class CompiledFiles:
-    """A folder with a file for each entry; what JAX asks of a cache.
+    """A folder with a file for each entry; implements JAX's interface of a cache.
 
-    Who does not find an entry makes it. Others that look for it meanwhile wait, until it is there, or whoever
-    makes it has come to another end, or for at most a minute: then they make it as well.
+    A process that does not find an entry makes it. Other processes that request it meanwhile wait until it
+    exists, its maker gives up or ends, or a minute has passed; without the entry, they make it too.
 
     Args:
-        folder: descriptor of the folder: what is done there does not depend on what its path means later.
-        turns: descriptor of a file in which locks of single bytes stand for entries in the making.
+        folder: descriptor of the folder, so that later changes of its path have no effect.
+        turns: descriptor of a file in which locks of single bytes represent entries in the making.
     """
 
     def __init__(self, folder: int, turns: int) -> None:
@@ -106,11 +106,11 @@ class CompiledFiles:
 
     @classmethod
     def open(cls, path: Path) -> "CompiledFiles":
-        """Make the folder, if it is not there.
+        """Open the folder; create it if it is missing.
 
         Raises:
             OSError: it cannot be used.
-            UnfitError: others could put code for this user there.
+            UnfitError: other users could write to it, and so inject code.
         """
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         parent = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -130,7 +130,7 @@ class CompiledFiles:
             raise
 
     def get(self, key: str) -> bytes | None:
-        """Return an entry; None if this process is to make it."""
+        """Return an entry; None if this process must make it."""
         self.leave()
         value = self._read(key)
         if value is None and self._take_turn(key):
@@ -140,7 +140,7 @@ class CompiledFiles:
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Keep an entry, if there is room."""
+        """Save an entry, unless that fails."""
         new = f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
         try:
             self._trim()
@@ -152,7 +152,7 @@ class CompiledFiles:
         self.leave()
 
     def leave(self) -> None:
-        """Let others make what this thread was to make."""
+        """Let others make the entry that this thread was to make."""
         offset, self._making.offset = getattr(self._making, "offset", None), None
         if offset is not None:
             fcntl.lockf(self._turns, fcntl.LOCK_UN, 1, offset)
@@ -168,7 +168,7 @@ class CompiledFiles:
         return value if _digest(value) == data[:_DIGEST_BYTES] else None
 
     def _take_turn(self, key: str) -> bool:
-        """Be the one that makes an entry; return whether that came to be in time."""
+        """Acquire the right to make an entry; return False if that takes too long."""
         offset = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) % _OFFSETS
         give_up = time.monotonic() + _LONGEST_WAIT
         while time.monotonic() < give_up:
@@ -178,14 +178,14 @@ class CompiledFiles:
                 time.sleep(_LOOK_EVERY)
                 continue
             except OSError:
-                # This file system has no locks.
+                # This file system does not support locks.
                 return False
             self._making.offset = offset
             return True
         return False
 
     def _trim(self) -> None:
-        """Remove what was not used for the longest time, where there is too much; once a process."""
+        """Remove the least recently used entries if the cache is too large; once per process."""
         if self._trimmed:
             return
         self._trimmed = True
@@ -206,7 +206,7 @@ class CompiledFiles:
 
 
 def _check_own(folder: int, path: Path) -> None:
-    """Raise UnfitError if others may write to a folder; `path` is for the message."""
+    """Raise UnfitError if other users may write to a folder; `path` is for the message."""
     status = os.fstat(folder)
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise UnfitError(

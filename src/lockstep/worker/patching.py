@@ -1,7 +1,7 @@
-"""What Lockstep replaces in other libraries: one registry, which can give everything back.
+"""The registry of the attributes that Lockstep replaces in other libraries; it can restore all of them.
 
 A module of Lockstep that replaces an attribute of another library for longer than a block registers it here,
-under its own name.
+under the module's name.
 """
 
 import threading
@@ -15,14 +15,14 @@ _ABSENT = object()
 
 
 class Patch(NamedTuple):
-    """One attribute that is replaced.
+    """One replaced attribute.
 
     Attributes:
         by: the module of Lockstep that replaces it.
         owner: the class or module that has it; `sys.modules` for a module.
         name: of the attribute.
-        original: its value before, if it had one.
-        replacement: its value since.
+        original: its previous value, if it had one.
+        replacement: its new value.
     """
 
     by: str
@@ -32,7 +32,7 @@ class Patch(NamedTuple):
     replacement: Any
 
     def undo(self) -> None:
-        """Give the attribute its original value."""
+        """Restore the original value."""
         if self.original is not _ABSENT:
             _set(self.owner, self.name, self.original)
         elif isinstance(self.owner, type):
@@ -42,7 +42,7 @@ class Patch(NamedTuple):
 
 
 class PatchRegistry:
-    """The attributes that are replaced in this process, in the order of replacing; for any thread."""
+    """The replaced attributes of this process, in the order of replacement; thread-safe."""
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
@@ -58,7 +58,7 @@ class PatchRegistry:
             return any(patch.by == by for patch in self._patches)
 
     def replace(self, by: str, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Replace an attribute by what `make` returns for its present value.
+        """Replace an attribute by the result of `make` for its current value.
 
         Raises:
             UnfitError: there is no such attribute.
@@ -73,14 +73,14 @@ class PatchRegistry:
         self.put(by, owner, name, make(original))
 
     def put(self, by: str, owner: Any, name: str, value: Any) -> None:
-        """Give an attribute another value, whether or not there is one."""
+        """Set an attribute to another value, whether or not it exists."""
         with self._lock:
             original = _namespace(owner).get(name, _ABSENT)
             self._patches.append(Patch(by, owner, name, original, value))
             _set(owner, name, value)
 
     def give_back(self, by: str) -> None:
-        """Undo what the module `by`, or the modules in the package `by`, have replaced, the last first."""
+        """Undo the replacements by the module `by`, or by modules in the package `by`, the last one first."""
         with self._lock:
             undone: list[Patch] = []
             kept: list[Patch] = []
@@ -92,7 +92,7 @@ class PatchRegistry:
 
 
 def definer(cls: type, name: str) -> type:
-    """Return the class that defines a method of `cls`, so that its other subclasses have the replacement too.
+    """Return the class that defines a method of `cls`; a replacement there affects all its subclasses.
 
     Raises:
         UnfitError: there is none.
@@ -114,7 +114,7 @@ def _set(owner: Any, name: str, value: Any) -> None:
     if isinstance(owner, type):
         setattr(owner, name, value)
     else:
-        # Past what some modules do where an attribute is set.
+        # Bypasses the `__setattr__` of some modules.
         _namespace(owner)[name] = value
 
 

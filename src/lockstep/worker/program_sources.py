@@ -1,7 +1,7 @@
-"""The texts of a program's own modules: all workers of a job read those that the first of them has read.
+"""Snapshots of a program's own source files: all workers of a job run the version that the first one read.
 
-A person may edit a script while it runs. A worker that starts later, to replace another, computes with the
-text that the others have, and tracebacks show it.
+Users may edit a script while it runs. A replacement worker that starts later runs the same version as the
+others, and tracebacks show it.
 """
 
 import contextlib
@@ -26,25 +26,25 @@ _LIBRARIES = {
     Path(__file__).parents[1],
 }
 _GENERATED = "__autograph_generated_file"
-"""What the names of files begin with that TensorFlow writes and imports, other ones in each process."""
+"""The prefix of the files that TensorFlow writes and imports, different ones in each process."""
 _NOTEBOOK = "<ipython-input"
 
 _read: dict[str, str] = {}
-"""Hashes of the texts that this process has read, by path."""
+"""Hashes of the source files that this process has read, by path."""
 
 Changed = Callable[[str, str], object]
-"""Takes the path of a file, and what is wrong with it."""
+"""Takes the path of a file, and its problem."""
 
 
 def keep_sources(folder: Path, changed: Changed) -> None:
-    """From now on, let this process read the texts that are kept in a folder, and keep there what is not.
+    """From now on, let this process import the source files saved in a folder, and save missing ones there.
 
-    That holds for the script and for modules that are the program's own, however and whenever they are
-    imported; not for installed libraries. `__file__` and tracebacks have the path of the original.
+    This applies to the script and to the program's own modules, however and whenever they are imported, but
+    not to installed libraries. `__file__` and tracebacks have the path of the original.
 
     Args:
-        folder: of the job, for its user only; exists.
-        changed: is called for a file that has changed since, or cannot be saved.
+        folder: of the job, accessible only to its user; exists.
+        changed: called for a file that has changed since, or cannot be saved.
     """
     kept = KeptSources(folder, changed)
     get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
@@ -58,7 +58,7 @@ def keep_sources(folder: Path, changed: Changed) -> None:
 
     def stats(self: SourceFileLoader, path: str) -> object:
         if is_own(path):
-            # What Python has compiled before, and keeps beside the file, may be of another text.
+            # Python's cached bytecode may be of another version of the file.
             raise OSError(f"{path}: the version that the job saved takes precedence")
         return path_stats(self, path)
 
@@ -81,9 +81,9 @@ def is_program(file: str) -> bool:
 
 
 def own_sources() -> dict[str, str]:
-    """Return the hashes of the texts of the program's own modules that this process has imported, by path.
+    """Return the hashes of the program's own source files that this process has imported, by path.
 
-    The paths are relative to the script's folder where they are below it.
+    Paths below the script's folder are relative to it.
     """
     script = _file(sys.modules["__main__"])
     found = {}
@@ -92,7 +92,7 @@ def own_sources() -> dict[str, str]:
         path = _own_file(name) if isinstance(name, str) else None
         if path is None:
             continue
-        # What it was when this was first asked for: the file may be another one later.
+        # The hash of the first request counts: the file may change later.
         text = _read.get(str(path)) or _read.setdefault(str(path), file_hash(path) or "")
         below = script is not None and path.is_relative_to(script.parent)
         found[str(path.relative_to(script.parent) if script and below else path)] = text
@@ -100,7 +100,7 @@ def own_sources() -> dict[str, str]:
 
 
 def file_hash(path: Path) -> str | None:
-    """Return the hash of the text of a file; None if there is none."""
+    """Return the hash of a file's contents; None if there is no file."""
     try:
         return _hash(path.read_bytes())
     except OSError:
@@ -108,21 +108,21 @@ def file_hash(path: Path) -> str | None:
 
 
 class KeptSources:
-    """The texts that are kept in a folder: each is one file, named for the path of the original."""
+    """The source files saved in a folder, each named after the path of the original."""
 
     def __init__(self, folder: Path, changed: Changed) -> None:
         self._folder = folder
         self._changed = changed
 
     def has(self, path: Path) -> bool:
-        """Whether the text of the file at a path is kept."""
+        """Whether the file at a path is saved."""
         return self._place(path).exists()
 
     def read(self, path: str) -> bytes:
-        """Return the kept text of the file at a path; keep what it has now if none is.
+        """Return the saved version of the file at a path; save the current one if there is none.
 
         Raises:
-            OSError: no text is kept, and there is no file.
+            OSError: no version is saved, and there is no file.
         """
         file = Path(path).absolute()
         try:
@@ -138,7 +138,7 @@ class KeptSources:
         return self._folder / f"{_hash(os.fsencode(file))}.py"
 
     def _keep(self, file: Path, text: bytes) -> bytes:
-        """Keep a text, whole or not at all; return the one that is kept, which may be another worker's."""
+        """Save a version atomically; return the saved one, which may be another worker's."""
         place = self._place(file)
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder) as new:
@@ -156,7 +156,7 @@ class KeptSources:
 
 
 class _Removed(MetaPathFinder):
-    """Finds modules whose files are gone, and whose text is kept."""
+    """Finds modules whose files were removed but are saved."""
 
     def __init__(self, kept: KeptSources) -> None:
         self._kept = kept
@@ -164,7 +164,7 @@ class _Removed(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Look where the file would be."""
+        """Search where the file would be."""
         name = fullname.rpartition(".")[2]
         for entry in sys.path if path is None else path:
             package = Path(entry).absolute() / name
@@ -180,10 +180,10 @@ class _Removed(MetaPathFinder):
 
 
 def _show(path: str, text: bytes) -> None:
-    """Let tracebacks, and other readers of source lines, find this text at the path."""
+    """Make `linecache`, and so tracebacks, show this text for the path."""
     with contextlib.suppress(SyntaxError, UnicodeDecodeError):
         lines = importlib.util.decode_source(text).splitlines(keepends=True)
-        # Without a time of change, linecache does not check the file.
+        # Without a modification time, linecache does not check the file.
         linecache.cache[path] = (len(text), None, lines, path)
 
 
@@ -194,7 +194,7 @@ def _file(module: ModuleType) -> Path | None:
 
 @cache
 def _own_file(name: str) -> Path | None:
-    """Return the path of a file of the program's own, None for any other; a process imports thousands."""
+    """Return the path of one of the program's own files; None for others. Cached: a process has thousands."""
     path = Path(name).absolute() if name.endswith(".py") else None
     return path if path is not None and is_own(str(path)) else None
 

@@ -19,20 +19,20 @@ from lockstep.worker.program_sources import is_program
 
 _IN_A_GRAPH = "Graph execution error:"
 _AROUND = ("in user code:", "Exception encountered when calling ")
-"""How errors begin that TensorFlow and Keras raise again, with text of theirs around what they said."""
+"""How errors begin that TensorFlow and Keras raise again with their own text around the original one."""
 _CONVERTED = re.compile(r'File "([^"]+)", line (\d+), in .*  \*$', re.MULTILINE)
 _NO_CAUSES = ("[[", "File ", "Detected at node", "0 successful operations", "0 derived errors")
-"""How lines of TensorFlow's errors begin that say where something has failed, not what."""
+"""How lines of TensorFlow's errors begin that name the place of a failure, not the cause."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """What to run.
+    """The script or module to run.
 
     Attributes:
         target: path of a script, or name of a module.
         module: whether it is a module (`python -m`).
-        arguments: what follows in `sys.argv`.
+        arguments: the rest of `sys.argv`.
     """
 
     target: str
@@ -41,21 +41,21 @@ class Script:
 
     @classmethod
     def parse(cls, arguments: Sequence[str]) -> "Script":
-        """Read `[-m] target arguments...`."""
+        """Parse `[-m] target arguments...`."""
         module = arguments[0] == "-m"
         target, *rest = arguments[1:] if module else arguments
         return cls(target, module, tuple(rest))
 
     @property
     def command_line(self) -> tuple[str, ...]:
-        """What `parse` reads."""
+        """The command line, as `parse` accepts it."""
         return (*(("-m",) if self.module else ()), self.target, *self.arguments)
 
     def check(self) -> None:
-        """See that it can be found, without running or importing anything.
+        """Check that it exists, without running or importing anything.
 
         Raises:
-            ConfigError: it cannot, or it has names that cannot be told.
+            ConfigError: it cannot be found, or a name is not valid UTF-8.
         """
         try:
             refuse_undecodable(self.target, *self.arguments, self.folder, Path.cwd())
@@ -68,18 +68,18 @@ class Script:
 
     @property
     def folder(self) -> Path:
-        """Where it finds modules first."""
+        """The folder that it searches for modules first."""
         return Path.cwd() if self.module else Path(os.path.realpath(self.target)).parent
 
     def source(self) -> Path | None:
-        """Return the file with its Python code, None if there is none."""
+        """Return the file with its Python code; None if there is none."""
         if not self.module:
             return Path(self.target)
         origin = find_module(self.target, [str(self.folder), *sys.path]).origin
         return Path(origin) if origin is not None and origin.endswith(".py") else None
 
     def run(self) -> None:
-        """Become the program: `__main__`, `sys.argv` and `sys.path` are as `python` would make them."""
+        """Run the program, with `__main__`, `sys.argv` and `sys.path` as `python` sets them."""
         sys.path.insert(0, str(self.folder))
         main = ModuleType("__main__")
         attributes = self._module_attributes() if self.module else self._file_attributes()
@@ -112,7 +112,7 @@ class Script:
             path = attributes["__file__"]
             return compile(attributes["__loader__"].get_data(path), path, "exec", dont_inherit=True)
         spec: ModuleSpec = attributes["__spec__"]
-        # `python -m` imports the packages around the module before it runs it.
+        # `python -m` imports the parent packages before it runs the module.
         if spec.parent:
             importlib.import_module(spec.parent)
         code: CodeType = spec.loader.get_code(spec.name)  # type: ignore[union-attr]
@@ -120,7 +120,7 @@ class Script:
 
 
 def refuse_undecodable(*names: str | Path | None) -> None:
-    """Raise ConfigError for names that are not UTF-8, which messages, events and checkpoints are."""
+    """Raise ConfigError for names that are not valid UTF-8, which messages and checkpoints require."""
     for name in names:
         try:
             os.fspath(name or "").encode()
@@ -131,7 +131,7 @@ def refuse_undecodable(*names: str | Path | None) -> None:
 
 
 def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
-    """Find what `python -m name` would run, without importing the packages around it.
+    """Find what `python -m name` would run, without importing the parent packages.
 
     Raises:
         ConfigError: there is no such module, or it is a package without `__main__`.
@@ -153,7 +153,7 @@ def find_module(name: str, path: Sequence[str]) -> ModuleSpec:
 
 
 def user_traceback(trace: TracebackType | None) -> TracebackType | None:
-    """Return `trace` from the script's first frame on: without Lockstep's own frames, if any is left."""
+    """Return `trace` from the script's first frame on; None if all frames are Lockstep's own."""
     package = Path(__file__).parents[1]
     own = (
         str(Path(__file__)),
@@ -166,10 +166,10 @@ def user_traceback(trace: TracebackType | None) -> TracebackType | None:
 
 
 def summarize(error: BaseException) -> str:
-    """Say in one line what was raised: neither the code of a SyntaxError, nor notes, nor further lines.
+    """Describe an error in one line, without the code of a SyntaxError, notes and further lines.
 
-    Where TensorFlow only says that executing a graph has failed, and then how the graph was made, the line
-    ends with what has failed in it.
+    If TensorFlow reports only that executing a graph failed, and how the graph was built, the line ends with
+    the failure in the graph.
     """
     texts = [text for text in traceback.format_exception_only(error) if not text.startswith(" ")]
     first, *others = texts[0].strip().split("\n")
@@ -180,21 +180,21 @@ def summarize(error: BaseException) -> str:
 
 
 def summarize_own(error: LockstepError) -> str:
-    """Say in one line what Lockstep has raised, and which line of the program has led there."""
-    said = error
-    while str(said).startswith(_AROUND) and isinstance(said.__context__, LockstepError):
-        said = said.__context__
+    """Describe an error of Lockstep in one line, with the line of the program that led to it."""
+    shown = error
+    while str(shown).startswith(_AROUND) and isinstance(shown.__context__, LockstepError):
+        shown = shown.__context__
     line = _converted_line(error) or _line(error.__traceback__)
-    return f"{type(said).__name__}: {' '.join(str(said).split())}{f' ({line})' if line else ''}"
+    return f"{type(shown).__name__}: {' '.join(str(shown).split())}{f' ({line})' if line else ''}"
 
 
 def keep_original(error: LockstepError) -> None:
-    """Remember an error that is raised where a library passes on only its text."""
+    """Save an error that is raised where a library forwards only its text."""
     _originals[:] = [error]
 
 
 def original_of(error: BaseException) -> BaseException:
-    """Return the error of Lockstep that a library has turned into one of its own; else `error` itself."""
+    """Return the error of Lockstep that a library has converted into its own; otherwise `error` itself."""
     for original in _originals:
         if not isinstance(error, LockstepError) and str(original) in str(error):
             return original
@@ -202,11 +202,11 @@ def original_of(error: BaseException) -> BaseException:
 
 
 _originals: list[LockstepError] = []
-"""The last error that `keep_original` was given."""
+"""The last error that `keep_original` saved."""
 
 
 def _converted_line(error: BaseException) -> str | None:
-    """Return the line of a function that TensorFlow has written anew, and so shows in the text only."""
+    """Return the line of a function that TensorFlow has converted, which appears only in the error's text."""
     lines = [
         f"{Path(file).name}:{number}" for file, number in _CONVERTED.findall(str(error)) if is_program(file)
     ]

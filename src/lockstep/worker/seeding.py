@@ -1,4 +1,4 @@
-"""Seeds everything that a script may draw random numbers from, before the script makes anything."""
+"""Seeds every random generator that a script may use, before the script runs."""
 
 import random
 import sys
@@ -8,17 +8,17 @@ from types import ModuleType
 from lockstep.worker.import_hooks import Action, when_imported, whenever_executed
 
 _DRAW = ("keras", "jax", "tensorflow", "torch")
-"""Modules that draw random numbers while they are imported, or import others that do."""
+"""Modules that draw random numbers during their import, or import others that do."""
 
 
 def seed_everything(seed: int) -> None:
     """Seed `random` now, and NumPy, TensorFlow and PyTorch now or when they are imported.
 
-    A framework cannot be seeded from outside, and importing one to seed it would cost a script that does
-    not use it seconds. Nothing that is seeded later by the script itself is touched again.
+    A framework cannot be seeded from outside, and importing one only to seed it would take seconds in a
+    script that does not use it. Seeds that the script sets later stay unchanged.
 
-    What the modules of a framework draw while they are imported does not count: a script finds the same
-    numbers whether it is the first to import them or not.
+    Random numbers that a framework draws during its import have no effect on the script: it gets the same
+    numbers whether or not it is the first to import the framework.
     """
     random.seed(seed)
     whenever_executed(_DRAW, partial(_remember, seed))
@@ -44,7 +44,7 @@ def _seed_torch(seed: int, torch: ModuleType) -> None:
 
 
 def _remember(seed: int) -> Action:
-    """Return what brings the random states of this moment back."""
+    """Return an action that restores the current random states."""
     numpy = sys.modules.get("numpy")
     plain, arrays = random.getstate(), numpy.random.get_state() if numpy is not None else None
 

@@ -1,4 +1,4 @@
-"""The Python stack of a worker, even of one that holds the interpreter."""
+"""The Python stack of a worker, even of one that blocks the interpreter."""
 
 import faulthandler
 import os
@@ -9,20 +9,20 @@ from pathlib import Path
 from lockstep.system.files import open_own
 
 STACK_SIGNAL = signal.SIGRTMAX - 1
-"""Asks a worker for its stack; nobody else uses this signal."""
+"""Requests the stack of a worker; nothing else uses this signal."""
 
-# The frames that start a script; the person did not write them.
+# The frames that start a script, which are not the user's.
 _STARTING = re.compile(
     r'File "(.*/lockstep/(launcher/(fork_server|worker)_main|worker/script)\.py|<frozen runpy>)"'
 )
 
 
 def write_when_asked(path: Path) -> None:
-    """Make this process append the stacks of its threads to `path` whenever `STACK_SIGNAL` comes."""
+    """Make this process append the stacks of its threads to `path` on each `STACK_SIGNAL`."""
     try:
         descriptor = open_own(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     except OSError:
-        # Where there is no room for the stack, the question must still not end this process.
+        # Even if the stack cannot be written, the signal must not end this process.
         descriptor = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
 
@@ -31,8 +31,8 @@ def innermost(dump: str, frames: int) -> list[str]:
     """Return the innermost frames, the innermost first, of the thread that Python would interrupt.
 
     Args:
-        dump: what `write_when_asked` wrote: a section for each thread, the main thread's the last.
-        frames: how many lines at most.
+        dump: the output of `write_when_asked`: a section per thread, the main thread's last.
+        frames: maximum number of lines.
     """
     lines = dump.rstrip("\n").split("\n")
     starts = [number for number, line in enumerate(lines) if _is_heading(line)]

@@ -1,4 +1,4 @@
-"""What scripts find under `tf.distribute`, with `lockstep run --tf-distribute` and without."""
+"""The contents of `tf.distribute` for scripts, with and without `lockstep run --tf-distribute`."""
 
 import sys
 from collections.abc import Callable
@@ -42,7 +42,7 @@ SERVED = {name: f"lockstep:{name}" for name in _BY_THE_SAME_NAME} | {
     "experimental.CommunicationOptions": "lockstep:CommunicationOptions",
     "experimental.MultiWorkerMirroredStrategy": "lockstep.strategy.experimental:MultiWorkerMirroredStrategy",
 }
-"""What stands for which name under `tf.distribute`."""
+"""Lockstep's replacements by their name under `tf.distribute`."""
 
 _SERVERS = (
     "parameter servers apply updates in their order of arrival, so no two runs are equal; "
@@ -61,31 +61,32 @@ NOT_SERVED = {
     "experimental.coordinator.ClusterCoordinator": _SERVERS,
     "experimental_set_strategy": "write `with strategy.scope():`",
 }
-"""What a script must not take from TensorFlow by mistake: it would train beside the job. And why.
+"""TensorFlow's names with which a script would train outside of the job, and why it must not use them.
 
 All other names under `tf.distribute` stay TensorFlow's.
 """
 
 _STRATEGIES = tuple(name for name in SERVED | NOT_SERVED if name.endswith("Strategy") and name != "Strategy")
-"""What makes a strategy of TensorFlow's."""
+"""The names that create one of TensorFlow's strategies."""
 
 _THEIR_OWN = ("keras", "lockstep", "tensorflow")
 
 
 def serve() -> None:
-    """Put Lockstep's names into `tf.distribute`: now, or once the script has imported TensorFlow.
+    """Put Lockstep's names into `tf.distribute`, now or once the script has imported TensorFlow.
 
-    The modules of TensorFlow and Keras go on finding TensorFlow's own there, with one replica: Keras divides
-    its loss by the number of replicas it finds, and Lockstep does that itself. `tf.compat` is left alone.
+    The modules of TensorFlow and Keras still find TensorFlow's own names there, with one replica: Keras
+    divides its loss by the number of replicas it finds, and Lockstep does that itself. `tf.compat` stays
+    unchanged.
     """
     when_imported({"tensorflow": _serve_in})
 
 
 def refuse_theirs(replicas: int) -> None:
-    """Refuse TensorFlow's own strategies where a script makes one: now, or once it has imported TensorFlow.
+    """Reject TensorFlow's own strategies when a script creates one, now or once it has imported TensorFlow.
 
-    Each worker would train a model of its own with it, or wait for others at addresses where nobody listens.
-    Its default strategy, and whoever only asks for names, are left alone.
+    With one, each worker would train a separate model, or wait for others at addresses where nothing listens.
+    The default strategy and mere access to the names still work.
 
     Args:
         replicas: of the job, for the message.
@@ -94,7 +95,7 @@ def refuse_theirs(replicas: int) -> None:
 
 
 def _refuse_in(replicas: int, tensorflow: ModuleType) -> None:
-    # Of the names of one class the first counts.
+    # If a class has several names, the first one counts.
     for name in reversed(_STRATEGIES):
         PATCHES.put(__name__, attrgetter(name)(tensorflow.distribute), "__init__", _refusal(replicas, name))
 
@@ -113,10 +114,10 @@ def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
 
 
 def _serve_in(tensorflow: ModuleType) -> None:
-    # Loads nothing of Lockstep's yet: Keras may be what imports TensorFlow, and is not ready then.
+    # This loads no other module of Lockstep: Keras may be importing TensorFlow, and is then incomplete.
     served = Served(tensorflow.distribute, "")
     PATCHES.put(__name__, tensorflow, "distribute", served)
-    # `from tensorflow.distribute import ...` asks here.
+    # `from tensorflow.distribute import ...` looks here.
     PATCHES.put(__name__, sys.modules, "tensorflow.distribute", served)
     for module in ("experimental", "cluster_resolver", "coordinator"):
         PATCHES.put(__name__, sys.modules, f"tensorflow.distribute.{module}", getattr(served, module))
@@ -125,8 +126,8 @@ def _serve_in(tensorflow: ModuleType) -> None:
 class Served(ModuleType):
     """`tf.distribute`, or a module in it, with Lockstep's names for the script and the libraries it calls.
 
-    Whose a name is depends on the module whose code asks for it: Keras looks a function up when it calls it,
-    in the same place and by the same name as scripts do, and nothing else tells them apart.
+    The result of a lookup depends on the module whose code makes it: Keras looks up functions when it calls
+    them, in the same place and by the same names as scripts, and nothing else distinguishes the two.
     """
 
     def __init__(self, theirs: ModuleType, prefix: str) -> None:
@@ -137,7 +138,7 @@ class Served(ModuleType):
         self._prefix = prefix
 
     def __getattr__(self, name: str) -> Any:
-        """Return what `name` is for the module whose code asks."""
+        """Return the value of `name` for the module whose code looks it up."""
         theirs = getattr(self._theirs, name)
         full = self._prefix + name
         if isinstance(theirs, ModuleType) and any(
@@ -158,7 +159,7 @@ class Served(ModuleType):
 
 @cache
 def _refused(theirs: Any, name: str) -> Any:
-    """Return what stands for a name that is not served: it can be asked for, but not be called."""
+    """Return a stand-in for a name that is not served: it can be looked up, but not called."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
@@ -167,5 +168,5 @@ def _refused(theirs: Any, name: str) -> Any:
 
     if not isinstance(theirs, type):
         return refuse
-    # Programs ask whether a strategy is of such a class.
+    # Programs use these classes in isinstance checks.
     return type(theirs)(theirs.__name__, (theirs,), {"__new__": refuse})

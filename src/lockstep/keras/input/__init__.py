@@ -1,1 +1,1 @@
-"""What replicas read: the inputs of Keras's own loops, and datasets that a program distributes itself."""
+"""The input of replicas: inputs of Keras's own loops, and datasets that a program distributes itself."""

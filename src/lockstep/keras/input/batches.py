@@ -1,4 +1,4 @@
-"""A dataset of global batches, each of which is split over the replicas."""
+"""Datasets of global batches, which are split over the replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from lockstep.keras.replica_run.values import Spec, Values
 
 @dataclass(frozen=True)
 class Element:
-    """What a dataset gives for one step.
+    """The data of one step.
 
     Attributes:
-        nest: a nest like the dataset's own elements; what is None there is None everywhere.
-        values: what each replica has, a leaf for each that is not None.
+        nest: a nest like the dataset's own elements; a None in it is None on every replica.
+        values: the values of each replica, with a leaf for each that is not None.
     """
 
     nest: Nest
@@ -34,14 +34,14 @@ class Pass(Protocol):
         """Return the next element."""
 
     def skip(self, elements: int) -> None:
-        """Pass over elements, without a word to other workers.
+        """Skip elements without communication between workers.
 
         Raises:
-            DataError: there are not so many left.
+            DataError: fewer elements remain.
         """
 
     def form(self) -> Form:
-        """Return what elements look like; takes none.
+        """Return the form of the elements, without taking one.
 
         Raises:
             DataError: there is no element.
@@ -49,34 +49,34 @@ class Pass(Protocol):
 
 
 class Source(Protocol):
-    """Where elements come from."""
+    """A source of elements."""
 
     def begin(self) -> Pass:
         """Begin a pass."""
 
     def form(self) -> Form:
-        """Return what elements look like; takes none.
+        """Return the form of the elements, without taking one.
 
         Raises:
             DataError: there is no element.
         """
 
     def sample(self) -> Nest:
-        """Return an element to look at; no pass loses it. None where there is none."""
+        """Return a sample element, which no pass loses; None if there is none."""
 
     def peek(self) -> Nest:
-        """Return what `sample` returns; the next pass begins with this. None where there is none."""
+        """Return a sample element, with which the next pass begins; None if there is none."""
 
     @property
     def length(self) -> float | None:
-        """The number of elements in a pass, infinite where it never ends, None where that is not known."""
+        """The number of elements in a pass; infinite if it never ends, None if unknown."""
 
 
 class Joint:
     """The `Source` of a dataset of global batches, all of which every worker reads.
 
     Args:
-        dataset: of any kind; the first axis of each array are the examples.
+        dataset: of any kind; the first axis of each array is that of the examples.
         replicas: R.
     """
 
@@ -89,15 +89,15 @@ class Joint:
         return self.begun(self.stream.begin())
 
     def begun(self, reader: Reader | None) -> "JointPass":
-        """Return a pass that has been begun; one without a reader is given its elements."""
+        """Return a pass in progress; without a reader, its elements are passed to `element`."""
         return JointPass(self.stream, reader, self._replicas)
 
     def form(self) -> Form:
-        """Return what elements look like."""
+        """Return the form of the elements."""
         return self.stream.form()
 
     def sample(self) -> Nest:
-        """Return an element, as Keras looks at one."""
+        """Return a sample element, read as Keras does."""
         return self.stream.sample()
 
     def peek(self) -> Nest:
@@ -124,7 +124,7 @@ class JointPass:
         return self.element(next(self.reader))
 
     def skip(self, elements: int) -> None:
-        """Read elements, and give them to nobody."""
+        """Read and discard elements."""
         assert self.reader is not None
         for skipped in range(elements):
             try:
@@ -137,7 +137,7 @@ class JointPass:
             self._taken += 1
 
     def element(self, nest: Nest) -> Element:
-        """Return what each replica has of the next batch, which is `nest`, a nest of arrays of NumPy.
+        """Split the next batch, a nest of NumPy arrays, over the replicas.
 
         Raises:
             DataError: it cannot be split.
@@ -147,23 +147,23 @@ class JointPass:
         return Element(nest, Batch(leaves_of(nest), self._replicas, step, specs))
 
     def form(self) -> Form:
-        """Return what elements look like."""
+        """Return the form of the elements."""
         if self.reader is not None and not self._stream.is_tensorflow:
             self.reader.peek()
         return self._stream.known_form()
 
 
 class Batch:
-    """The `Values` of a batch of which this worker holds all rows: each replica has its share of them.
+    """The `Values` of a batch of which this worker holds all rows; each replica gets its share of them.
 
     Args:
-        leaves: arrays whose first axis are the examples.
+        leaves: arrays whose first axis is that of the examples.
         replicas: R.
-        step: the batch's place in its pass, from 0.
+        step: the batch's index in its pass, from 0.
         specs: of the shares; None for those of the leaves.
 
     Raises:
-        DataError: the leaves have no examples, or not equally many.
+        DataError: the leaves have no examples, or different numbers of them.
     """
 
     def __init__(
@@ -193,11 +193,11 @@ class Batch:
         return self.of(replica)[position]
 
     def examples(self, replica: int) -> int | None:
-        """Return how many rows a replica has."""
+        """Return the number of rows of a replica."""
         return self._share(replica).examples
 
     def check(self) -> bytes:
-        """Hash the whole batch and its place."""
+        """Hash the whole batch and its index."""
         if self._check is None:
             self._check = self._whole.check()
         return self._check
@@ -207,10 +207,10 @@ class Batch:
 
 
 def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str) -> int:
-    """Return how many examples arrays have, which is the size of the first axis of each.
+    """Return the number of examples of arrays, which is the size of the first axis of each.
 
     Raises:
-        DataError: they have none, or not equally many.
+        DataError: they have none, or different numbers of them.
     """
     if not leaves or not all(leaf.ndim for leaf in leaves):
         raise DataError(

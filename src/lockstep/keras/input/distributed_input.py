@@ -1,4 +1,4 @@
-"""`fit`, `evaluate` and `predict` on a dataset that the program has distributed itself."""
+"""The input of `fit`, `evaluate` and `predict` on a dataset that the program has distributed itself."""
 
 from collections.abc import Callable, Iterator
 from math import inf
@@ -14,10 +14,10 @@ from lockstep.keras.input.streams import Nest, packed
 
 
 class DistributedInput(GlobalInput):
-    """A distributed dataset, whose elements are `(x, y, sample_weight)` or what of it a loop needs.
+    """A distributed dataset, whose elements are `(x, y, sample_weight)` or the part that a loop needs.
 
     Args:
-        dataset: of global batches, or with a pipeline for each replica.
+        dataset: of global batches, or with a pipeline per replica.
     """
 
     def __init__(self, dataset: DistributedDataset) -> None:
@@ -42,7 +42,7 @@ class DistributedInput(GlobalInput):
             yield JoinedBatch.of(counts, _reader(element), element.values.check)
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of elements; each is compared when it is read."""
+        """Describe the number of elements, which are compared when they are read."""
         return {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
@@ -50,12 +50,12 @@ class DistributedInput(GlobalInput):
         return _data(self._source.sample())
 
     def peek(self) -> Any:
-        """Return the first element of the next pass, which begins with this."""
+        """Return the first element of the next pass, which still yields it."""
         return _data(self._source.peek())
 
 
 class _Length:
-    """What Keras asks of an adapter of its own."""
+    """The interface that Keras requires of an adapter."""
 
     batch_size = None
 
@@ -64,14 +64,14 @@ class _Length:
         self.num_batches = None if length is None or length == inf else int(length)
 
     def on_epoch_begin(self) -> None:
-        """The dataset is not told."""
+        """Do nothing: the dataset is not notified."""
 
     def on_epoch_end(self) -> None:
-        """The dataset is not told."""
+        """Do nothing: the dataset is not notified."""
 
 
 def _reader(element: Element) -> Callable[[int], Any]:
-    """Return what reads a replica's part; of one without examples, what such a part looks like."""
+    """Return a function that reads a replica's part; for one without examples, a part with zero rows."""
 
     def read(replica: int) -> Any:
         values = element.values
@@ -81,17 +81,17 @@ def _reader(element: Element) -> Callable[[int], Any]:
 
 
 def _data(nest: Nest) -> Any:
-    """Return what Keras takes; it does not take a list for (x, y)."""
+    """Return the data in a form that Keras accepts: a tuple for (x, y), not a list."""
     return tuple(nest) if isinstance(nest, list) else nest
 
 
 def distributed_input(
     x: DistributedDataset, y: Any, sample_weight: Any, class_weight: Any = None
 ) -> GlobalInput:
-    """Turn a distributed dataset that `fit` or `evaluate` was given into global batches.
+    """Convert a distributed dataset passed to `fit` or `evaluate` into global batches.
 
     Raises:
-        DataError: it was given together with what only arrays go with.
+        DataError: it was passed together with arguments that only arrays allow.
     """
     if y is not None or sample_weight is not None or class_weight is not None:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Datasets whose elements are split over the replicas of a job, for loops of the program's own."""
+"""Datasets whose elements are split over the replicas of a job, for custom loops."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from lockstep.worker.job import Job
 
 
 class ElementPosition(NamedTuple):
-    """A place in a dataset: how many passes were begun, and how many elements of the last were taken."""
+    """A position in a dataset: the number of passes begun, and of elements taken from the last one."""
 
     passes: int
     taken: int
@@ -53,7 +53,7 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements' leaves: a nest of (dtype, shape)."""
+        """The known specs of the elements' leaves: a nest of (dtype, shape)."""
         return _described(self._current.form())
 
     @property
@@ -101,8 +101,8 @@ class DistributedDataset:
     """A dataset whose elements are split over the replicas; each iterator is a new pass over it.
 
     Attributes:
-        source: gives the elements.
-        shelf: where they lie.
+        source: of the elements.
+        shelf: where they are stored.
     """
 
     def __init__(self, runs: Runs, source: Source) -> None:
@@ -123,7 +123,7 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements' leaves: a nest of (dtype, shape)."""
+        """The known specs of the elements' leaves: a nest of (dtype, shape)."""
         return _described(self.source.form())
 
     def distributed(self, nest: Any, values: Values) -> Any:
@@ -134,14 +134,14 @@ class DistributedDataset:
 def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
     """Split each element of `dataset`, a global batch, over the replicas.
 
-    Every worker reads all of the dataset, and each replica has as many rows of each element as any other, or
-    one more or less. With one replica this returns the dataset itself.
+    Every worker reads the whole dataset, and the replicas' numbers of rows of an element differ by at most
+    one. With one replica this returns the dataset itself.
 
     Args:
-        job: whose replicas they are.
-        runs: what gives each replica its own.
-        dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or anything that
-            can be iterated over and gives nests of arrays, all with the examples along their first axis.
+        job: of the replicas.
+        runs: gives each replica its values.
+        dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
+            nests of arrays, all with the examples along their first axis.
 
     Raises:
         DataError: its elements cannot be split.
@@ -157,17 +157,17 @@ def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
 def distribute_from_function(
     job: Job, runs: Runs, dataset_fn: Callable[[InputContext], Any], seed: Callable[[], int]
 ) -> Any:
-    """Give each replica a dataset of its own, which the worker that computes the replica reads.
+    """Give each replica its own dataset, which the worker that computes the replica reads.
 
-    A pass ends when all of them have ended; a replica whose dataset has ended has no examples until then.
+    A pass ends when all datasets have ended; a replica whose dataset ends earlier has no examples until then.
     With one replica this returns its dataset.
 
     Args:
-        job: whose replicas they are.
-        runs: what gives each replica its own.
-        dataset_fn: makes the dataset of a replica, of any kind that `distribute` takes, from its
-            `InputContext`; gives the same wherever it is called. Its batches are the replica's own.
-        seed: returns the seed of all pipelines; called where there are several replicas.
+        job: of the replicas.
+        runs: gives each replica its values.
+        dataset_fn: creates the dataset of a replica, of any kind that `distribute` accepts, from its
+            `InputContext`, with the same result on any worker. Its batches are the replica's own.
+        seed: returns the seed of all pipelines; called only if there are several replicas.
 
     Raises:
         DataError: its elements have no examples to count.
@@ -191,7 +191,7 @@ def _dataset(runs: Runs, source: Source) -> DistributedDataset:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """For which replica a value is wanted.
+    """The replica for which a value is requested.
 
     Attributes:
         replica_id_in_sync_group: its id, from 0.
@@ -228,7 +228,7 @@ def values_from_function(job: Job, runs: Runs, value_fn: Callable[[ValueContext]
 
 
 _given = Shelf()
-"""Where values that a function gave lie."""
+"""Where the values of such functions are stored."""
 
 
 _INSTEAD = (
@@ -244,7 +244,7 @@ _EXPLANATIONS = {
 
 
 def explain_sharding(job: Job, dataset: Any) -> None:
-    """Say, once and on the chief, what Lockstep does where a dataset asks for a way that it does not need."""
+    """Print a note, once and on the chief, on what Lockstep does with a dataset's auto-shard policy."""
     if not is_tensorflow(dataset):
         return
     policy = dataset.options().experimental_distribute.auto_shard_policy.name

@@ -1,7 +1,7 @@
-"""The user's inputs as global batches, behind Keras's own interface for data adapters.
+"""The user's inputs as global batches, with Keras's interface of data adapters.
 
-It touches the private parts of Keras's input handling, of which it borrows the checks and conversions. Only
-`lockstep.keras.input.visits`, which gives the order of the rows, does so too.
+It uses private parts of Keras's input handling, for their checks and conversions. Only
+`lockstep.keras.input.visits`, which determines the order of the rows, also does so.
 """
 
 import struct
@@ -35,15 +35,15 @@ from lockstep.keras.input.visits import OrderSeed, Reordered, draw_as_a_loader, 
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
-    """An input that yields one `GlobalBatch` a step, the same on every worker.
+    """An input that yields one `GlobalBatch` per step, the same on every worker.
 
     Args:
-        inner: Keras's adapter, which knows sizes and conversions.
-        joint: with one replica there is nothing to split: yield what Keras would instead.
+        inner: Keras's adapter, for sizes and conversions.
+        joint: with one replica there is nothing to split: yield Keras's own batches instead.
 
     Attributes:
-        plain_first: the next pass is a single batch as Keras would have it, to call a model on.
-        before_pass: is called before anything is drawn or read for a pass.
+        plain_first: the next pass is one of Keras's own batches, to call a model on.
+        before_pass: called before anything is drawn or read for a pass.
     """
 
     def __init__(self, inner: DataAdapter, *, joint: bool) -> None:
@@ -57,26 +57,26 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         raise NotImplementedError
 
     def facts(self) -> dict[str, str]:
-        """Return what must be equal on all workers before the first batch."""
+        """Return the facts that must be equal on all workers before the first batch."""
         raise NotImplementedError
 
     def first(self) -> Any:
-        """Return a batch, as Keras takes one to build a model on JAX and PyTorch; does not count as a pass.
+        """Return a batch as Keras reads one to build a model on JAX and PyTorch; does not count as a pass.
 
-        What Keras draws from random states then is drawn.
+        It draws from the random states as Keras does.
         """
         raise NotImplementedError
 
     def peek(self) -> Any:
-        """Return a batch of the same kind; the next pass gives again all that is read and drawn for it."""
+        """Return a batch of the same kind; the next pass repeats everything read and drawn for it."""
         return self.first()
 
     def get_jax_iterator(self) -> Iterator[Any]:
-        """Yield what the train function of the JAX backend takes; the pass begins with its first batch."""
+        """Yield the input of the JAX backend's train function; the pass begins with its first batch."""
         yield from self._next_pass()
 
     def get_torch_dataloader(self) -> Iterator[Any]:
-        """Begin a pass; yield what the train function of the PyTorch backend takes."""
+        """Begin a pass; yield the input of the PyTorch backend's train function."""
         return map(_tensors, self._next_pass())
 
     def _next_pass(self) -> Iterator[Any]:
@@ -87,10 +87,10 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         return (batch.read(slice(0, batch.examples)) for batch in batches) if self._joint else batches
 
     def get_tf_dataset(self) -> Any:
-        """Return what yields what the train function of the TensorFlow backend takes, in each pass anew.
+        """Return an iterable with the input of the TensorFlow backend's train function, a pass each time.
 
-        Where nothing is split it is a `tf.data.Dataset` without a fixed batch size, as Keras makes it: a
-        number of examples that a graph knows changes the bits and Keras's losses of single outputs.
+        If nothing is split, it is a `tf.data.Dataset` without a fixed batch size, as in Keras: a static
+        number of examples changes the bits and Keras's losses of single outputs.
         """
         if not self._joint:
             return self
@@ -105,7 +105,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         )
 
     def _samples(self) -> list[Any]:
-        """Return the batches that Keras reads on TensorFlow to learn what batches look like."""
+        """Return the batches that Keras reads on TensorFlow to infer the form of batches."""
         return [self.peek()]
 
     def _optional(self) -> Iterator[Any]:
@@ -121,27 +121,27 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches in a pass; None where it never ends."""
+        """Number of batches in a pass; None if it never ends."""
         batches: int | None = self._inner.num_batches
         return batches
 
     @property
     def batch_size(self) -> int | None:
-        """Examples in a global batch, where that is known."""
+        """Number of examples in a global batch, if known."""
         size: int | None = self._inner.batch_size
         return size
 
     def on_epoch_begin(self) -> None:
-        """Tell the user's input that an epoch begins."""
+        """Notify the user's input that an epoch begins."""
         self._inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Tell the user's input that an epoch has ended."""
+        """Notify the user's input that an epoch has ended."""
         self._inner.on_epoch_end()
 
 
 class ArrayInput(GlobalInput):
-    """Arrays that can be indexed: a worker reads its own replicas' rows only."""
+    """Indexable arrays: a worker reads only the rows of its own replicas."""
 
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, joint: bool) -> None:
         super().__init__(inner, joint=joint)
@@ -159,7 +159,7 @@ class ArrayInput(GlobalInput):
         return (self._batch(indices, step) for step, indices in enumerate(self._visits.begin()))
 
     def facts(self) -> dict[str, str]:
-        """Describe shapes and types, and a sample of the rows."""
+        """Describe shapes, dtypes and a sample of the rows."""
         sample = self._read(sample_rows(self._count))
         shapes = [f"{leaf.dtype}{[self._count, *leaf.shape[1:]]}" for leaf in sample]
         return {
@@ -174,7 +174,7 @@ class ArrayInput(GlobalInput):
         return self._take(self._visits.look())
 
     def peek(self) -> Any:
-        """Return the first rows in the arrays' order, and draw nothing."""
+        """Return the first rows in the arrays' order, without drawing random numbers."""
         return self._take(slice(0, min(self._count, self._inner.batch_size)))
 
     def _batch(self, indices: Indices, step: int) -> GlobalBatch:
@@ -192,7 +192,7 @@ class ArrayInput(GlobalInput):
         )
 
     def _check(self, first: int, place: bytes) -> bytes:
-        """Hash which rows a step reads, and the first of them: no worker reads the others' rows."""
+        """Hash the row numbers of a step, and its first rows: no worker reads the rows of others."""
         return digest_arrays(self._read(slice(first, first + 1)), place)
 
     def _read(self, indices: Indices) -> list[Any]:
@@ -203,7 +203,7 @@ class ArrayInput(GlobalInput):
 
 
 class DatasetInput(GlobalInput):
-    """A `PyDataset`: every worker reads each batch, which is the global batch, and hashes it."""
+    """A `PyDataset`: every worker reads and hashes each batch, which is a global batch."""
 
     def __init__(self, dataset: Reordered, class_weight: Any, *, joint: bool) -> None:
         super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), joint=joint)
@@ -213,7 +213,7 @@ class DatasetInput(GlobalInput):
     def batches(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches.
 
-        Keras's readers live as long as the pass: across epochs they would drop what they have read ahead.
+        Keras's readers end with the pass: across epochs they would drop batches that they have read ahead.
         """
         self.before_pass()
         draw_as_a_loader()
@@ -230,7 +230,7 @@ class DatasetInput(GlobalInput):
             readers.on_epoch_end()
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of batches; each batch is compared when it is read."""
+        """Describe the number of batches, which are compared when they are read."""
         facts = {"data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"}
         return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
 
@@ -250,18 +250,18 @@ class DatasetInput(GlobalInput):
         return [self._inner._standardize_batch(self._dataset.inner[number]) for number in range(batches)]
 
     def on_epoch_begin(self) -> None:
-        """Tell the user's dataset that an epoch begins."""
+        """Notify the user's dataset that an epoch begins."""
         self._dataset.inner.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        """Tell the user's dataset that an epoch has ended."""
+        """Notify the user's dataset that an epoch has ended."""
         self._dataset.inner.on_epoch_end()
 
 
 class StreamInput(GlobalInput):
-    """What can only be read in its own order: `tf.data`, a PyTorch `DataLoader`, a generator.
+    """An input that can only be read in its own order: `tf.data`, a PyTorch `DataLoader`, a generator.
 
-    Every worker reads all of it, in the hope that all see the same; each batch's hash shows whether they do.
+    Every worker reads all of it; the hash of each batch shows whether all workers read the same.
     """
 
     def __init__(self, inner: DataAdapter, kind: str, *, joint: bool) -> None:
@@ -279,28 +279,28 @@ class StreamInput(GlobalInput):
         return _begin(self._inner)
 
     def get_tf_dataset(self) -> Any:
-        """Return the stream as Keras has it where nothing is split."""
+        """Return Keras's own dataset if nothing is split."""
         return self._inner.get_tf_dataset() if self._joint else self
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass: Keras also begins one at the end of an epoch, which draws the seeds of shuffles."""
+        """Begin a pass: at the end of an epoch, Keras also begins one, which draws the seeds of shuffles."""
         return map(_tensors, self._next_pass())
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of batches; each batch is compared when it is read."""
+        """Describe the number of batches, which are compared when they are read."""
         return {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
-        """Return the first batch, as Keras does when a model is not built: by beginning a pass.
+        """Return the first batch by beginning a pass, as Keras does if a model is not built.
 
-        On TensorFlow Keras trains without having looked at the data; there it is zeros of the same kind.
+        On TensorFlow, where Keras reads no batch before training, return zeros of the same kind.
         """
         if self._joint and keras.backend.backend() == "tensorflow":
             return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
         return next(_begin(self._inner))
 
     def peek(self) -> Any:
-        """Return the first batch of the next pass, which begins with this."""
+        """Return the first batch of the next pass, which still yields it."""
         if self._joint and keras.backend.backend() == "tensorflow":
             return self.first()
         rest = self._begun or self._begin()
@@ -321,11 +321,11 @@ def global_input(
     seed: OrderSeed,
     joint: bool,
 ) -> GlobalInput:
-    """Turn what `fit` or `evaluate` was given into global batches.
+    """Convert the input of `fit` or `evaluate` into global batches.
 
     Raises:
         DataError: an input of this type is not supported.
-        ValueError: Keras's own complaints about sizes and combinations.
+        ValueError: Keras rejects sizes or combinations.
     """
     if x is not None and can_convert_arrays((x, y, sample_weight)):
         inner = ArrayDataAdapter(
@@ -354,7 +354,7 @@ def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
 
 
 def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
-    """Wrap a batch of which every worker holds all rows, in the memory in which they are.
+    """Wrap a batch of which every worker holds all rows, without copying it.
 
     Raises:
         DataError: it has no rows.
@@ -374,7 +374,7 @@ def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
 
 
 def _in_proportion(rows: slice, examples: int, leaf: Any) -> slice:
-    """Return the rows of one part of a batch that go with `rows` of its first part, which has `examples`.
+    """Return the rows of one part of a batch that belong to `rows` of its first part of `examples` rows.
 
     Raises:
         DataError: replicas cannot split both in proportion.
@@ -393,7 +393,7 @@ def _in_proportion(rows: slice, examples: int, leaf: Any) -> slice:
 
 
 def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:
-    """Return what reads rows of an array as Keras does, or faster."""
+    """Return a function that reads rows of an array as Keras does, or faster."""
     if leaf is None:
         return _read_nothing
     if type(leaf) is array_slicing.NumpySliceable:
@@ -402,11 +402,11 @@ def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:
 
 
 def _read_nothing(indices: Indices) -> None:
-    """Stand for an array that was not given."""
+    """Read a missing array: return None."""
 
 
 def _begin(stream: DataAdapter) -> Iterator[Any]:
-    """Begin a pass, and draw what Keras draws then: a backend's own kind of input is not begun lazily."""
+    """Begin a pass, and draw random numbers as Keras does, which begins a backend's own inputs at once."""
     backend = keras.backend.backend()
     if isinstance(stream, TorchDataLoaderAdapter) and backend == "torch":
         return map(_on_host, iter(stream.get_torch_dataloader()))
@@ -422,7 +422,7 @@ def _lazily(stream: DataAdapter) -> Iterator[Any]:
 
 
 def _elements(stream: TFDatasetAdapter) -> Iterator[Any]:
-    """Begin a pass over a `tf.data.Dataset`. Keras would copy its tensors; if dense, they stay in place."""
+    """Begin a pass over a `tf.data.Dataset`, without Keras's copies of dense tensors."""
     dataset = stream.get_tf_dataset()
     kinds = {type(spec).__name__ for spec in keras.tree.flatten(dataset.element_spec)}
     if kinds <= {"TensorSpec", "NoneTensorSpec"}:
@@ -431,21 +431,21 @@ def _elements(stream: TFDatasetAdapter) -> Iterator[Any]:
 
 
 def _read_ahead(dataset: Any) -> Any:
-    """Return a dataset that is not tuned while it runs, but reads one element ahead, as one that is would.
+    """Return a dataset without autotuning that reads one element ahead, as an autotuned one would.
 
-    To read two ahead would cost more than it gains: so much memory is not used again.
+    Reading two ahead would cost more than it gains, because the memory would not be reused.
     """
     freed = easily_freed(dataset)
     return freed if freed is dataset or "Prefetch" in type(dataset).__name__ else freed.prefetch(1)
 
 
 def _on_host(batch: Any) -> Any:
-    """Return a batch of a `DataLoader` as Keras takes it."""
+    """Return a batch of a `DataLoader` in the form that Keras accepts."""
     return tuple(keras.tree.map_structure(on_host, batch))
 
 
 def _nothing() -> None:
-    """Stand for what need not happen before a pass."""
+    """Do nothing before a pass."""
 
 
 def _tensors(data: Any) -> Any:
@@ -458,5 +458,5 @@ def _tensor(leaf: Any) -> Any:
 
 def _zeros(spec: Any) -> Any:
     if not hasattr(spec, "dtype"):
-        return None  # tf.data's way to say that there is nothing.
+        return None  # tf.data's representation of a missing leaf.
     return np.zeros([1 if size is None else size for size in spec.shape], spec.dtype.as_numpy_dtype)

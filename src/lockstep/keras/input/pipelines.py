@@ -1,4 +1,4 @@
-"""Datasets of which each replica has one of its own, which the worker that computes the replica reads."""
+"""Datasets with one pipeline per replica, which the worker that computes the replica reads."""
 
 import struct
 from collections.abc import Callable, Sequence
@@ -31,16 +31,16 @@ _EQUAL = (
 
 
 class Pipelines:
-    """The `Source` that `dataset_fn` makes: one dataset a replica.
+    """The `Source` that `dataset_fn` defines: one dataset per replica.
 
     Args:
-        job: whose replicas they are.
-        dataset_fn: makes the dataset of a replica from its `InputContext`; called on whichever worker
-            computes the replica, when its examples are first wanted there.
-        seed: random numbers of each of the datasets follow from it, alike, and from nothing else.
+        job: of the replicas.
+        dataset_fn: creates the dataset of a replica from its `InputContext`; called on the worker that
+            computes the replica when the worker first needs its examples.
+        seed: the only source of the random numbers of each dataset, which are the same for all.
 
     Attributes:
-        read: how many elements of each pass have been asked for.
+        read: for each pass, the number of elements requested so far.
     """
 
     def __init__(self, job: Job, dataset_fn: Callable[[InputContext], Any], seed: int) -> None:
@@ -54,7 +54,7 @@ class Pipelines:
 
     @property
     def own(self) -> range:
-        """The replicas that this worker computes now."""
+        """The replicas that this worker currently computes."""
         return self.job.view.replicas_of(self.job.worker)
 
     def pipeline(self, replica: int) -> "Pipeline":
@@ -70,7 +70,7 @@ class Pipelines:
 
     @property
     def declares(self) -> bool:
-        """Whether the pipelines say what all of their elements are like."""
+        """Whether the pipelines declare the form of their elements."""
         return self.pipeline(self.own[0]).stream.is_tensorflow
 
     def begin(self) -> "PipelinesPass":
@@ -81,15 +81,15 @@ class Pipelines:
         return PipelinesPass(self, len(self.read) - 1, self.length)
 
     def form(self) -> Form:
-        """Return what elements look like."""
+        """Return the form of the elements."""
         return self.pipeline(self.own[0]).stream.form()
 
     def sample(self) -> Nest:
-        """Return what `peek` returns: passes must be counted alike wherever a pipeline is made."""
+        """Return the result of `peek`: beginning a pass here would change the count of passes."""
         return self.peek()
 
     def peek(self) -> Nest:
-        """Return what a replica of this worker has first in the next pass; zeros if they have nothing."""
+        """Return the first element of the next pass of an own replica; zeros if all of them are empty."""
         found = (self.pipeline(replica).stream.peek() for replica in self.own)
         return next((nest for nest in found if nest is not None), None) or self.zeros()
 
@@ -100,14 +100,14 @@ class Pipelines:
 
     @property
     def length(self) -> float | None:
-        """The elements of the longest pipeline; all workers ask for this together."""
+        """The number of elements of the longest pipeline; all workers read this together."""
         lengths = self.gather(self._length, "the lengths of the replicas' datasets")
         if _UNKNOWN in lengths:
             return None
         return float("inf") if _ENDLESS in lengths else max(lengths)
 
     def gather(self, count: Callable[[int], int], what: str) -> list[int]:
-        """Return a number of each replica, which its worker knows; all workers call this together."""
+        """Return a number for each replica, computed by its worker; all workers call this together."""
 
         def act(view: View, communicator: Communicator) -> list[int]:
             own = {replica: count(replica) for replica in view.replicas_of(self.job.worker)}
@@ -119,7 +119,7 @@ class Pipelines:
         return self.job.exchange(act)
 
     def _warn_of_equals(self) -> None:
-        """Say, on the chief, if two replicas begin with the same examples."""
+        """Print a note, on the chief, if two replicas begin with the same examples."""
         digests = self.gather(self._first, "the first batches of the replicas' datasets")
         seen: dict[int, int] = {}
         for replica, digest in enumerate(digests):
@@ -130,7 +130,7 @@ class Pipelines:
                 return
 
     def _first(self, replica: int) -> int:
-        """Return a hash of a replica's first batch, 0 if there is none."""
+        """Return a hash of a replica's first batch; 0 if there is none."""
         nest = self.pipeline(replica).stream.peek()
         return 0 if nest is None else int.from_bytes(digest_arrays(leaves_of(nest))[:8], "little")
 
@@ -156,10 +156,10 @@ class Pipeline:
         self._latest: Cursor | None = None
 
     def begin(self, read: Sequence[int]) -> "Cursor":
-        """Begin a pass, after those of which so many elements were `read`, here or elsewhere.
+        """Begin a pass after earlier ones, from which `read` elements each were read, here or elsewhere.
 
-        What a dataset gives in a pass may depend on how much was read in those before (`shuffle`, `repeat`):
-        so what is missing here is read now.
+        The elements of a pass may depend on how many were read in earlier ones (`shuffle`, `repeat`), so
+        elements that were not read here are read now.
         """
         if self._latest is not None and self._passes <= len(read):
             self._latest.go_to(read[self._passes - 1])
@@ -174,7 +174,7 @@ class Pipeline:
 
 
 class Cursor:
-    """A place in one pass over the dataset of one replica."""
+    """A position in one pass over the dataset of one replica."""
 
     def __init__(self, reader: Reader, what: str) -> None:
         self._reader = reader
@@ -184,10 +184,10 @@ class Cursor:
         self._ended = False
 
     def at(self, place: int) -> Nest:
-        """Return the element at a place, which is not before that of the last call; None behind the end.
+        """Return the element at an index, not smaller than in the last call; None after the end.
 
         Raises:
-            DataError: it has gone by.
+            DataError: it has already been passed.
         """
         if place + 1 < self._read:
             raise DataError(f"element {place + 1} of {self._what} has passed and was not kept")
@@ -195,7 +195,7 @@ class Cursor:
         return None if self._ended else self._element
 
     def go_to(self, count: int) -> None:
-        """Read until `count` elements have been asked for."""
+        """Read until `count` elements have been requested."""
         while self._read < count and not self._ended:
             try:
                 self._element = next(self._reader)
@@ -206,13 +206,13 @@ class Cursor:
 
 
 class PipelinesPass:
-    """One pass over all pipelines. It ends when all have ended; those that have give no more examples.
+    """One pass over all pipelines, which ends when all have ended; ended ones yield no examples.
 
     Args:
         source: the pipelines.
         number: of the pass, from 0.
-        length: of the longest pipeline; where it is None, workers ask each other at every element whether
-            there is another.
+        length: of the longest pipeline; if it is None, workers exchange before every element whether there
+            is another.
 
     Attributes:
         number: of the pass.
@@ -237,12 +237,12 @@ class PipelinesPass:
         return self.element()
 
     def skip(self, elements: int) -> None:
-        """Pass over elements; each pipeline does so when it is wanted again."""
+        """Skip elements; each pipeline skips them when it is next read."""
         self._taken += elements
         self._asks(self._taken)
 
     def counts(self) -> list[int]:
-        """Return how many examples each replica has in the next element; all workers ask together."""
+        """Return each replica's number of examples in the next element; all workers call this together."""
         self._asks(self._taken + 1)
         return self._source.gather(
             lambda replica: _examples(self.cursor(replica).at(self._taken)),
@@ -250,7 +250,7 @@ class PipelinesPass:
         )
 
     def element(self) -> Element:
-        """Take the next element, which some replica has."""
+        """Take the next element, which at least one replica has."""
         place, self._taken = self._taken, self._taken + 1
         self._asks(self._taken)
         found = {replica: self.cursor(replica).at(place) for replica in self._source.own}
@@ -259,7 +259,7 @@ class PipelinesPass:
         return Element(nest, PipelineParts(self._source, self, place, found, nest))
 
     def cursor(self, replica: int) -> Cursor:
-        """Return the place in a replica's pass, which begins now if nobody has read it here."""
+        """Return the cursor of a replica's pass, which begins now if it was not read here."""
         if replica not in self._cursors:
             before = self._source.read[: self.number]
             self._cursors[replica] = self._source.pipeline(replica).begin(before)
@@ -269,7 +269,7 @@ class PipelinesPass:
         self._source.read[self.number] = max(self._source.read[self.number], elements)
 
     def _refuse_more(self) -> None:
-        """Come to the end of the datasets, which have said that it is here."""
+        """Read beyond the declared length; raise DataError if a dataset has more elements."""
         self._asks(self._taken + 1)
         for replica in self._source.own:
             if self.cursor(replica).at(self._taken) is not None:
@@ -279,19 +279,19 @@ class PipelinesPass:
                 )
 
     def form(self) -> Form:
-        """Return what elements look like."""
+        """Return the form of the elements."""
         return self._source.form()
 
 
 class PipelineParts:
-    """The `Values` of one element: what the pipeline of each replica has given.
+    """The `Values` of one element, from the pipelines of the replicas.
 
     Args:
         source: the pipelines.
         current: the pass.
-        place: of the element in it, from 0.
-        found: the nests of this worker's replicas, None of those whose pipeline has ended.
-        stand_in: a nest like theirs.
+        place: the index of the element in it, from 0.
+        found: the nests of this worker's replicas; None for those whose pipeline has ended.
+        stand_in: a nest of the same form.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class PipelineParts:
     def of(self, replica: int) -> Sequence[Any]:
         """Return a replica's leaves, without rows if its pipeline has ended.
 
-        Of a replica that has come to this worker since, they are read now.
+        For a replica that has moved to this worker since, they are read now.
         """
         leaves = self._leaves(replica)
         return [leaf[:0] for leaf in self._stand_in] if leaves is None else leaves
@@ -328,11 +328,11 @@ class PipelineParts:
         return self._stand_in[position][:0] if leaves is None else leaves[position]
 
     def examples(self, replica: int) -> int | None:
-        """Return how many examples a replica of this worker has."""
+        """Return the number of examples of one of this worker's replicas."""
         return _examples(self._leaves(replica))
 
     def check(self) -> bytes:
-        """Say which element this is; each replica's is its own."""
+        """Identify the element by its position; the data differ between replicas."""
         return struct.pack("<2Q", self._current.number, self._place)
 
     def _leaves(self, replica: int) -> Sequence[Any] | None:

@@ -80,7 +80,7 @@ def _is_dataset(x: Any) -> bool:
 
 
 def _visited(order: Visits, epoch: int, steps: int, *, new: bool) -> list[Sequence[int]]:
-    """Return the items of the first batches of an epoch; leave the random states as they are."""
+    """Return the items of the first batches of an epoch, without changing the random states."""
     states = random_states()
     try:
         if new and keras.backend.backend() != "tensorflow":

@@ -1,4 +1,4 @@
-"""Datasets of every kind, read as nests of arrays on the host."""
+"""Datasets of any kind, read as nests of arrays on the host."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,13 +17,13 @@ from lockstep.errors import DataError
 from lockstep.keras.replica_run.values import Spec
 
 Nest = Any
-"""A nest of arrays, or of what stands for them; None where a dataset gives nothing."""
+"""A nest of arrays or placeholders; None for a missing leaf."""
 
 
 def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
-    """Return the leaves of a nest, those that are None too, and what packs others in their places.
+    """Return the leaves of a nest, including None, and a function that packs others in the same structure.
 
-    Most inputs are (x, y), for which `keras.tree` would take as long as it takes to gather a small batch.
+    Most inputs are (x, y), for which `keras.tree` would take as long as gathering a small batch.
     """
     if type(nest) is tuple and all(leaf is None or hasattr(leaf, "shape") for leaf in nest):
         return list(nest), tuple
@@ -31,7 +31,7 @@ def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
 
 
 def on_host(leaf: Any) -> npt.NDArray[Any]:
-    """Return an array or a tensor as an array of NumPy, in its own memory where NumPy can read that."""
+    """Return an array or a tensor as a NumPy array, without a copy if NumPy can read its memory."""
     if isinstance(leaf, np.ndarray):
         return leaf
     if type(leaf).__module__.startswith("torch"):
@@ -43,10 +43,10 @@ def on_host(leaf: Any) -> npt.NDArray[Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """What elements look like.
+    """The form of elements.
 
     Attributes:
-        nest: like an element; something in the place of each leaf, None where there is nothing.
+        nest: the structure of an element: a placeholder for each leaf, None for a missing one.
         specs: of each replica's share of the leaves.
     """
 
@@ -59,10 +59,10 @@ class Stream:
 
     Args:
         dataset: of any of these kinds.
-        apart: surrounds whatever the dataset itself does.
+        apart: a context in which all code of the dataset itself runs.
 
     Raises:
-        DataError: it is known already that its elements have no rows that can be split.
+        DataError: it declares elements without rows that can be split.
     """
 
     def __init__(self, dataset: Any, apart: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
@@ -78,21 +78,21 @@ class Stream:
         return begun or self._opened()
 
     def peek(self) -> Nest:
-        """Return the first element of the next pass, which begins with this; None where it has none."""
+        """Return the first element of the next pass, which still yields it; None if it is empty."""
         self._begun = self._begun or self._opened()
         return self._begun.peek()
 
     def sample(self) -> Nest:
-        """Return an element as Keras looks at one to build a model: by beginning a pass, if that is harmless.
+        """Return an element as Keras reads one to build a model: by beginning a pass, unless that loses data.
 
-        What the passes after it give is then what it is where Keras itself was given the dataset.
+        Later passes then yield the same elements as in plain Keras.
         """
         if not isinstance(self.dataset, Iterator):
             return self._opened().peek()
         return self.peek()
 
     def form(self) -> Form:
-        """Return what elements look like; the first is read ahead if nothing else says it.
+        """Return the form of the elements; read the first one ahead if the form is not known otherwise.
 
         Raises:
             DataError: there is none.
@@ -102,17 +102,17 @@ class Stream:
         return self.known_form()
 
     def known_form(self) -> Form:
-        """Return what elements look like, as far as any have been read.
+        """Return the form of the elements, if it is known without reading.
 
         Raises:
-            DataError: none has been.
+            DataError: it is not.
         """
         if self._form is None:
             raise DataError("the dataset is empty, so the structure of its elements is unknown")
         return self._form
 
     def note(self, element: Nest) -> None:
-        """Learn what elements look like."""
+        """Record the form of an element."""
         if self._form is None:
             marks = keras.tree.map_structure(lambda leaf: None if leaf is None else True, element)
             self._form = Form(marks, tuple(spec_of(leaf) for leaf in leaves_of(element)))
@@ -123,7 +123,7 @@ class Stream:
 
     @property
     def length(self) -> float | None:
-        """The number of elements in a pass, infinite where it never ends, None where that is not known."""
+        """The number of elements in a pass; infinite if it never ends, None if unknown."""
         if self.is_tensorflow:
             cardinality = int(self.dataset.cardinality())
             return {-1: inf, -2: None}.get(cardinality, cardinality)
@@ -137,7 +137,7 @@ class Stream:
 
 
 class Reader:
-    """One pass over a stream: yields nests of arrays of NumPy.
+    """One pass over a stream; yields nests of NumPy arrays.
 
     Attributes:
         iterator: the dataset's own.
@@ -177,9 +177,9 @@ def is_tensorflow(dataset: Any) -> bool:
 
 
 def easily_freed(dataset: Any) -> Any:
-    """Return a `tf.data.Dataset` that is not tuned while it runs, unless it was asked for.
+    """Return a `tf.data.Dataset` without autotuning, unless autotuning was requested.
 
-    To free an iterator that is takes seconds, in proportion to how long it has lived.
+    Freeing an autotuned iterator takes seconds, in proportion to its lifetime.
     """
     if dataset.options().autotune.enabled is not None:
         return dataset
@@ -200,19 +200,19 @@ def _batches(dataset: keras.utils.PyDataset) -> Iterator[Any]:
 
 
 def host_nest(nest: Nest) -> Nest:
-    """Return a nest of arrays of NumPy."""
+    """Convert a nest to NumPy arrays."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else array_of(leaf), nest)
 
 
 def leaves_of(nest: Nest) -> list[Any]:
-    """Return the leaves of a nest that are something."""
+    """Return the leaves of a nest that are not None."""
     return [leaf for leaf in keras.tree.flatten(nest) if leaf is not None]
 
 
 def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
-    """Return a nest like `nest` with other leaves, in the order of `leaves_of`; None where it has None.
+    """Return a nest like `nest` with other leaves, in the order of `leaves_of`; None stays None.
 
-    `keras.tree.map_structure` visits the keys of a dict in another order on PyTorch.
+    On PyTorch, `keras.tree.map_structure` visits the keys of a dict in another order.
     """
     following = iter(leaves)
     places = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
@@ -220,10 +220,10 @@ def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
 
 
 def array_of(leaf: Any) -> npt.NDArray[Any]:
-    """Return an array or a tensor of any framework as an array of NumPy.
+    """Return an array or a tensor of any framework as a NumPy array.
 
     Raises:
-        DataError: it is none that has equal rows.
+        DataError: it is not a dense array.
     """
     _refuse_rows_of_their_own(leaf)
     array = on_host(leaf)
@@ -239,13 +239,13 @@ def array_of(leaf: Any) -> npt.NDArray[Any]:
 
 
 def spec_of(leaf: npt.NDArray[Any]) -> Spec:
-    """Return what is known of each replica's share of an array: not how many examples."""
+    """Return the spec of each replica's share of an array, without the number of examples."""
     dtype = "string" if leaf.dtype.kind in "OSU" else leaf.dtype.name
     return Spec(dtype, (None, *leaf.shape[1:]))
 
 
 def _declared(element_spec: Any) -> Form:
-    """Return what `tf.data` declares; it has a way of its own to say that there is nothing."""
+    """Return the form that `tf.data` declares, which has its own representation of a missing leaf."""
     marks = keras.tree.map_structure(lambda spec: True if hasattr(spec, "dtype") else None, element_spec)
     specs = [spec for spec in keras.tree.flatten(element_spec) if hasattr(spec, "dtype")]
     return Form(marks, tuple(_share_of(spec) for spec in specs))

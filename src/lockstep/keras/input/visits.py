@@ -1,7 +1,7 @@
-"""The order in which passes visit items: Keras's own if the script has set a seed, else the job's.
+"""The order in which passes visit items: Keras's own if the script has set a seed, otherwise the job's.
 
-`keras.utils.set_random_seed` makes Keras's own order a function of the script. Then every worker draws it as
-Keras does, from the same random states and at the same moments, so that these are those of plain Keras, too.
+`keras.utils.set_random_seed` makes Keras's own order a function of the script. Every worker then draws it as
+Keras does, from the same random states and at the same times, so that the states also match plain Keras.
 """
 
 import random
@@ -17,7 +17,7 @@ from lockstep.keras.input.streams import easily_freed, on_host
 from lockstep.keras.state.randomness import digest_of_states, script_seed
 
 OrderSeed = tuple[int, ...] | None
-"""The numbers from which the job's own order follows; None for the order that Keras draws."""
+"""The numbers that determine the job's own order; None for the order that Keras draws."""
 
 
 class Visits(Protocol):
@@ -27,14 +27,14 @@ class Visits(Protocol):
         """Begin the next pass; yield the items of each batch."""
 
     def look(self) -> Indices:
-        """Return the items of a batch that Keras looks at before the first pass, and draw what it draws."""
+        """Return the items of the sample batch that Keras reads before the first pass; draw as Keras does."""
 
     def fact(self) -> str:
-        """Say from what the order follows, equally on all workers that visit items alike."""
+        """Describe the source of the order; equal on all workers that have the same order."""
 
 
 def order_seed(job_seed: int, call: int) -> OrderSeed:
-    """Return the numbers from which the order of the examples follows in a call of the script.
+    """Return the numbers that determine the order of the examples in a call of the script.
 
     None if the script has called `keras.utils.set_random_seed`.
     """
@@ -54,7 +54,7 @@ def visits_of_batches(count: int, seed: OrderSeed) -> Visits:
 
 
 def draw_as_a_loader() -> None:
-    """Draw what PyTorch draws when an iteration over a `DataLoader` begins, as each of Keras's does there."""
+    """Draw the random numbers that PyTorch draws at the start of an iteration over a `DataLoader`."""
     if keras.backend.backend() == "torch":
         from torch.utils.data import DataLoader
 
@@ -62,7 +62,7 @@ def draw_as_a_loader() -> None:
 
 
 class _JobsVisits:
-    """The job's own order: another one in each pass, whatever is drawn meanwhile."""
+    """The job's own order: different in each pass, independent of the random states."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -86,7 +86,7 @@ class _KerasVisits:
     """An order that Keras draws."""
 
     states: tuple[str, ...] = ()
-    """The random states from which it follows, by their names in `random_states`."""
+    """The random states that determine it, by their names in `random_states`."""
 
     def __init__(self, about: str) -> None:
         self._about = about
@@ -118,7 +118,7 @@ class _PythonVisits(_KerasVisits):
 
 
 class _ArrayVisits(_KerasVisits):
-    """Drawn by Keras's own adapter, which is given the numbers of the examples."""
+    """Drawn by Keras's own adapter, applied to the indices of the examples."""
 
     def __init__(self, count: int, batch_size: int, shuffle: Shuffle) -> None:
         super().__init__(f"batches of {batch_size}, shuffle {shuffle}")
@@ -126,7 +126,7 @@ class _ArrayVisits(_KerasVisits):
 
 
 class _JaxVisits(_ArrayVisits):
-    """Drawn by NumPy: a pass when its first batch is read, or each batch."""
+    """Drawn by NumPy: the whole pass when its first batch is read, or each batch separately."""
 
     states = ("numpy",)
 
@@ -135,7 +135,7 @@ class _JaxVisits(_ArrayVisits):
 
 
 class _TorchVisits(_ArrayVisits):
-    """Drawn by PyTorch: a pass when its first batch is read, or each batch."""
+    """Drawn by PyTorch: the whole pass when its first batch is read, or each batch separately."""
 
     states = ("torch",)
 
@@ -145,10 +145,10 @@ class _TorchVisits(_ArrayVisits):
 
 
 class _TensorFlowVisits(_ArrayVisits):
-    """Drawn by TensorFlow, whose graphs draw the same order in each pass where the script has set a seed."""
+    """Drawn by TensorFlow, whose graphs draw the same order in each pass if the script has set a seed."""
 
     def __init__(self, count: int, batch_size: int, shuffle: Shuffle) -> None:
-        # The size of the batches does not matter where all examples are shuffled, and one is read faster.
+        # The batch size does not matter if all examples are shuffled, and a single batch is faster to read.
         super().__init__(count, batch_size if shuffle == "batch" else count, shuffle)
         drawn = [on_host(indices) for indices in easily_freed(self._adapter.get_tf_dataset())]
         self._batches: list[Any] = [
@@ -165,7 +165,7 @@ _VISITS = {"jax": _JaxVisits, "torch": _TorchVisits, "tensorflow": _TensorFlowVi
 
 
 class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
-    """A `PyDataset` whose batches are visited in the order of `lockstep.keras.input.visits`.
+    """A `PyDataset` whose batches have the order of `lockstep.keras.input.visits`.
 
     Attributes:
         inner: the dataset itself.
@@ -187,7 +187,7 @@ class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
             ]
 
     def first(self) -> Any:
-        """Return the first batch of a pass that Keras begins to look at it."""
+        """Return the first batch of a pass that Keras begins to read a sample."""
         looked = slice(0, 1) if self.visits is None else self.visits.look()
         return self.inner[looked.start if isinstance(looked, slice) else int(looked[0])]
 
@@ -196,6 +196,6 @@ class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches; None where the dataset never ends."""
+        """Number of batches; None if the dataset never ends."""
         batches: int | None = self.inner.num_batches
         return batches

@@ -1,1 +1,1 @@
-"""The state of a training: what it consists of, keeping it, and going on from it."""
+"""The state of a training: its parts, saving it, and resuming from it."""

@@ -1,7 +1,8 @@
-"""What callbacks keep from step to step, as plain values, so that those of another process can go on.
+"""The state of callbacks as plain values, so that those of another process can continue with it.
 
-Settings and paths are the script's. Of Keras's callbacks, stated attributes are kept; of others, attributes
-that have changed since the call began, if they are numbers, arrays, or lists and dicts of them.
+It excludes settings and paths, which come from the script. Of Keras's callbacks, it has the attributes listed
+here; of others, attributes that have changed since the call began, if they are numbers, arrays, or lists and
+dicts of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,34 +40,34 @@ KEPT: Mapping[type, tuple[str, ...]] = {
         "_train_accumulated_time",
     ),
 }
-"""What changes while Keras's own callbacks train; `rows` is of the one that takes the CSVLogger's place."""
+"""The attributes of Keras's own callbacks that change in training; `rows` belongs to `ChiefCSVLogger`."""
 
 _MADE_ANEW: Mapping[type, tuple[str, ...]] = {
     keras.callbacks.Callback: ("_model", "model", "_params", "params"),
     keras.callbacks.CSVLogger: ("keys",),
     keras.callbacks.TensorBoard: ("_log_write_dir", "_train_dir", "_val_dir"),
 }
-"""What each process makes itself, also in subclasses of these."""
+"""The attributes that each process creates itself, also in subclasses of these."""
 
 Marks = Mapping[int, Mapping[str, bytes]]
 """Hashes of the attributes of callbacks, by their ids."""
 
 
 def listed(callbacks: Any) -> Sequence[Any]:
-    """Return the callbacks of a `fit`, also where Keras has put them into a list of its own."""
+    """Return the callbacks of a `fit`, also from a `CallbackList` of Keras."""
     given: Sequence[Any] = getattr(callbacks, "callbacks", callbacks)
     return given
 
 
 def lasting(callbacks: Sequence[Any]) -> list[Any]:
-    """Return the callbacks without those that only show progress, which may be asked for or not."""
+    """Return the callbacks without those that only show progress, which are optional."""
     return [one for one in callbacks if not isinstance(one, keras.callbacks.ProgbarLogger)]
 
 
 def listeners(callbacks: Any, model: Any) -> list[Any]:
-    """Return the callbacks of a `fit` in progress, each once, with Keras's own that writes the history.
+    """Return the callbacks of a `fit` in progress, each once, with Keras's own `History`.
 
-    A loop of the program's own, which has no model, has none.
+    A custom loop, which has no model, has none.
     """
     if model is None:
         return []
@@ -75,7 +76,7 @@ def listeners(callbacks: Any, model: Any) -> list[Any]:
 
 
 def marks(callbacks: Any) -> Marks:
-    """Return what tells later which attributes of the callbacks of a `fit` have changed."""
+    """Return hashes that later show which attributes of the callbacks of a `fit` have changed."""
     found = {}
     for callback in filter(_is_users, listed(callbacks)):
         packed = ((name, _packed(value)) for name, value in vars(callback).items())
@@ -86,24 +87,24 @@ def marks(callbacks: Any) -> Marks:
 def callback_states(
     callbacks: Sequence[Any], before: Sequence[Marks]
 ) -> list[tuple[str, dict[str, Any], list[str]]]:
-    """Return of each callback its kind, what it keeps by name, and what has changed and cannot be kept.
+    """Return for each callback its kind, its state by name, and the changed attributes that cannot be saved.
 
     Args:
         callbacks: of a `fit`.
-        before: their `marks` at its beginning: before and after `on_train_begin`. What `on_train_begin` has
-            set may depend on a model that another process does not have at that point.
+        before: their `marks` at its beginning, before and after `on_train_begin`, whose results may depend on
+            a model that another process does not have at that point.
     """
     return [(type(callback).__name__, *_state(callback, before)) for callback in lasting(callbacks)]
 
 
 def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]]) -> None:
-    """Give callbacks what `callback_states` has returned for those of another process; say what is missing.
+    """Restore the result of `callback_states` from another process; print a note on missing attributes.
 
-    Of the states that earlier versions have kept, which have all attributes, settings of Keras's own and
-    text are left out.
+    States of earlier versions have all attributes; of these, settings of Keras's own callbacks and text are
+    ignored.
 
     Raises:
-        CheckpointError: they are others.
+        CheckpointError: the callbacks do not match.
     """
     found = lasting(callbacks)
     names = [type(callback).__name__ for callback in found]
@@ -124,7 +125,7 @@ def set_callback_states(callbacks: Sequence[Any], states: Sequence[Sequence[Any]
 
 
 def _is_users(callback: Any) -> bool:
-    """Whether attributes of a callback are the program's own."""
+    """Whether a callback is of the program's own class."""
     known = type(callback).__module__.startswith(("keras.", "lockstep."))
     return not known or type(callback) is keras.callbacks.LambdaCallback
 
@@ -153,7 +154,7 @@ def _state(callback: Any, before: Sequence[Marks]) -> tuple[dict[str, Any], list
 
 
 def _packed(value: Any) -> bytes | None:
-    """Return a hash of a value; None if it is of a kind that no checkpoint holds."""
+    """Return a hash of a value; None if a checkpoint cannot hold it."""
     try:
         packed, arrays = pack(value, "")
     except TypeError:
@@ -162,7 +163,7 @@ def _packed(value: Any) -> bytes | None:
 
 
 def _has_text(value: Any) -> bool:
-    """Whether there is text in a value; the keys of a dict do not count."""
+    """Whether a value contains text; the keys of a dict do not count."""
     if isinstance(value, dict):
         return any(map(_has_text, value.values()))
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Checkpoints that a program asks for itself, with a callback."""
+"""The callback with which a program saves checkpoints."""
 
 import atexit
 import os
@@ -79,7 +79,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         self.keep = keep
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Refuse: the strategy takes it away from the calls that it keeps checkpoints of."""
+        """Raise an error: the strategy removes this callback from calls that support it."""
         raise ScopeError(
             f"model {self.model.name!r} was not compiled in the scope of a "
             "lockstep.MultiWorkerMirroredStrategy, so lockstep.callbacks.Checkpoint cannot save it; build "
@@ -88,7 +88,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Choice(msgspec.Struct):
-    """What the chief has found in the folder: why the job cannot go on, or a checkpoint, if there is one."""
+    """What the chief found in the folder: why the job cannot resume, or a checkpoint, if there is one."""
 
     refusal: str = ""
     path: str = ""
@@ -96,7 +96,7 @@ class _Choice(msgspec.Struct):
 
 
 class Keeping:
-    """Begins to keep checkpoints when a `fit` is given a `Checkpoint`."""
+    """Starts saving checkpoints when a `fit` has a `Checkpoint` callback."""
 
     def __init__(self, job: Job, calls: CallStack, snapshots: Snapshots) -> None:
         self._job = job
@@ -106,14 +106,14 @@ class Keeping:
         self._folder: Path | None = None
 
     def begin(self, asked: Checkpoint) -> None:
-        """Keep checkpoints from the call that begins on, and go on from the newest, if there is one.
+        """Save checkpoints from the current call on, and resume from the newest, if there is one.
 
         All workers call this at the beginning of the same call.
 
         Raises:
-            ConfigError: on every worker: the folder is another job's, the checkpoint is of a job unlike this
-                one, or checkpoints are kept elsewhere.
-            CheckpointError: on every worker: the checkpoint was kept from another call on.
+            ConfigError: the folder belongs to another job, the checkpoint to a job with other settings, or
+                checkpoints are already saved elsewhere; raised on every worker.
+            CheckpointError: the checkpoint was saved from another call on; raised on every worker.
         """
         folder = _folder(asked.folder)
         if folder == self._folder:
@@ -151,7 +151,7 @@ class Keeping:
         self._end_well(scheduler)
 
     def _go_on(self, folder: Path, claim: FolderLock) -> None:
-        """Go on from the checkpoint that the chief chooses."""
+        """Resume from the checkpoint that the chief chooses."""
 
         found: Contents | None = None
 
@@ -174,7 +174,7 @@ class Keeping:
             self._job.checkpoints.resume(contents)
 
     def _claim(self, folder: Path, claim: FolderLock) -> tuple[_Choice, Contents | None]:
-        """Take the folder for this job; return what there is in it."""
+        """Lock the folder for this job; return its newest checkpoint, or why the job cannot resume."""
         notes: list[str] = []
         choice, contents = _Choice(), None
         try:
@@ -198,7 +198,7 @@ class Keeping:
         return choice, contents
 
     def _end_well(self, scheduler: CheckpointScheduler) -> None:
-        """See that the last checkpoint is written when the process ends, and that its children keep none."""
+        """Write the last checkpoint when the process ends, and let forked processes save none."""
         job = self._job
         alone = isinstance(job.membership, Alone)
         if alone:
@@ -215,7 +215,7 @@ class Keeping:
 
 
 def _end(scheduler: CheckpointScheduler) -> None:
-    """Keep the last state of a program that runs by itself, and has not ended with an error."""
+    """Save the last state of a plain program that has not ended with an error."""
     if hasattr(sys, "last_value"):
         scheduler.close(_LAST_SECONDS)
     else:
@@ -223,7 +223,7 @@ def _end(scheduler: CheckpointScheduler) -> None:
 
 
 def asked_in(callbacks: Any) -> Checkpoint | None:
-    """Return the `Checkpoint` among the callbacks that `fit` was given.
+    """Return the `Checkpoint` among the callbacks of `fit`.
 
     Raises:
         ConfigError: there are several.
@@ -235,7 +235,7 @@ def asked_in(callbacks: Any) -> Checkpoint | None:
 
 
 def take_out(asked: Checkpoint | None, callbacks: Any) -> Any:
-    """Return the callbacks that `fit` was given without `asked`; a CallbackList is changed in place."""
+    """Return the callbacks of `fit` without `asked`; changes a CallbackList in place."""
     if asked is None:
         return callbacks
     rest = [one for one in _listed(callbacks) if one is not asked]

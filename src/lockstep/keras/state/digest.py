@@ -29,9 +29,9 @@ def digest(model: Any) -> str:
 
 
 class LastModel:
-    """The model that was trained last, held so that its digest can be told at the end of the script.
+    """The model that was trained last, kept so that its digest can be reported at the end of the script.
 
-    It is let go when another model is compiled, which may need its memory; its digest is that of then.
+    When another model is compiled, which may need the memory, only the digest at that time is kept.
     """
 
     def __init__(self, job: Job) -> None:
@@ -49,14 +49,14 @@ class LastModel:
             self._facts, self._model = self.facts(), None
 
     def facts(self) -> dict[str, str]:
-        """Return its name and, on the chief, its digest; nothing if no model was trained."""
+        """Return its name and, on the chief, its digest; empty if no model was trained."""
         if self._model is None:
             return self._facts
         name = str(self._model.name)
         try:
             return {"model": name, "digest": digest(self._model)} if self._job.is_chief else {"model": name}
         except Exception:
-            # A failed step may have taken its memory; the script itself has not asked.
+            # A failed step may have taken its memory; the script itself did not request the digest.
             return {"model": name}
 
 

@@ -1,4 +1,4 @@
-"""Errors with which calls have ended, as plain values, so that another process can raise them again."""
+"""Errors that ended calls, as plain values, so that another process can raise them again."""
 
 import sys
 from collections.abc import Mapping
@@ -9,13 +9,13 @@ from lockstep.checkpoint.values import pack
 from lockstep.errors import CheckpointError
 
 Failure = Mapping[str, Any]
-"""Of an error: the call that it has ended, its class, arguments, attributes and text."""
+"""An error as plain values: the call that it ended, its class, arguments, attributes and text."""
 
 
 def described(error: BaseException, call: str) -> Failure:
-    """Return what `remade` needs; what an error holds besides plain values and arrays is left out."""
+    """Return the input of `remade`; attributes other than plain values and arrays are omitted."""
     kind = type(error)
-    # What a class without an `__init__` of its own, such as OSError, needs may be more than `args`.
+    # A class without its own `__init__`, such as OSError, may need more than `args`.
     made_by = error.__reduce__() if not _initializes(kind) else ()
     arguments = made_by[1] if made_by[:1] == (kind,) else error.args
     return {
@@ -31,10 +31,10 @@ def described(error: BaseException, call: str) -> Failure:
 def remade(failure: Failure) -> BaseException:
     """Return an error of the same class and text.
 
-    The class is looked for in modules that the program has imported, and no `__init__` of the program's runs.
+    The class must be in a module that the program has imported; no `__init__` of the program runs.
 
     Raises:
-        CheckpointError: there is no such class any more, or its text would be another one.
+        CheckpointError: the class does not exist any more, or the text would differ.
     """
     kind: Any = sys.modules.get(failure["module"])
     for name in failure["class"].split("."):
@@ -52,7 +52,7 @@ def remade(failure: Failure) -> BaseException:
 
 
 def _made(kind: type[BaseException], failure: Failure) -> BaseException | None:
-    """Return the error, if it has the same text; the program's own methods may raise anything."""
+    """Return the error, or None if its text differs or the program's own methods raise."""
     try:
         arguments = failure["args"]
         error = kind.__new__(kind, *arguments) if _initializes(kind) else kind(*arguments)

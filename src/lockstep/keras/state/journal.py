@@ -1,8 +1,7 @@
-"""What has happened in the calls of a process, so that another process can go on from it.
+"""The journal of a process's finished calls, with which another process can resume.
 
-A process that resumes runs the script from its beginning. Calls that were finished then return what they
-returned, or raise what they raised; the call that was in progress is gone through without computing, up to
-the step that is known.
+A process that resumes runs the script from its beginning. Finished calls then return or raise what they did
+before; the call in progress skips its steps up to the saved one without computing.
 """
 
 from array import array
@@ -17,19 +16,19 @@ from lockstep.keras.state.failures import Failure, remade
 from lockstep.keras.state.randomness import random_states, same_states
 
 _Kind = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
-"""Of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it has
-raised), their names, how many calls of each method it was, and how many steps of training."""
+"""The kind of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it
+raised), their names, the number of calls of each method, and the number of training steps."""
 
 
 @dataclass(frozen=True)
 class FinishedCall:
-    """What one finished call, outside of any other, has left.
+    """The result of one finished top-level call.
 
     Attributes:
-        kept: what it returned; of `fit`, the states of its callbacks; of a loop, its place.
-        methods: how many calls of each method there were at its end.
-        taken: steps of training that had been taken at its end.
-        error: that it has raised.
+        kept: what it returned; for `fit`, the states of its callbacks; for a loop, its position.
+        methods: the number of calls of each method at its end.
+        taken: the number of training steps at its end.
+        error: the error that it raised, if any.
         states: the random states at its end; None if they are those of the beginning of the script.
     """
 
@@ -41,20 +40,20 @@ class FinishedCall:
 
     @property
     def result(self) -> Any:
-        """What the call returned; raises what it raised."""
+        """Return what the call returned, or raise what it raised."""
         self.again()
         return self.kept
 
     def again(self) -> None:
-        """Raise what the call raised."""
+        """Raise the error of the call, if any."""
         if self.error is not None:
             raise self.error
 
 
 class Journal:
-    """The finished calls of a process, in their order.
+    """The finished calls of a process, in order.
 
-    A script may make millions of calls for one batch, which all return a few figures: those are kept in
+    A script may make millions of single-batch calls, which each return a few figures: these are stored in
     columns, as numbers.
     """
 
@@ -71,7 +70,7 @@ class Journal:
     def add(
         self, result: Any, methods: Mapping[str, int], taken: int, failure: Failure | None = None
     ) -> None:
-        """Note that a call has finished, or ended with an error."""
+        """Record a call that has finished or ended with an error."""
         number = len(self._codes)
         counts = tuple(
             (method, count - self._end.methods.get(method, 0))
@@ -91,14 +90,14 @@ class Journal:
 
     @property
     def states(self) -> Mapping[str, Any]:
-        """The random states at the end of the last call; those of now before the first."""
+        """The random states at the end of the last call; the current ones before the first."""
         return self._last_states or random_states()
 
     def __len__(self) -> int:
         return len(self._codes)
 
     def packed(self) -> dict[str, Any]:
-        """Return all of it as plain values and arrays."""
+        """Return the journal as plain values and arrays."""
         return {
             "kinds": list(self._kinds),
             "codes": np.array(self._codes, "uint32"),
@@ -109,7 +108,7 @@ class Journal:
 
     @classmethod
     def unpacked(cls, packed: Mapping[str, Any]) -> "Journal":
-        """Return what `packed` has returned."""
+        """Restore the journal from the result of `packed`."""
         journal = cls()
         journal._kinds = {kind: code for code, kind in enumerate(packed["kinds"])}
         journal._codes = array("I", packed["codes"].tolist())
@@ -126,7 +125,7 @@ class Journal:
         """Return the finished call at `number`, from 0.
 
         Raises:
-            CheckpointError: it has raised an error that cannot be raised again.
+            CheckpointError: it raised an error that cannot be raised again.
         """
         if number < self._read.calls:
             self._read = _Place()
@@ -155,7 +154,7 @@ class Journal:
 
 
 class _Place:
-    """What the calls before one come to."""
+    """The totals of the calls before one."""
 
     def __init__(self) -> None:
         self.calls = self.figures = self.taken = 0
@@ -171,7 +170,7 @@ class _Place:
 
 
 def _form(result: Any) -> tuple[str, tuple[str, ...], list[float]]:
-    """Return how figures come back, their names, and the figures themselves."""
+    """Return the form of a result, the names of its figures, and the figures."""
     if type(result) is list and all(type(figure) is float for figure in result):
         return "list", ("",) * len(result), result
     if type(result) is dict and all(type(figure) is float for figure in result.values()):

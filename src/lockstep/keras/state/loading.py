@@ -1,4 +1,4 @@
-"""Loading checkpoints of a job in plain Keras, without the command, on any backend."""
+"""Loads checkpoints of a job in plain Keras, without the command, on any backend."""
 
 import re
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class _Training(msgspec.Struct):
 
 
 class _Facts(msgspec.Struct):
-    """What the manifest says of the job, as far as it matters here."""
+    """The facts about the job in the manifest that are needed here."""
 
     job: _CheckpointFacts
     training: _Training
@@ -89,7 +89,7 @@ def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Lo
 
 
 def give(model: Any, folder: Path, contents: Contents, name: str | None = None) -> Loaded:
-    """Give `model`, which is built, what the checkpoint in `folder` holds; as `load_checkpoint`."""
+    """Load the checkpoint in `folder` into `model`, which is built; see `load_checkpoint`."""
     facts = _facts(folder, contents)
     candidates = _models(contents, facts)
     if name is not None and name not in candidates:
@@ -101,7 +101,7 @@ def give(model: Any, folder: Path, contents: Contents, name: str | None = None) 
 
 
 def _read(path: Path) -> tuple[Path, Contents]:
-    """Read the checkpoint at `path`, or the newest whole one there."""
+    """Read the checkpoint at `path`, or the newest complete one there."""
     if not path.exists():
         raise InputError(f"{path} does not exist; give the folder of one checkpoint or of several")
     if _CHECKPOINT.fullmatch(path.name) or any((path / file).exists() for file in _FILES):
@@ -130,12 +130,12 @@ def _facts(folder: Path, contents: Contents) -> _Facts:
 
 
 def _models(contents: Contents, facts: _Facts) -> dict[str, KeptArray]:
-    """Return what a checkpoint holds of each of the job's models, by name."""
+    """Return the state of each of the job's models in a checkpoint, by name."""
     arrays: dict[str, dict[str, Array]] = {}
     for full, array in contents.arrays.items():
         if of_a_model := _OF_A_MODEL.fullmatch(full):
             arrays.setdefault(of_a_model[1], {})[of_a_model[2]] = array
-    # A step on JAX has the variables in Keras's order for it.
+    # Steps on JAX have the variables in another order, Keras's.
     stepping = facts.job.backend == "jax" and facts.training.steps > 0
     return {
         name: KeptArray(
@@ -149,11 +149,11 @@ def _models(contents: Contents, facts: _Facts) -> dict[str, KeptArray]:
 
 
 def _choose(checkpoint: str, model: str, found: list[Match]) -> Match:
-    """Return the one that fits, rather one whose names are the model's own.
+    """Return the match that fits, preferably one with the model's own names.
 
     Raises:
         CheckpointError: none fits.
-        InputError: several do, with different values.
+        InputError: several fit, with different values.
     """
     fitting = [one for one in found if not one.misfits]
     if not fitting:

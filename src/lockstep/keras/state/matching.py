@@ -1,4 +1,4 @@
-"""Which array of a checkpoint belongs to which variable of a given model."""
+"""Matching the arrays of a checkpoint to the variables of a given model."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class KeptArray:
     """One of a job's models in a checkpoint.
 
     Attributes:
-        name: of the model there.
-        arrays: what is kept of it, in the checkpoint's order.
-        common: what is kept with another model, because both have it; may hold more.
-        trainable_first: whether trainable variables come before the others, wherever they are in the model.
+        name: of the model in the checkpoint.
+        arrays: its arrays, in the checkpoint's order.
+        common: arrays saved with another model that shares them; may contain more.
+        trainable_first: whether trainable variables precede the others, regardless of the model's order.
     """
 
     name: str
@@ -34,13 +34,13 @@ class KeptArray:
 
 @dataclass(frozen=True)
 class Match:
-    """Variables of a model, and what one of a job's models has for them.
+    """Variables of a model, and the values for them from one of a job's models.
 
     Attributes:
         name: of the job's model in the checkpoint.
         renamed: whether some variables have other numbers in their names there.
         variables: by name.
-        values: by the names of the variables that they are for.
+        values: by the name of their variable.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Match:
 
     @property
     def misfits(self) -> str:
-        """What does not fit, in words; nothing if all does."""
+        """A text on what does not fit; empty if everything fits."""
         return misfits({name: variable.value for name, variable in self.variables.items()}, self.values)
 
     def assign(self) -> None:
-        """Give the variables the values; all of them fit."""
+        """Assign the values to the variables; all must fit."""
         for name, variable in self.variables.items():
             variable.assign(self.values[name])
 
     def joined(self, other: "Match") -> "Match":
-        """Return this and another part of the same model's state."""
+        """Return the union of this and another part of the same model's state."""
         renamed = self.renamed or other.renamed
         return Match(
             self.name, renamed, {**self.variables, **other.variables}, {**self.values, **other.values}
@@ -68,7 +68,7 @@ class Match:
 
 @dataclass(frozen=True)
 class _Buffer:
-    """A buffer of one of PyTorch's own modules, as if it were a variable of Keras."""
+    """A buffer of a PyTorch module, with the interface of a Keras variable."""
 
     value: Any
 
@@ -78,10 +78,10 @@ class _Buffer:
 
 
 def match(model: Any, kept: KeptArray) -> Match:
-    """Find what `kept` has for the weights of `model`, and, if those fit, for its optimizers and metrics.
+    """Match `kept` to the weights of `model`, and, if those fit, to its optimizers and metrics.
 
-    Optimizers of `model` that are not built are built for the variables for which `kept` has state. What
-    `kept` has of optimizers is left out if `model` has none, and what does not fit its metrics always.
+    Unbuilt optimizers of `model` are built for the variables for which `kept` has state. State of optimizers
+    is ignored if `model` has none; state that does not fit its metrics is always ignored.
     """
     own = parts(list(kept.arrays))
     weights, buffers = _weights(model, kept.trainable_first), _buffers(model)
@@ -101,14 +101,14 @@ def match(model: Any, kept: KeptArray) -> Match:
 
 
 def build_optimizers(model: Any, names: Iterable[str]) -> None:
-    """Let the optimizers of `model` that are not built have the variables for which `names` has some."""
+    """Build the unbuilt optimizers of `model` for the weights for which `names` has optimizer variables."""
     names = list(names)
     for optimizer in optimizers_of(model):
         _build(optimizer, model, names)
 
 
 def _weights(model: Any, trainable_first: bool) -> Mapping[str, Any]:
-    # The order decides about names only where Keras repeats a path.
+    # The order affects names only if Keras repeats a path.
     ordered = model.variables
     if trainable_first:
         ordered = [*model.trainable_variables, *model.non_trainable_variables]
@@ -129,7 +129,7 @@ def _variables_of(optimizers: Iterable[Any]) -> Mapping[str, Any]:
 
 
 def _build(optimizer: Any, model: Any, names: Iterable[str]) -> None:
-    """Let `optimizer` have variables for those weights for which `names` has some."""
+    """Build `optimizer` for the weights for which `names` has optimizer variables."""
     prefixes = {one.name for one in (optimizer, getattr(optimizer, "inner_optimizer", optimizer))}
     known = [name for name in names if name.split("/")[0] in prefixes]
     slots = [
@@ -169,7 +169,7 @@ def _paired(model: Any, kept: KeptArray, variables: Mapping[str, Any], new: Mapp
 def _converted(array: Array, variable: Any, is_seed: bool) -> Array:
     """Return integers in the variable's dtype, which depends on the backend, if it can hold them.
 
-    Of the state of a random generator, the lower bits are taken.
+    Of the state of a random generator, the lower bits are used.
     """
     dtype = named(keras.backend.standardize_dtype(variable.value.dtype))
     if dtype is None or array.dtype.kind not in "iu" or dtype.kind not in "iu":

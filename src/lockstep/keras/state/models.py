@@ -1,4 +1,4 @@
-"""The models that a script has compiled: their variables, and the values that these get from a checkpoint."""
+"""The models that a script has compiled: their variables, and values to load from a checkpoint."""
 
 import weakref
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ from lockstep.keras.state.variables import all_variables, assign, named_arrays
 
 
 class CompiledModels:
-    """The models of a process whose state is kept, in the order in which they were compiled.
+    """The models of a process whose state is saved, in the order of compilation.
 
-    A model may get the values of a checkpoint before it is built: then they wait until it is.
+    Values of a checkpoint for a model that is not built are kept until it is.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -22,12 +22,12 @@ class CompiledModels:
         self._waiting: dict[int, Mapping[str, Any]] = {}
 
     def add(self, model: Any) -> None:
-        """Count `model`, which was just compiled, among them."""
+        """Add `model`, which was just compiled."""
         if all(known() is not model for known in self._models):
             self._models.append(weakref.ref(model))
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-        """Make the variables that a step of `model` needs, and give them the values that wait for it.
+        """Create the variables that a step of `model` needs, and load the pending values.
 
         Args:
             model: is compiled.
@@ -39,31 +39,31 @@ class CompiledModels:
         self.load_waiting(model)
 
     def is_built(self, model: Any) -> bool:
-        """Whether `model` has its variables. Keras does not know it of one that is never called."""
+        """Whether `model` has its variables; unlike Keras's `built`, also if it is never called."""
         return model is not None and (model.built or model in self._built)
 
     def awaits(self, model: Any) -> bool:
-        """Whether values wait for `model` to be built."""
+        """Whether values are pending until `model` is built."""
         return any(index in self._waiting and known() is model for index, known in enumerate(self._models))
 
     def load(self, arrays: Mapping[str, Any]) -> None:
-        """Give all models the values that `values` has returned, now or when they are built."""
+        """Load the result of `values` into all models, now or when they are built."""
         for index, known in enumerate(self._models):
             if values := below(f"model {index}/", arrays):
                 self._waiting[index] = values
                 self.load_waiting(known())
 
     def load_waiting(self, model: Any) -> None:
-        """Give a model, if it is built, the values that wait for it."""
+        """Load the pending values into a model, if it is built."""
         for index, known in enumerate(self._models):
             if index in self._waiting and known() is model and self.is_built(model):
                 values = self._waiting.pop(index)
-                # The calls that have built its optimizers were passed over.
+                # The calls that built its optimizers were skipped.
                 build_optimizers(model, values)
                 assign(model, values)
 
     def values(self, apart_from: Any) -> dict[str, Any]:
-        """Return the values of all models but one, without what they share with it.
+        """Return the values of all models except one, without variables shared with it.
 
         Args:
             apart_from: a model, or None.

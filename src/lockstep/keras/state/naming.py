@@ -1,4 +1,4 @@
-"""The names of variables in a checkpoint: what each belongs to, and the numbers that Keras gives. Pure."""
+"""The names of variables in a checkpoint: their owners, and the numbers that Keras assigns. Pure."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +13,9 @@ class NameParts:
     """The names of one model in a checkpoint, each list in the checkpoint's order.
 
     Attributes:
-        weights: of what belongs to the model itself, random states included.
+        weights: of the variables of the model itself, random states included.
         optimizers: of the optimizers' variables.
-        rest: of the metrics' variables, and the buffers of PyTorch's own modules.
+        rest: of the metrics' variables, and of the buffers of PyTorch modules.
     """
 
     weights: Sequence[str]
@@ -24,24 +24,24 @@ class NameParts:
 
 
 def parts(names: Sequence[str]) -> NameParts:
-    """Tell the variables of a model, of its optimizers and of its metrics apart, which have this order.
+    """Separate the variables of a model, of its optimizers and of its metrics, which come in this order.
 
     Every optimizer's first variable is its counter of steps.
     """
     start = next((at for at, name in enumerate(names) if _COUNTER.fullmatch(name)), len(names))
     behind = names[start:]
     prefixes = {match[1] for name in behind if (match := _COUNTER.fullmatch(name))}
-    # Some optimizers have a variable without a prefix.
+    # Some optimizers have variables without a prefix.
     optimizers = [name for name in behind if "/" not in name or _prefix(name) in prefixes]
     return NameParts(names[:start], optimizers, [name for name in behind if name not in optimizers])
 
 
 def renumbered(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Give the parts of paths that Keras has numbered the numbers that they have in `wanted`.
+    """Replace the numbers that Keras puts into paths by those in `wanted`.
 
-    Keras numbers what has no name of its own through the whole process: `dense`, `dense_1`. The layers of a
-    model have other numbers where other models were made before, in the same order. Parts of which there
-    are not equally many in `wanted` stay as they are.
+    Keras numbers unnamed objects through the whole process: `dense`, `dense_1`. If other models were created
+    before, the layers of a model have other numbers, in the same order. Names whose number of occurrences
+    differs in `wanted` stay unchanged.
 
     Returns:
         The new path of each of `names`.
@@ -57,7 +57,7 @@ def renumbered(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
 
 
 def renamed_slots(names: Iterable[str], wanted: Iterable[str], paths: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of each variable of optimizers when weights get other paths.
+    """Return the new name of each optimizer variable for weights with new paths.
 
     Args:
         names: of the optimizers' variables.
@@ -71,7 +71,7 @@ def renamed_slots(names: Iterable[str], wanted: Iterable[str], paths: Mapping[st
 
 
 def slot(path: str) -> str:
-    """Return what the names of an optimizer's variables for the weight at `path` begin with."""
+    """Return the prefix of the names of an optimizer's variables for the weight at `path`."""
     return path.replace("/", "_") + "_"
 
 
@@ -88,7 +88,7 @@ def _renamed_slot(name: str, prefixes: Mapping[str, str], slots: Mapping[str, st
 
 
 def _numbers(paths: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Return the parts of paths by what stands before their number, and by their number."""
+    """Return the parts of paths by their name without the number, and by their number."""
     found: dict[str, dict[int, str]] = {}
     for part in {part for path in paths for part in path.split("/")}:
         match = _NUMBERED.fullmatch(part)

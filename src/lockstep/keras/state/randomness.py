@@ -1,4 +1,4 @@
-"""The random states of a process that a script may draw from, as plain values."""
+"""The random states that a script may draw from, as plain values."""
 
 import random
 import sys
@@ -17,13 +17,13 @@ from lockstep.data.digest import digest_arrays
 from lockstep.worker import job
 
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
-"""The name under which Keras keeps the generator of random operations without a seed."""
+"""The name under which Keras stores the generator of random operations without a seed."""
 
 _TENSORFLOW = "tensorflow.python.eager.context"
 """The module that holds the random states of TensorFlow's eager operations."""
 
 _FRAMEWORKS = (_TENSORFLOW, "torch")
-"""Modules with random states of their own, which a script may import at any time."""
+"""Modules with their own random states, which a script may import at any time."""
 
 GOLDEN = 0x9E3779B97F4A7C15
 """2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
@@ -40,20 +40,20 @@ def global_generator() -> Any:
 
 
 def set_global_generator(generator: Any) -> None:
-    """Let Keras use `generator` for random operations without a seed."""
+    """Make Keras use `generator` for random operations without a seed."""
     global_state.set_global_attribute(_GLOBAL_SEED_GENERATOR, generator)
 
 
 def script_seed() -> int | None:
-    """Return the seed that the script has given `keras.utils.set_random_seed`; None without one."""
+    """Return the seed that the script has passed to `keras.utils.set_random_seed`; None without one."""
     seed: int | None = rng_utils.get_random_seed()
     return seed
 
 
 def script_seeds(job_seed: int) -> tuple[Any, ...]:
-    """Return the seeds that the script has given Keras, TensorFlow and PyTorch, and the job's.
+    """Return the seeds that the script has set in Keras, TensorFlow and PyTorch, and the job's.
 
-    TensorFlow and PyTorch have the job's, imported or not, where the script has given them none.
+    If the script has set none in TensorFlow or PyTorch, imported or not, the job's seed counts there.
     """
     torch = sys.modules.get("torch")
     return (
@@ -65,7 +65,7 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
 
 
 def seed_of(*facts: Any) -> int:
-    """Return 64 bits that follow from `facts`, plain values."""
+    """Return 64 bits derived from `facts`, plain values."""
     return xxhash.xxh3_64_intdigest(repr(facts).encode())
 
 
@@ -83,10 +83,10 @@ def key_of_replica(key: npt.NDArray[Any], replica: int) -> npt.NDArray[Any]:
 
 
 class RandomNumbers:
-    """Random numbers apart from the program's: they follow from a seed, whatever else draws any.
+    """Random numbers separate from the program's: they depend only on a seed.
 
-    They are those of Python, NumPy and Keras, and of TensorFlow and PyTorch outside of functions and devices
-    of their own.
+    They cover Python, NumPy and Keras, and TensorFlow and PyTorch except for TensorFlow's functions and
+    PyTorch's devices.
     """
 
     def __init__(self, seed: int) -> None:
@@ -96,10 +96,10 @@ class RandomNumbers:
 
     @contextmanager
     def drawn(self) -> Iterator[None]:
-        """Within the block all random numbers are these, from where the last block left them.
+        """Use these random numbers within the block, from where the last block stopped.
 
-        Afterwards the states are what they were; those of a framework that the block has imported are what
-        they are after an import.
+        Restore the previous states afterwards; a framework that the block has imported gets its states after
+        an import.
         """
         before, own = _states(), self._states or {}
         _set_states(own if own.keys() >= before.keys() else _seeded(self._seed) | own)
@@ -113,9 +113,9 @@ class RandomNumbers:
             _set_states(before)
 
     def make(self, function: Callable[[], Result]) -> Result:
-        """Return what `function` makes from the first of these numbers.
+        """Return the result of `function` with the first of these numbers.
 
-        It is called again if it has imported a framework, for which there was no state to be set before.
+        It is called again if it has imported a framework, whose state could not be set before.
         """
         while True:
             known, self._states, self._draws = _imported(), None, None
@@ -125,7 +125,7 @@ class RandomNumbers:
                 return made
 
     def _operations(self) -> AbstractContextManager[None]:
-        """Return what lets TensorFlow's operations draw numbers that follow from the seed."""
+        """Return a context in which TensorFlow's operations draw numbers derived from the seed."""
         if _TENSORFLOW not in sys.modules:
             return nullcontext()
         from lockstep.keras.backends.drawing import EagerDraws, drawn_from
@@ -136,13 +136,13 @@ class RandomNumbers:
 
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Within the block the random numbers are those that follow from `seed`."""
+    """Use random numbers derived from `seed` within the block."""
     with RandomNumbers(seed).drawn():
         yield
 
 
 def _states() -> dict[str, Any]:
-    """Return the states of what is imported; they are not copied where they are only replaced."""
+    """Return the states of imported modules, without copying those that are only replaced."""
     states = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -157,7 +157,7 @@ def _states() -> dict[str, Any]:
 
 
 def _seeded(seed: int) -> dict[str, Any]:
-    """Return states that follow from `seed`, also of what is not imported."""
+    """Return states derived from `seed`, also for modules that are not imported."""
     # The name keeps Keras from counting the generator.
     generator = keras.random.SeedGenerator(seed % 10**9, name="replica")
     numbers = np.random.RandomState(seed % 2**32)
@@ -190,12 +190,12 @@ def _imported() -> list[str]:
 
 
 def _tensorflow() -> Any:
-    """Return what holds the random states of TensorFlow's eager operations."""
+    """Return the object with the random states of TensorFlow's eager operations."""
     return sys.modules[_TENSORFLOW].context()
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of Python, NumPy and, where they are in use, Keras, TensorFlow and PyTorch."""
+    """Return the states of Python and NumPy, and of Keras, TensorFlow and PyTorch if they are in use."""
     states = {"python": random.getstate(), "numpy": np.random.get_state()}
     generator = global_generator()
     if generator is not None:
@@ -215,7 +215,7 @@ def digest_of_states(names: Sequence[str]) -> str:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Set what `random_states` has returned."""
+    """Restore the result of `random_states`."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     if "keras" in states:

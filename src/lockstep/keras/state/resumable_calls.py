@@ -1,8 +1,8 @@
 """The distributed calls of a script that may resume: each is replayed, skips its first steps, or is new.
 
-A process that resumes from a checkpoint, or joins a job, runs the script from its beginning. Calls that had
-finished return what they returned; the one in progress skips the steps that were taken, without computing
-them, and then takes over the state.
+A process that resumes from a checkpoint, or joins a job, runs the script from its beginning. Finished calls
+return what they returned before; the one in progress skips completed steps without computing them, and then
+restores the state.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,24 +30,24 @@ _PARTS: Mapping[str, type] = {
     "callbacks": list,
     "random": dict,
 }
-"""What a checkpoint says of a training, besides what versions of Lockstep before this one did not keep."""
+"""The required facts about a training in a checkpoint; earlier versions of Lockstep lack the others."""
 
 
 class Superseded(Exception):
-    """The members have finished the call in which this worker was about to join them."""
+    """The members have finished the call in which this worker was to join them."""
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """The call is made for the first time."""
+    """The call is new."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The call had finished before this process began.
+    """The call finished before this process began.
 
     Attributes:
-        finished: what it has left.
+        finished: its result.
     """
 
     finished: FinishedCall
@@ -58,7 +58,7 @@ class SkipTo:
     """The training resumes within the call.
 
     Attributes:
-        steps: how many of its steps were taken before this process began.
+        steps: how many of its steps were completed before this process began.
     """
 
     steps: int
@@ -66,17 +66,17 @@ class SkipTo:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a training resumes.
+    """The position at which a training resumes.
 
     Attributes:
         contents: of the checkpoint.
-        journal: the calls that were finished.
-        steps: how many steps of the call in progress had been taken; 0 where none was in progress.
-        looks: how often a batch of its data had been looked at before it began.
-        passes: over its examples that had begun.
-        states: the random states with which the last of them had begun.
-        call: the call that was in progress, or had just finished; empty where that is not known.
-        joined: whether this worker is a member of the job, and the other members wait for it.
+        journal: the finished calls.
+        steps: number of completed steps of the call in progress; 0 if there was none.
+        looks: number of sample batches of its data that were read before it began.
+        passes: number of passes over its examples that had begun.
+        states: the random states at the beginning of the last pass.
+        call: the call that was in progress or had just finished; empty if unknown.
+        joined: whether this worker is a member of the job, for which the other members wait.
     """
 
     contents: Contents
@@ -90,7 +90,7 @@ class Resumption:
 
     @classmethod
     def of(cls, contents: Contents, facts: Mapping[str, Any], *, joined: bool = False) -> "Resumption":
-        """Read it from `contents`, whose facts about the training are unpacked."""
+        """Return the position in `contents`, whose facts about the training are unpacked."""
         return cls(
             contents,
             Journal.unpacked(facts["journal"]),
@@ -104,7 +104,7 @@ class Resumption:
 
 
 class ResumableCalls:
-    """The calls of one process, from its script's first to the one in progress."""
+    """The calls of one process, from the first of its script to the one in progress."""
 
     def __init__(self, job: Job, calls: CallStack) -> None:
         self._job = job
@@ -122,27 +122,27 @@ class ResumableCalls:
 
     @property
     def resumption(self) -> Resumption | None:
-        """Where this process resumes, until the script is there."""
+        """Where this process resumes; None once the script has reached that position."""
         return self._resumption
 
     @property
     def since(self) -> int | None:
-        """How many calls the script had made when it asked for checkpoints itself; None if it has not."""
+        """The number of calls before the script's own request for checkpoints; None without one."""
         return self._since
 
     @property
     def behind(self) -> bool:
-        """Whether the script has not come yet to where the training is."""
+        """Whether the script has not yet reached the position at which the training resumes."""
         return self._resumption is not None or self._job.joins
 
     @property
     def catches_up(self) -> bool:
-        """Whether the other workers are further than this one's script, and make none of its calls."""
+        """Whether the other workers are ahead of this one, and do not take part in its calls."""
         return self._job.joins or (self._resumption is not None and self._resumption.joined)
 
     @property
     def at_its_end(self) -> bool:
-        """Whether the call in progress is the last finished one, and the training resumes behind it."""
+        """Whether the call in progress is the last finished one, and the training resumes after it."""
         resumption = self._resumption
         return (
             resumption is not None
@@ -152,20 +152,20 @@ class ResumableCalls:
 
     @property
     def may_look(self) -> bool:
-        """Whether every process looks at a batch of the call that begins, not only one that builds again.
+        """Whether every process reads a sample batch in the current call, not only one that resumes.
 
-        A model that was built by earlier calls is not built yet in a process in which those were passed over.
-        That process looks at the data once more, and a stream must not notice.
+        A model that earlier calls have built is not yet built in a process that has skipped those calls. That
+        process reads one more sample batch, which must not affect a stream.
         """
         return self._resumption is None or self._calls.current.looks < self._resumption.looks
 
     def standing(self) -> Fresh | Replay | SkipTo:
-        """Return what the call that begins is for this process; changes nothing.
+        """Return whether the current call is new, replayed or skips steps; has no effects.
 
         Raises:
-            DisagreementError: the call is none that the members of the job have made.
-            CheckpointError: the call is not the one that was made in this place, or had ended with an error
-                that cannot be raised again.
+            DisagreementError: the members of the job have not made this call.
+            CheckpointError: another call was made at this position, or it ended with an error that cannot be
+                raised again.
         """
         resumption = self._resumption
         if resumption is None or len(self._calls.stack) > 2:
@@ -183,19 +183,19 @@ class ResumableCalls:
         return Fresh()
 
     def ask(self) -> None:
-        """Note that the call in progress is the one that asks for checkpoints."""
+        """Note that the call in progress requests checkpoints."""
         self._since = self._calls.outermost - 1
 
     def withdraw(self) -> None:
-        """Undo `ask`: no checkpoints are kept."""
+        """Undo `ask`: no checkpoints are saved."""
         self._since = None
 
     def begin(self, contents: Contents) -> None:
-        """Resume from `contents` when the script comes to its calls.
+        """Resume from `contents` when the script reaches its position.
 
         Raises:
-            CheckpointError: the script asks for checkpoints at another place than the one that kept it, or no
-                training kept it.
+            CheckpointError: the checkpoint is not from a training, or its script requested checkpoints at
+                another position.
         """
         facts = unpack(contents.manifest.get("training"), contents.arrays)
         if not isinstance(facts, dict):
@@ -223,7 +223,7 @@ class ResumableCalls:
         """Number a call of `method`, and make it the current one for the block; note an error that ends it.
 
         Raises:
-            LockstepError: the training could not go on in an earlier call, and the script has caught that.
+            LockstepError: an earlier call could not continue the training, and the script caught that error.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -237,15 +237,15 @@ class ResumableCalls:
                 raise
 
     def resume(self) -> FinishedCall | None:
-        """Take the call that begins to where the training is; return what it has left, if it had finished.
+        """Bring the current call to the position of the training; return its result if it had finished.
 
-        If it had not, its first steps are skipped. A worker that is to join waits for the members to say
-        where the training is.
+        If it had not, its first steps are skipped. A joiner waits until the members send the position of the
+        training.
 
         Raises:
-            DisagreementError: the call is none that the members of the job have made.
-            CheckpointError: the call is not the one that was made in this place, or had ended with an error
-                that cannot be raised again.
+            DisagreementError: the members of the job have not made this call.
+            CheckpointError: another call was made at this position, or it ended with an error that cannot be
+                raised again.
             PeerLostError: the job is over.
         """
         if self._resumption is None and self._job.joins and len(self._calls.stack) == 2:
@@ -259,11 +259,11 @@ class ResumableCalls:
         return None
 
     def replay(self) -> FinishedCall:
-        """Pass over the call in progress, which has finished elsewhere; return what it has left.
+        """Skip the call in progress, which has finished elsewhere; return its result.
 
         Raises:
-            CheckpointError: the call is not the one that was made in this place, or had ended with an error
-                that cannot be raised again.
+            CheckpointError: another call was made at this position, or it ended with an error that cannot be
+                raised again.
         """
         assert self._resumption is not None
         finished = self._finished(self._resumption)
@@ -271,9 +271,9 @@ class ResumableCalls:
         return finished
 
     def join(self) -> bool:
-        """Become a member of the job; return whether the call in progress is one that has finished.
+        """Become a member of the job; return whether the call in progress has finished there.
 
-        If it has not, its steps up to the one at whose end the state was given are skipped.
+        If it has not, its steps up to the step of the received state are skipped.
         """
         self._follow(self._job.join(), joined=True)
         assert self._resumption is not None
@@ -283,15 +283,15 @@ class ResumableCalls:
         return False
 
     def arrive(self) -> None:
-        """Note that the script is where the training is: its state has been restored."""
+        """Note that the script has reached the position of the training, whose state was restored."""
         assert self._resumption is not None
         self._journal, self._resumption = self._resumption.journal, None
 
     def finish(self, result: Any) -> None:
-        """Note that the call in progress, outside of any other, has returned `result`.
+        """Record that the top-level call in progress has returned `result`.
 
         Raises:
-            CheckpointError: it should have come to where the training resumes.
+            CheckpointError: it did not reach the position at which the training resumes.
         """
         call = self._calls.current
         if self._resumption is not None:
@@ -302,10 +302,10 @@ class ResumableCalls:
             self._job.checkpoints.scheduler.end_call()
 
     def begin_pass(self) -> None:
-        """Note the random states with which a pass over the examples of the call in progress begins.
+        """Record the random states at the beginning of a pass over the examples of the call in progress.
 
-        They decide in which order it visits them. If the training goes on within this pass, they are first
-        set to those that it began with: what a process draws until then is not what others have drawn.
+        They determine the order of the examples. If the training resumes within this pass, they are first set
+        to the recorded ones, because a process that skips calls has drawn other random numbers until then.
         """
         call, resumption = self._calls.current, self._resumption
         call.passes += 1
@@ -314,7 +314,7 @@ class ResumableCalls:
         call.states = random_states()
 
     def _settle_what_is_held(self, method: str) -> None:
-        """Copy the state that is held late before a call of `method` that may change it."""
+        """Copy a state of `hold_late` before a call of `method` that may change it."""
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and self._calls.current.number == 0:
             if method == "train_on_batch":
@@ -323,14 +323,14 @@ class ResumableCalls:
                 scheduler.settle()
 
     def _finished(self, resumption: Resumption) -> FinishedCall:
-        """Return what the call in progress has left; refuse it if it is another one."""
+        """Return the result of the call in progress; raise an error if it is another call."""
         finished, own = resumption.journal.finished(self._calls.outermost - 1), self._calls.methods
         others = (f"{name} {n}" for name, n in finished.methods.items() if own.get(name) != n)
         self._refuse_another(next(others, ""))
         return finished
 
     def _pass_over(self, finished: FinishedCall) -> None:
-        """Set everything that calls change to what it was at the end of the call in progress."""
+        """Set everything that calls change to its state at the end of the call in progress."""
         self._again = finished.error
         if finished.states is not None:
             set_random_states(finished.states)
@@ -339,12 +339,12 @@ class ResumableCalls:
         self._calls.taken = finished.taken
 
     def _follow(self, contents: Contents, *, joined: bool = False) -> None:
-        """Resume from what the members of the job have given, wherever checkpoints are asked for."""
+        """Resume from the members' state, regardless of where checkpoints were requested."""
         facts = unpack(contents.manifest["training"], contents.arrays)
         self._resumption = Resumption.of(contents, facts, joined=joined)
 
     def _fail(self, call: KerasCall, error: BaseException) -> None:
-        """Note the error that ends the call in progress: the script may catch it."""
+        """Record the error that ends the call in progress: the script may catch it."""
         if self._resumption is None:
             if len(self._journal) < self._calls.outermost:
                 kept = None if call.leaves is None else call.leaves(call)
@@ -364,7 +364,7 @@ class ResumableCalls:
         )
 
     def _refuse_another(self, call: str) -> None:
-        """Refuse that the call in progress is not `call`, if that is known."""
+        """Raise an error if the call in progress is known to differ from `call`."""
         own = self._calls.current.name
         if call and call != own:
             raise CheckpointError(

@@ -1,8 +1,8 @@
-"""The settings of a training, which its checkpoints record and a script that resumes is compared with.
+"""The settings of a training, recorded in its checkpoints and compared with those of a script that resumes.
 
-Settings are compared as texts by name, such as `layer dropout: rate`. What changes while training is none, as
-the learning rate of an optimizer that has trained, and what callbacks count. Paths and how much is printed do
-not count either.
+Settings are compared as texts by name, such as `layer dropout: rate`. Values that change in training are not
+settings, such as the learning rate of an optimizer that has trained, and counters of callbacks. Paths and
+verbosity do not count either.
 """
 
 import hashlib
@@ -34,15 +34,15 @@ _NOT_COMPARED = {
     *("filepath", "filename", "backup_dir", "log_dir", "directory", "path", "root", "verbose"),
 }
 _BEHAVES_AS_WRITTEN = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-"""Compiled code can be compared with that of this version."""
+"""The Python version: compiled code can only be compared with code of the same version."""
 
 
 def settings_of_call(model: Any, callbacks: Sequence[Any], *, first: bool) -> Settings:
-    """Return how a call trains: the model's optimizer and loss, and the settings of callbacks.
+    """Return the settings of a call: of the model's optimizer and loss, and of callbacks.
 
     Args:
-        model: as the call begins.
-        callbacks: that the call was given.
+        model: at the beginning of the call.
+        callbacks: of the call.
         first: whether no call has trained before: then the learning rate is a setting.
     """
     found: dict[str, str] = {}
@@ -58,7 +58,7 @@ def settings_of_call(model: Any, callbacks: Sequence[Any], *, first: bool) -> Se
 
 
 def settings_of_model(model: Any) -> Settings:
-    """Return what a model that is built computes: its layers, how they are connected, and their code.
+    """Return the settings of a built model: its layers, their connections, and their code.
 
     Of the numbers that Keras puts into names, only the order counts.
     """
@@ -66,7 +66,7 @@ def settings_of_model(model: Any) -> Settings:
     counts: dict[str, int] = {}
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.InputLayer):
-            # Keras makes it from the first batch that it sees.
+            # Keras creates it from the first batch.
             continue
         base = _NUMBER.sub("", layer.name)
         counts[base] = counts.get(base, 0) + 1
@@ -77,7 +77,7 @@ def settings_of_model(model: Any) -> Settings:
 
 
 def settings_of_parts(parts: Mapping[str, Any]) -> Settings:
-    """Return the same for the parts of a loop of the program's own, by their names."""
+    """Return the settings of the parts of a custom loop, by their names."""
     found: dict[str, str] = {}
     for name, part in parts.items():
         if isinstance(part, keras.Layer):
@@ -88,7 +88,7 @@ def settings_of_parts(parts: Mapping[str, Any]) -> Settings:
 
 
 def differences(before: Settings, now: Settings) -> str:
-    """Say which settings differ; nothing if none does."""
+    """Return a text on the settings that differ; empty if none does."""
     names = [name for name in dict.fromkeys([*before, *now]) if before.get(name) != now.get(name)]
     names = [name for name in names if not _is_incomparable(name, before, now)]
     texts = [f"{name} was {before.get(name, 'absent')}, and is {now.get(name, 'absent')}" for name in names]
@@ -97,7 +97,7 @@ def differences(before: Settings, now: Settings) -> str:
 
 
 def _is_incomparable(name: str, before: Settings, now: Settings) -> bool:
-    """Whether a setting that only one side has says nothing, or nothing that its class does not say."""
+    """Whether a setting that only one side has is not a difference, or follows from another one."""
     if name in before and name in now:
         return False
     kind = f"{name.partition(': ')[0]}: class"
@@ -113,7 +113,7 @@ def _named(name: str, thing: Any, config: Any, *, code: bool = True) -> dict[str
 
 
 def _flat(name: str, config: Any) -> dict[str, str]:
-    """Return the parts of a config as short texts, by their names."""
+    """Return the parts of a config as short texts, by name."""
     if not isinstance(config, dict):
         return {name: _short(config)}
     return {
@@ -133,15 +133,15 @@ def _config(thing: Any) -> Any:
         with _tensorflow_not_imported():
             return _plain(thing.get_config())
     except Exception:
-        # A class of the program's own need not have a config, and raises as it likes; its code is compared.
+        # A custom class may have no config, and may raise any error; its code is compared instead.
         return {}
 
 
 @contextmanager
 def _tensorflow_not_imported() -> Iterator[None]:
-    """Within the block, Keras does not import TensorFlow to look for its types, which takes seconds.
+    """Keep Keras from importing TensorFlow within the block to check for its types, which takes seconds.
 
-    No value is of such a type before a program has imported TensorFlow.
+    No value has such a type before the program has imported TensorFlow.
     """
     lazy = module_utils.tensorflow
     if "tensorflow" in sys.modules or lazy._available is not None:
@@ -155,7 +155,7 @@ def _tensorflow_not_imported() -> Iterator[None]:
 
 
 def _connections(model: Any) -> Any:
-    """Return how the layers of a model of Keras's own kinds are connected."""
+    """Return the connections of the layers of a functional or sequential model."""
     config = _config(model) if isinstance(model, keras.Sequential) or hasattr(model, "operations") else {}
     layers = [layer for layer in config.get("layers", ()) if isinstance(layer, dict)]
     numbers = {str(layer.get("name")): number for number, layer in enumerate(layers)}
@@ -168,7 +168,7 @@ def _connections(model: Any) -> Any:
 
 
 def _renamed(value: Any, numbers: Mapping[str, int]) -> Any:
-    """Put the layers' numbers in the place of their names."""
+    """Replace the layers' names by their numbers."""
     if isinstance(value, dict):
         return {key: _renamed(item, numbers) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -177,7 +177,7 @@ def _renamed(value: Any, numbers: Mapping[str, int]) -> Any:
 
 
 def _without_rate(config: Any, *, keep: bool) -> Any:
-    """Leave a learning rate out, which is no schedule and may have changed while training."""
+    """Omit a learning rate that is not a schedule and may have changed in training."""
     if not isinstance(config, dict):
         return config
     return {
@@ -188,9 +188,9 @@ def _without_rate(config: Any, *, keep: bool) -> Any:
 
 
 def _parameters(callback: Any) -> dict[str, Any]:
-    """Return what a callback keeps under the names of its constructor's parameters.
+    """Return the attributes of a callback that are named like parameters of its constructor.
 
-    Text may be a path where the callback is the program's own, and is left out.
+    Text of the program's own callbacks is omitted, as it may be a path.
     """
     of_keras = type(callback).__module__.startswith(("keras.", "lockstep."))
     kinds = type(None) | bool | int | float | (str if of_keras else bool)
@@ -201,7 +201,7 @@ def _parameters(callback: Any) -> dict[str, Any]:
         for name in inspect.signature(vars(kind)["__init__"]).parameters:
             value = vars(callback).get(name)
             if isinstance(value, kinds) and name in vars(callback):
-                # Keras changes its sign when it knows which way is better.
+                # Keras changes its sign once it knows which direction is better.
                 found[name] = abs(value) if name == "min_delta" and value else value
             elif inspect.isfunction(value) and of_keras:
                 found[name] = _plain(value)
@@ -209,7 +209,7 @@ def _parameters(callback: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON has it: functions by their code, arrays by their bytes, others by class."""
+    """Return a value as JSON data: functions by their code, arrays by their bytes, others by class."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -229,7 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def _own_code(kind: type) -> str:
-    """Return a hash of the code of those of a class's bases that are the program's own; empty if none is."""
+    """Return a hash of the code of a class and its bases that are the program's own; empty if none is."""
     owned = [base for base in kind.__mro__ if _is_programs(base.__module__)]
     functions = [(name, part) for base in owned for name, part in sorted(vars(base).items())]
     digests = [f"{name} {_digest(part)}" for name, part in functions if inspect.isfunction(_function(part))]
@@ -248,7 +248,7 @@ def _digest(part: Any) -> str:
 
 
 def _described(code: CodeType, documentation: str | None) -> Iterator[Any]:
-    """Yield what code does: not where it is, nor its comments."""
+    """Yield the effective parts of code, without its location and comments."""
     yield code.co_code, code.co_names, code.co_varnames, code.co_freevars
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

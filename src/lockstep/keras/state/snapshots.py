@@ -1,4 +1,4 @@
-"""The whole state of a training at the end of a step: taking it, keeping it, and restoring it."""
+"""Snapshots of the whole state of a training at the end of a step: taking, saving and restoring them."""
 
 import signal
 import sys
@@ -46,8 +46,8 @@ class Snapshots:
     """Takes the state of a process's models, callbacks and random generators, and restores it.
 
     Attributes:
-        models: whose state is taken.
-        resumable: the calls of the script, finished and in progress.
+        models: the models whose state is included.
+        resumable: the finished calls of the script and the one in progress.
     """
 
     def __init__(self, job: Job, backend: Backend, calls: CallStack) -> None:
@@ -59,15 +59,15 @@ class Snapshots:
         self._described: weakref.WeakKeyDictionary[Any, Settings] = weakref.WeakKeyDictionary()
 
     def adopt(self, model: Any) -> None:
-        """Count `model`, which was just compiled, among those whose state is taken."""
+        """Include `model`, which was just compiled, in the state."""
         self._described.pop(model, None)
         self.models.add(model)
 
     def end_step(self, take: Callable[[bool], Contents]) -> None:
-        """Let workers in and out, and keep a checkpoint, if it is time; end if this worker was told to.
+        """Let workers join and leave, and save a checkpoint, if due; exit if this worker was asked to.
 
         Args:
-            take: `self.take` for the step that has ended.
+            take: `self.take` for the completed step.
         """
         self._job.between_steps(take)
         scheduler = self._job.checkpoints.scheduler
@@ -81,12 +81,12 @@ class Snapshots:
                 sys.exit(128 + signal.SIGTERM)
 
     def hold(self, take: Callable[[], Contents]) -> None:
-        """Have the state that `take` returns kept if no step follows the one that has ended."""
+        """Hold the state that `take` returns, to be saved if no further step follows."""
         if self._job.checkpoints.scheduler is not None and self._job.is_chief:
             self._job.checkpoints.scheduler.hold(self._calls.taken, take)
 
     def hold_late(self, take: Callable[[], Contents]) -> None:
-        """Do as `hold`, and call `take` only before something may change the state."""
+        """Work like `hold`, but call `take` only before the state may change."""
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and self._job.is_chief and len(self._calls.stack) == 2:
             call = self._calls.current
@@ -109,10 +109,10 @@ class Snapshots:
         *,
         heard: bool = False,
     ) -> Contents:
-        """Return everything, at the end of a step of `model`, or of a call without `program`.
+        """Return the state at the end of a step of `model`, or of a call without `program`.
 
-        The arrays may be those that the next step changes. If not `whole`, it is only the position. With
-        `heard`, callbacks have heard of the end of the step, and the state is in the variables of `model`.
+        The next step may change the arrays. If not `whole`, return only the position. With `heard`, callbacks
+        have processed the end of the step, and the state is in the variables of `model`.
         """
         call = self._calls.current
         position = {
@@ -152,7 +152,7 @@ class Snapshots:
         return Contents(self._calls.taken, manifest, {**concrete, **values})
 
     def facts(self) -> dict[str, Any]:
-        """Return what the bits of the training depend on, besides the script."""
+        """Return the facts, besides the script, on which the bits of the training depend."""
         job = self._job
         return {
             "replicas": job.view.replicas,
@@ -163,7 +163,7 @@ class Snapshots:
         }
 
     def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
-        """Set everything to what the resumption says; return (logs, the state for steps of `program`)."""
+        """Restore everything from the resumption; return (logs, the state for steps of `program`)."""
         resumption = self.resumable.resumption
         assert resumption is not None
         contents = resumption.contents
@@ -200,7 +200,7 @@ class Snapshots:
         return facts["logs"], state
 
     def note_settings(self, model: Any) -> None:
-        """Note how the `fit` that begins trains, if checkpoints are kept."""
+        """Record the settings of the `fit` that begins, if checkpoints are saved."""
         if self._job.checkpoints.scheduler is not None:
             own_sources()
             self._described.pop(model, None)
@@ -217,10 +217,10 @@ class Snapshots:
         return {**own, **self._described[model]}
 
     def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
-        """Refuse to go on from a checkpoint with other settings; name files that have another text.
+        """Reject a checkpoint with other settings; name source files that have changed.
 
         Raises:
-            ChangedError: settings differ, and the person has not accepted that.
+            ChangedError: settings differ, and the user has not accepted that.
         """
         texts = own_sources()
         sources = [name for name, text in facts.get("sources", {}).items() if texts.get(name, text) != text]
@@ -238,10 +238,10 @@ class Snapshots:
 
 
 def libraries() -> dict[str, str]:
-    """Return the versions of the libraries that training depends on, of those that are imported."""
+    """Return the versions of the imported libraries that affect training."""
     names = ("keras", keras.backend.backend(), "jaxlib", "numpy", "lockstep")
     modules = [sys.modules[name] for name in names if name in sys.modules]
-    # PyTorch's is a string of its own kind.
+    # PyTorch's version is of a subclass of str.
     return {module.__name__: str(module.__version__) for module in modules}
 
 

@@ -1,6 +1,6 @@
-"""Checkpoints of TensorFlow's own: workers that write the same state to the same path share the work.
+"""TensorFlow's own checkpoints: workers that write the same state to the same path share the work.
 
-Stands on private parts of TensorFlow: what a checkpoint leads to, and what writes its files.
+It uses private parts of TensorFlow: the objects that a checkpoint reaches, and the writer of its files.
 """
 
 import functools
@@ -21,11 +21,11 @@ from lockstep.worker.patching import PATCHES
 
 
 def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
-    """Let `tf.train.Checkpoint`, and what manages it, write once.
+    """Make `tf.train.Checkpoint` and its manager write each checkpoint once.
 
     Args:
         job: whose workers write.
-        behind: whether this process repeats what others have done, and saved, before.
+        behind: whether this process repeats calls that others have already made and saved.
     """
     PATCHES.replace(__name__, TrackableSaver, "save", functools.partial(_shared, job, behind))
 
@@ -39,7 +39,7 @@ def _shared(job: Job, behind: Callable[[], bool], original: Callable[..., Any]) 
             return original(self, file_prefix, *args, **kwargs)
         write_once(
             RunPaths(job.context.folder).saved,
-            # A checkpoint is several files, of which this is the last to come.
+            # A checkpoint has several files; this one is written last.
             f"{file_prefix}.index",
             digest_arrays(_state(self)),
             lambda _: original(self, file_prefix, *args, **kwargs),

@@ -1,4 +1,4 @@
-"""What the state of a model consists of: its variables and those of its optimizers."""
+"""The state of a model: its variables and those of its optimizers."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,11 +9,11 @@ import keras
 from lockstep.errors import CheckpointError
 
 _SHOWN = 4
-"""How many names a message lists of each kind."""
+"""Maximum names of each kind that a message lists."""
 
 
 class VariableState:
-    """The state of a model's steps where it lives in variables; a `lockstep.keras.backends.contract.Held`."""
+    """The state of a model's steps if it is in variables; a `lockstep.keras.backends.contract.Held`."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -23,11 +23,11 @@ class VariableState:
         return nullcontext()
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return what steps read and write by the paths of the variables."""
+        """Return the variables that steps read and write, by path."""
         return {name: variable.value for name, variable in step_state(self._model).items()}
 
     def load(self, state: Any, arrays: Mapping[str, Any]) -> Any:
-        """Give the variables the values of `arrays`."""
+        """Assign the values of `arrays` to the variables."""
         assign(self._model, arrays, whole=True)
 
 
@@ -44,21 +44,21 @@ def model_state(model: Any) -> Mapping[str, Any]:
 
 
 def step_state(model: Any) -> Mapping[str, Any]:
-    """Return the variables that steps of `model` read and write, by path: those of metrics as well."""
+    """Return the variables that steps of `model` read and write, by path, including those of metrics."""
     variables = [*all_variables(model), *model.metrics_variables]
     return named_arrays(variables, variables)
 
 
 def assign(model: Any, arrays: Mapping[str, Any], *, whole: bool = False) -> None:
-    """Give the variables of `step_state` the values of the same names.
+    """Assign values to the variables of `step_state` with the same names.
 
     Args:
-        model: is built, its optimizers too.
+        model: built, with built optimizers.
         arrays: by the names of `step_state`.
         whole: whether there must be a value for every variable.
 
     Raises:
-        CheckpointError: they do not fit; nothing is assigned then.
+        CheckpointError: the values do not fit; then none is assigned.
     """
     variables = step_state(model)
     expected = variables if whole else {name: variables[name] for name in arrays if name in variables}
@@ -68,7 +68,7 @@ def assign(model: Any, arrays: Mapping[str, Any], *, whole: bool = False) -> Non
 
 
 def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless each variable has an array of its shape and dtype, and no others are."""
+    """Raise CheckpointError unless there is exactly one array of the same shape and dtype per variable."""
     if found := misfits(variables, arrays):
         raise CheckpointError(
             f"the script builds a different model from the saved one: {found}. To resume, build "
@@ -77,11 +77,10 @@ def refuse_misfits(variables: Mapping[str, Any], arrays: Mapping[str, Any]) -> N
 
 
 def misfits(own: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
-    """Say in words which arrays have no counterpart of the same shape and dtype; nothing if all have one.
+    """Return a text on arrays without a counterpart of the same shape and dtype; empty if all have one.
 
     Args:
-        own: the variables of a model, or their values, by name. In the middle of a call, variables may have
-            no values.
+        own: the variables of a model, or their values, by name. Within a call, variables may have no values.
         arrays: those of a checkpoint, by name.
     """
     differing = [
@@ -98,7 +97,7 @@ def misfits(own: Mapping[str, Any], arrays: Mapping[str, Any]) -> str:
 
 
 def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str, Any]:
-    """Pair values with their variables' paths, made unique where Keras repeats one."""
+    """Pair values with their variables' paths, made unique if Keras repeats one."""
     named: dict[str, Any] = {}
     for variable, value in zip(variables, values, strict=True):
         name = path = variable.path
@@ -111,14 +110,14 @@ def named_arrays(variables: Sequence[Any], values: Iterable[Any]) -> Mapping[str
 
 
 def seed_positions(model: Any) -> frozenset[int]:
-    """Find which of `model.non_trainable_variables` are states of random generators."""
+    """Return the positions in `model.non_trainable_variables` of states of random generators."""
     generators = [seed for layer in model._flatten_layers() for seed in layer._seed_generators]
     states = {id(generator.state) for generator in generators}
     return frozenset(i for i, v in enumerate(model.non_trainable_variables) if id(v) in states)
 
 
 def optimizers_of(model: Any) -> list[Any]:
-    """Return the optimizer that `model` was compiled with, and those it and its layers keep as attributes."""
+    """Return the optimizer of `model`, and the optimizers that it and its layers have as attributes."""
     found = [getattr(model, "optimizer", None)]
     for layer in model._flatten_layers():
         found.extend(_optimizers(vars(layer).values()))
@@ -142,7 +141,7 @@ def _kind(array: Any) -> tuple[str, str]:
 
 
 def _alike(first: tuple[str, str], second: tuple[str, str]) -> bool:
-    # On JAX, what is asked for with 64 bits usually has 32, and the variable does not know it.
+    # On JAX, a variable requested with 64 bits usually has 32, but reports 64.
     if keras.backend.backend() == "jax":
         first, second = ((dtype.replace("64", "32"), shape) for dtype, shape in (first, second))
     return first == second
