@@ -1,6 +1,6 @@
 """The command of a job that `lockstep.launch` starts: `lockstep run`, which ends with its caller.
 
-    python -m lockstep.notebook.command CALLER ERRAND RESULT OPTIONS...
+    python -m lockstep.notebook.command CALLER CALL RESULT OPTIONS...
 
 CALLER is a process id, the next two are descriptors, and the options are those of `lockstep run`.
 """

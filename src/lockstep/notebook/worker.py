@@ -1,6 +1,6 @@
 """The program of the workers of `lockstep.launch`: runs a function that it gets in inherited memory.
 
-    python -m lockstep.notebook.worker ERRAND RESULT
+    python -m lockstep.notebook.worker CALL RESULT
 
 Both arguments are descriptors.
 """
