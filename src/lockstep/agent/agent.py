@@ -1,7 +1,7 @@
 """The agent of a host: starts, watches and ends its workers, as the coordinator of the job says.
 
-It decides nothing about the job. The coordinator may be a part of the same process or of another one: only
-the messages of `protocol.host` connect them.
+It decides nothing about the job. The messages of `protocol.host` connect it to the coordinator, and the
+console of the process, which both use.
 """
 
 import signal

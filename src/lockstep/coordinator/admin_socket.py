@@ -34,7 +34,7 @@ def plain(name: str) -> str:
 
 
 class AdminSocket:
-    """Takes orders of this user's processes, one a connection.
+    """Takes orders of this user's processes, one per connection.
 
     `fileno` is readable when there is something to `serve`. A client that sends nothing costs a descriptor;
     of more than `MOST_OPEN` such clients the one that came first is turned away.

@@ -1,1 +1,1 @@
-"""The only place that imports Keras or a backend: one file a backend, behind one contract."""
+"""The only place that imports Keras or a backend: one file per backend, behind one contract."""

@@ -41,7 +41,7 @@ def _never() -> bool:
 
 
 def install(job: Job) -> FitLoops:
-    """Replace the methods of `keras.Model` that `job` distributes, once a process; return what does it.
+    """Replace the methods of `keras.Model` that `job` distributes, once per process; return what does it.
 
     Raises:
         BackendError: Keras runs on a backend that Lockstep does not support.

@@ -1,4 +1,4 @@
-"""What a person's commands and a running job tell each other. JSON, one message a packet."""
+"""What a person's commands and a running job tell each other. JSON, one message per packet."""
 
 from typing import Annotated, Any, TypeVar
 

@@ -1,6 +1,6 @@
 """What a process that a person starts for a task, and the coordinator of its job, tell each other.
 
-JSON, one message a packet. Once the process is admitted, both go on with `lockstep.protocol.worker`.
+JSON, one message per packet. Once the process is admitted, both go on with `lockstep.protocol.worker`.
 """
 
 import msgspec

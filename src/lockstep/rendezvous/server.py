@@ -50,7 +50,7 @@ class RendezvousServer:
     """Hears who comes, and turns away whoever cannot take part.
 
     `fileno` is readable when there is something to `serve`. The processes that may take part wait until they
-    are taken, one a task.
+    are taken, one per task.
 
     Args:
         first: the arrival that the job begins with.

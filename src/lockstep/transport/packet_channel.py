@@ -1,4 +1,4 @@
-"""A channel between two processes of one machine: a SOCK_SEQPACKET socket, a JSON message a packet."""
+"""A channel between two processes of one machine: a SOCK_SEQPACKET socket, one JSON message per packet."""
 
 import array
 import contextlib

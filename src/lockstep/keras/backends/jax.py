@@ -1,6 +1,6 @@
 """Keras on JAX: the only file that touches the private parts of its JAX trainer.
 
-Keras's own `train_step` runs once a replica, traced with `optimizer.stateless_apply` replaced by a
+Keras's own `train_step` runs once per replica, traced with `optimizer.stateless_apply` replaced by a
 recorder; a second compiled function applies the sum. Between the two the gradients are in Python.
 Functions of `strategy.run` run eagerly.
 """

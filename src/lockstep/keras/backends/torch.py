@@ -1,6 +1,6 @@
 """Keras on PyTorch: the only file that touches the private parts of its PyTorch trainer.
 
-Keras's own `train_step` runs once a replica on the model's variables, with `optimizer.apply` replaced by a
+Keras's own `train_step` runs once per replica on the model's variables, with `optimizer.apply` replaced by a
 recorder; afterwards the variables have their old values again. The total is applied to the same variables.
 """
 
