@@ -1,6 +1,7 @@
 """Examples come in Keras's own order where the script has set a seed, else in the job's."""
 
 import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from lockstep import show_input
 from lockstep.keras.input.inputs import global_input
 from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed
+from lockstep.keras.state.randomness import script_seeds
 
 ROWS = np.arange(20, dtype="float32")
 Source = Callable[[], Any]
@@ -62,6 +64,13 @@ def test_the_seed_of_the_script_decides_alone(make: Source, shuffle: Any) -> Non
     assert found[0] == found[2] != found[1]
     for rows in found[0][1:]:
         assert sorted(rows) == ROWS.tolist()
+
+
+def test_seeds_are_the_same_without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    keras.utils.set_random_seed(3)
+    seeds = script_seeds(job_seed=7)
+    monkeypatch.delitem(sys.modules, "tensorflow.python.eager.context")
+    assert script_seeds(job_seed=7) == seeds
 
 
 @pytest.mark.parametrize("make", [lambda: ROWS, Rows], ids=["arrays", "dataset"])

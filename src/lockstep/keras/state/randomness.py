@@ -53,12 +53,13 @@ def script_seed() -> int | None:
 def script_seeds(job_seed: int) -> tuple[Any, ...]:
     """Return the seeds that the script has set in Keras, TensorFlow and PyTorch, and the job's.
 
-    If the script has set none in TensorFlow or PyTorch, imported or not, the job's seed counts there.
+    Where the script has set none in TensorFlow or PyTorch, imported or not, the job's seed counts. The seed
+    that the script has set in Keras is that of TensorFlow too, installed or not.
     """
-    torch = sys.modules.get("torch")
+    torch, seed = sys.modules.get("torch"), script_seed()
     return (
-        script_seed(),
-        _tensorflow()._seed if _TENSORFLOW in sys.modules else job_seed,
+        seed,
+        _tensorflow()._seed if _TENSORFLOW in sys.modules else job_seed if seed is None else seed,
         job_seed if torch is None else torch.initial_seed(),
         job_seed,
     )
