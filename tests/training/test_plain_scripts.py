@@ -64,7 +64,7 @@ def test_the_program_of_the_readme(environment: dict[str, str], tmp_path: Path) 
     for wanted, found in zip(plain, two, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert "plain Keras script: model.fit is distributed over 2 workers\n" in done.stderr
-    assert re.search(r"finished in .*: 36 steps on 2 workers; digest \w+ of model 'sequential'", done.stderr)
+    assert re.search(r"finished in .*: 45 steps on 2 workers; digest \w+ of model 'sequential'", done.stderr)
 
 
 def test_no_adopt_lets_each_worker_train_by_itself(launch: Callable[..., Any], tmp_path: Path) -> None:
