@@ -240,6 +240,7 @@ def notices(member: Member, calls: int) -> list[int]:
     for number in range(calls):
         if number == calls // 2 and member.position == member.plan.members - 1:
             member.proceed()
-        member.communicator.reduce(partials_of(member.plan, member.position, Reduce(1, ((3,),), ("int32",))))
+        partials = partials_of(member.plan, member.position, Reduce(1, ((3,),), ("int32",)))
+        member.communicator.reduce(partials, what=f"call {number}")
         seen.append(member.communicator.notice)
     return seen

@@ -272,8 +272,10 @@ def test_different_names_are_no_disagreement(world: World) -> None:
 def test_all_members_see_a_notice_from_the_same_call_on(world: World) -> None:
     waiting = set()
 
-    def listen(control: Control, position: int, _: Waiting) -> None:
-        waiting.add(position)
+    def listen(control: Control, position: int, wait: Waiting) -> None:
+        # In the calls before, a member may wait for one that starts later.
+        if "call 3" in wait.what:
+            waiting.add(position)
         if waiting == {0, 1}:
             # The first member is in the call already: it has seen that there is none.
             waiting.add(2)
@@ -380,7 +382,9 @@ def test_all_learn_of_a_timeout(world: World) -> None:
     assert PeerStuckError in (outcomes[0].error, outcomes[1].error)
     for outcome in outcomes[:2]:
         assert outcome.error in (PeerStuckError, PeerLostError)
-        assert re.search(r"waited 0\.\d s for worker 2 in barrier for step 5", outcome.message)
+        # The machine may be too busy for the other member to arrive in time.
+        missing = r"worker 2|workers [01] and 2"
+        assert re.search(rf"waited [\d.]+ s for ({missing}) in barrier for step 5", outcome.message)
 
 
 # What callers may not give.

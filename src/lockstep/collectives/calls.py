@@ -1,11 +1,8 @@
 """Descriptions of collective calls: local checks before a member waits, and comparison. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from lockstep.collectives.contract import Leaves, Span
-from lockstep.collectives.layout import Layout
-from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, InternalError, LockstepError
 from lockstep.system.prose import name_workers
 
@@ -126,21 +123,6 @@ def check_length(check: bytes) -> None:
     """
     if len(check) > CHECK_LIMIT:
         raise InternalError(f"a check of {len(check)} bytes; at most {CHECK_LIMIT} are allowed")
-
-
-def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leaves]) -> Layout:
-    """Return the layout that all partials of one member share.
-
-    Raises:
-        InternalError: the layouts differ, or the partials do not make up the span that the member owns.
-        ModelError: the leaves cannot be summed.
-    """
-    plan.merges(position, partials)
-    layout, *others = map(Layout.of, partials.values())
-    if any(other is not layout for other in others):
-        raise InternalError("the partials of one member differ in the shapes or dtypes of their leaves")
-    layout.check()
-    return layout
 
 
 def outgoing(blob: bytes | None, *, is_root: bool) -> bytes:

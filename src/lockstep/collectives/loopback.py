@@ -8,18 +8,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lockstep.collectives.calls import (
-    CollectiveCall,
-    abort_reason,
-    check_length,
-    common_layout,
-    compare,
-    outgoing,
-)
+from lockstep.collectives.calls import CollectiveCall, abort_reason, check_length, compare, outgoing
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
-from lockstep.collectives.summing import Adder, Array, flat
+from lockstep.collectives.summing import Adder, Array, common_layout, flat
 from lockstep.collectives.waiting import ObservedWait
 from lockstep.errors import InternalError, LockstepError, PeerLostError
 from lockstep.system.clock import Clock, SystemClock

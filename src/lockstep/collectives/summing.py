@@ -9,6 +9,7 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Leaves, Span
 from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
+from lockstep.errors import InternalError
 
 BLOCK = 1 << 17
 """Bytes per register: a handful of registers fit into a core's own cache."""
@@ -103,3 +104,18 @@ def merge(plan: ReducePlan, position: int, partials: Mapping[Span, Leaves]) -> d
                 adder.add(each, [operand[leaf] for operand in operands], target)
             merged[span] = layout.shaped(out)
     return merged
+
+
+def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leaves]) -> Layout:
+    """Return the layout that all partials of one member share.
+
+    Raises:
+        InternalError: the layouts differ, or the partials do not make up the span that the member owns.
+        ModelError: the leaves cannot be summed.
+    """
+    plan.merges(position, partials)
+    layout, *others = map(Layout.of, partials.values())
+    if any(other is not layout for other in others):
+        raise InternalError("the partials of one member differ in the shapes or dtypes of their leaves")
+    layout.check()
+    return layout

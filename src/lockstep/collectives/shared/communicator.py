@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from lockstep.collectives.calls import CollectiveCall, check_length, common_layout, outgoing
+from lockstep.collectives.calls import CollectiveCall, check_length, outgoing
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout
 from lockstep.collectives.plan import ReducePlan
@@ -14,7 +14,7 @@ from lockstep.collectives.shared.buffers import Buffers, Sizes, remembered
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.packed_reduce import SMALL, size
 from lockstep.collectives.shared.slice_reduce import SliceReduce, run
-from lockstep.collectives.summing import Adder, flat
+from lockstep.collectives.summing import Adder, common_layout, flat
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.clock import Clock, SystemClock
 
