@@ -376,14 +376,14 @@ def test_the_time_that_members_wait_is_counted(world: World) -> None:
 
 def test_all_learn_of_a_timeout(world: World) -> None:
     calls = [("barrier", {"what": "step 5"})] * 2 + [None]
-    settings = Settings(WaitPolicy(report_every=0.02, timeout=0.1))
+    settings = Settings(WaitPolicy(report_every=0.02, timeout=2.0))
     outcomes = world.run(plan_of(3, 3), call, calls, settings=settings, absent=[2])
     assert outcomes[2].error is None
     assert PeerStuckError in (outcomes[0].error, outcomes[1].error)
     for outcome in outcomes[:2]:
         assert outcome.error in (PeerStuckError, PeerLostError)
         # The machine may be too busy for the other member to arrive in time.
-        missing = r"worker 2|workers [01] and 2"
+        missing = r"worker 2|worker [01]|workers [01](, 1)? and [12]"
         assert re.search(rf"waited [\d.]+ s for ({missing}) in barrier for step 5", outcome.message)
 
 
