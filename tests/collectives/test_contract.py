@@ -366,7 +366,7 @@ def test_the_time_that_members_wait_is_counted(world: World) -> None:
             control.release(1)
 
     settings = Settings(WaitPolicy(report_every=0.3))
-    outcomes = world.run(plan_of(2, 2), wait_for_the_last, settings=settings, listen=listen, absent=[1])
+    outcomes = world.run(plan_of(2, 2), wait_for_the_last, settings=settings, listen=listen)
     (before, waited), (before_last, waited_last) = values(outcomes)
     assert before == before_last == 0
     assert told >= 0.3
@@ -375,16 +375,17 @@ def test_the_time_that_members_wait_is_counted(world: World) -> None:
 
 
 def test_all_learn_of_a_timeout(world: World) -> None:
+    plan = plan_of(3, 3)
+    # All members run before the time of the wait counts.
+    values(world.run(plan, call, [("barrier", {})] * 3))
     calls = [("barrier", {"what": "step 5"})] * 2 + [None]
     settings = Settings(WaitPolicy(report_every=0.02, timeout=2.0))
-    outcomes = world.run(plan_of(3, 3), call, calls, settings=settings, absent=[2])
+    outcomes = world.run(plan, call, calls, settings=settings, absent=[2])
     assert outcomes[2].error is None
     assert PeerStuckError in (outcomes[0].error, outcomes[1].error)
     for outcome in outcomes[:2]:
         assert outcome.error in (PeerStuckError, PeerLostError)
-        # The machine may be too busy for the other member to arrive in time.
-        missing = r"worker 2|worker [01]|workers [01](, 1)? and [12]"
-        assert re.search(rf"waited [\d.]+ s for ({missing}) in barrier for step 5", outcome.message)
+        assert re.search(r"waited 2\.\d s for worker 2 in barrier for step 5", outcome.message)
 
 
 # What callers may not give.
