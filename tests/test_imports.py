@@ -133,7 +133,7 @@ def test_private_parts_of_keras_are_touched_in_stated_files_only() -> None:
         "keras/input/inputs.py",
         "keras/input/visits.py",
         "keras/backends/losses.py",
-        "keras/state/randomness.py",
+        "keras/randomness.py",
         "keras/state/settings.py",
         "keras/backends/tensorflow.py",
         "keras/backends/torch.py",

@@ -21,7 +21,8 @@ from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
 from lockstep.coordinator import admin_client
 from lockstep.coordinator.admin_socket import address
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.launcher import devices, import_scan
+from lockstep.launcher import gpu_assignment as devices
+from lockstep.launcher import import_scan
 from lockstep.protocol import admin as admin_messages
 from lockstep.protocol import fork as fork_messages
 from lockstep.protocol import host as host_messages

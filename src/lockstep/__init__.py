@@ -7,9 +7,9 @@ if TYPE_CHECKING:
     from lockstep import callbacks, cluster_resolver
     from lockstep.cluster.spec import ClusterSpec
     from lockstep.data.input_context import InputContext
-    from lockstep.keras.input.distribution import DistributedDataset, DistributedIterator
+    from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
     from lockstep.keras.input.showing import show_input
-    from lockstep.keras.replica_run.values import DistributedValues
+    from lockstep.keras.per_replica import DistributedValues
     from lockstep.keras.sidecar_evaluator import SidecarEvaluator
     from lockstep.keras.state.digest import digest
     from lockstep.keras.state.loading import load_checkpoint
@@ -61,9 +61,9 @@ _HOMES = {
     "ClusterSpec": "lockstep.cluster.spec",
     "CommunicationImplementation": "lockstep.strategy.options",
     "CommunicationOptions": "lockstep.strategy.options",
-    "DistributedDataset": "lockstep.keras.input.distribution",
-    "DistributedIterator": "lockstep.keras.input.distribution",
-    "DistributedValues": "lockstep.keras.replica_run.values",
+    "DistributedDataset": "lockstep.keras.input.distributed_dataset",
+    "DistributedIterator": "lockstep.keras.input.distributed_dataset",
+    "DistributedValues": "lockstep.keras.per_replica",
     "InputContext": "lockstep.data.input_context",
     "MirroredStrategy": "lockstep.strategy.mirrored",
     "MultiWorkerMirroredStrategy": "lockstep.strategy.mirrored",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lockstep.checkpoint import folder
+from lockstep.checkpoint import checkpoint_files as folder
 from lockstep.checkpoint.scheduler import CheckpointScheduler
 from lockstep.collectives.contract import Span
 from lockstep.collectives.shared import barrier, communicator, futex

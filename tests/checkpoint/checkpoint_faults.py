@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lockstep.checkpoint.folder
+import lockstep.checkpoint.checkpoint_files
 
 CALLS = [(os, name) for name in ("mkdir", "rename", "open", "write", "fsync", "chmod", "unlink", "rmdir")]
-CALLS.append((lockstep.checkpoint.folder, "save_file"))
+CALLS.append((lockstep.checkpoint.checkpoint_files, "save_file"))
 
 
 class Countdown:
@@ -36,7 +36,7 @@ class Countdown:
 
 def room_for(checkpoints: int, folder: Path, put: Callable[[Any, str, Any], None]) -> None:
     """Let the disk of `folder` have room for so many checkpoints; `put` is setattr, or a monkeypatch's."""
-    original = lockstep.checkpoint.folder.save_file
+    original = lockstep.checkpoint.checkpoint_files.save_file
 
     def save_file(arrays: Any, path: Path) -> None:
         # What is being written takes room from its beginning on, as do those that are half removed.
@@ -44,4 +44,4 @@ def room_for(checkpoints: int, folder: Path, put: Callable[[Any, str, Any], None
         if len(list(folder.glob("*/state.safetensors"))) > checkpoints:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    put(lockstep.checkpoint.folder, "save_file", save_file)
+    put(lockstep.checkpoint.checkpoint_files, "save_file", save_file)

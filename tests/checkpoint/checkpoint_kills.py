@@ -22,7 +22,7 @@ from typing import Any
 from checkpoint_faults import Countdown, room_for
 from checkpoint_samples import is_sample, leftovers, sample, steps
 
-import lockstep.checkpoint.folder
+import lockstep.checkpoint.checkpoint_files
 from lockstep.checkpoint.store import Contents, Store
 
 LARGE = 5_000_000
@@ -114,7 +114,7 @@ def with_little_room(folder: Path) -> int:
 def at_bytes(folder: Path) -> int:
     """Kill after none, some and all bytes of the arrays' file."""
     count = 0
-    original = lockstep.checkpoint.folder.save_file
+    original = lockstep.checkpoint.checkpoint_files.save_file
     for size, where in zip((0, 1, 7, 8, 100, 168, 169, 200, 10_000), copies(folder), strict=False):
 
         def partly(arrays: Any, path: Path, size: int = size) -> None:
@@ -122,9 +122,9 @@ def at_bytes(folder: Path) -> int:
             os.truncate(path, min(size, path.stat().st_size))
             kill_me()
 
-        lockstep.checkpoint.folder.save_file = partly
+        lockstep.checkpoint.checkpoint_files.save_file = partly
         count += killed(fork(lambda where=where: Store(where, keep=2).write(sample(4))))
-        lockstep.checkpoint.folder.save_file = original
+        lockstep.checkpoint.checkpoint_files.save_file = original
         look(where, 4)
     return count
 

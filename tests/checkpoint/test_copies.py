@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.scheduler import Copies
 
 

@@ -14,7 +14,8 @@ from checkpoint_samples import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import choice, folder
+from lockstep.checkpoint import checkpoint_files as folder
+from lockstep.checkpoint import choice
 from lockstep.checkpoint.store import Contents, Store, load
 from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
@@ -146,7 +147,7 @@ COMMANDS = """
 import sys
 from pathlib import Path
 from lockstep.checkpoint import choice
-from lockstep.checkpoint.folder_lock import is_training
+from lockstep.checkpoint.store_lock import is_training
 from lockstep.checkpoint.store import Store
 folder = Path(sys.argv[1])
 print([entry.fault for entry in Store(folder).entries()], choice.newest(folder, print))

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import sample
 
-from lockstep.checkpoint.folder_lock import FolderLock, announce, is_training, last_sign
 from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store_lock import FolderLock, announce, is_training, last_sign
 from lockstep.errors import CheckpointError
 
 TRAINS = r"""
 import os, sys
 from pathlib import Path
-from lockstep.checkpoint.folder_lock import announce
+from lockstep.checkpoint.store_lock import announce
 announce(Path(sys.argv[1]))
 if sys.argv[2:] and not os.fork():
     # A process that the job has left behind: it says what its parent could, and does not end with it.

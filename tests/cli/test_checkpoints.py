@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.agent.run_folder import claim_folder
 from lockstep.checkpoint.choice import note_on_versions
 from lockstep.checkpoint.store import Contents, Store
+from lockstep.system.run_folder import claim_folder
 
 JOB = {"replicas": 4, "seed": 7, "threads": 1}
 

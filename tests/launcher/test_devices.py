@@ -5,7 +5,7 @@ import re
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.launcher.devices import assign, parse_devices, spread
+from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.protocol.job_spec import Devices
 
 UUID = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.agent.run_folder import claim_folder, fresh_folder, leave_folder
 from lockstep.errors import ConfigError
 from lockstep.system.files import AppendFile
 from lockstep.system.locks import try_lock
+from lockstep.system.run_folder import claim_folder, fresh_folder, leave_folder
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost, write_when_asked
 
 DUMP = """Thread 0x00007f01 (most recent call first):

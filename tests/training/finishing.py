@@ -16,12 +16,12 @@ import keras
 import numpy as np
 
 import lockstep
-import lockstep.checkpoint.folder
+import lockstep.checkpoint.checkpoint_files
 
 EPOCHS, BATCHES = map(int, sys.argv[1:3])
 if sys.argv[3:]:
     # The manifest is written last.
-    lockstep.checkpoint.folder.write_file = lambda path, data: os.kill(os.getpid(), signal.SIGKILL)
+    lockstep.checkpoint.checkpoint_files.write_file = lambda path, data: os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Changing(keras.callbacks.Callback):  # type: ignore[misc]

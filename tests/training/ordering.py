@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 import lockstep
-from lockstep.keras.state.randomness import digest_of_states
+from lockstep.keras.randomness import digest_of_states
 
 layers = keras.layers
 BACKEND = keras.backend.backend()

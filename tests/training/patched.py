@@ -12,8 +12,7 @@ from typing import Any
 import keras
 
 import lockstep
-from lockstep.keras import patches
-from lockstep.keras.replica_run import assignments
+from lockstep.keras import assignments, patches
 from lockstep.keras.replica_run.contract import runs_of
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock

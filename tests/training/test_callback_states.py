@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lockstep.checkpoint.values import pack, unpack
-from lockstep.keras.callbacks import on_chief
+from lockstep.keras.fit.callbacks import on_chief
 from lockstep.keras.state.callback_states import callback_states, marks, set_callback_states
 
 callbacks = keras.callbacks

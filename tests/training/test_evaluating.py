@@ -12,9 +12,9 @@ import pytest
 import lockstep
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, ConfigError, PeerLostError, PeerStuckError
-from lockstep.keras.fit_loops import bind
+from lockstep.keras.fit.loops import bind
 from lockstep.keras.sidecar_evaluator import Evaluating, follow
-from lockstep.keras.state.variables import step_state
+from lockstep.keras.variables import step_state
 from lockstep.system.clock import VirtualClock
 from lockstep.system.locks import share_lock
 from lockstep.worker.job import Job

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from lockstep.checkpoint.values import pack, unpack
+from lockstep.keras.randomness import set_random_states
 from lockstep.keras.state.journal import Journal
-from lockstep.keras.state.randomness import set_random_states
 
 RESULTS: list[Any] = [
     [0.5, float("nan")],

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.folder_lock import FolderLock
 from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.store_lock import FolderLock
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
@@ -213,7 +213,7 @@ class TestRefusals:
             asking(**{"folder": tmp_path} | options)
 
     def test_the_folder_of_another_job(self, asking: Any, tmp_path: Path) -> None:
-        run = "import sys; from pathlib import Path; from lockstep.checkpoint.folder_lock import FolderLock\n"
+        run = "import sys; from pathlib import Path; from lockstep.checkpoint.store_lock import FolderLock\n"
         run += f"FolderLock(Path({str(tmp_path)!r})).take(); print('taken', flush=True); sys.stdin.read()"
         other = subprocess.Popen(
             [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -13,7 +13,7 @@ import lockstep
 from lockstep.checkpoint.store import Contents, Store
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.state.naming import parts, renamed_slots, renumbered
-from lockstep.keras.state.variables import all_variables, assign, named_arrays, step_state
+from lockstep.keras.variables import all_variables, assign, named_arrays, step_state
 
 layers = keras.layers
 Launch = Callable[..., Any]

@@ -8,7 +8,7 @@ import numpy as np
 
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.state.snapshots import Snapshots
-from lockstep.keras.state.variables import model_state
+from lockstep.keras.variables import model_state
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep.keras.exactness import introduction, per_replica
+from lockstep.keras.fit.exactness import introduction, per_replica
 from lockstep.topology import place
 
 README = Path(__file__).parents[2] / "README.md"

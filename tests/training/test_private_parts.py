@@ -21,7 +21,7 @@ from keras.src.trainers.epoch_iterator import EpochIterator
 from keras.src.utils import module_utils, rng_utils
 
 from lockstep.data.batch import GlobalBatch
-from lockstep.keras.replica_run import assignments
+from lockstep.keras import assignments
 from lockstep.keras.state.callback_states import KEPT
 
 CHANGED = f"Keras {keras.__version__} has changed a private part that {{}} stands on: {{}}"
@@ -49,13 +49,13 @@ def model() -> keras.Model:
         ("keras/input/inputs.py", array_slicing, "train_validation_split"),
         ("keras/input/inputs.py", PyDatasetAdapter, "_standardize_batch"),
         ("keras/input/inputs.py", PyDatasetAdapter, "_get_iterator"),
-        ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_save_model"),
-        ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
-        ("keras/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),
-        ("keras/callbacks.py", keras.callbacks.BackupAndRestore, "_save_model"),
-        ("keras/callbacks.py", keras.callbacks.ProgbarLogger, "_reset_progbar"),
-        ("keras/callbacks.py", keras.callbacks.ProgbarLogger, "_maybe_init_progbar"),
-        ("keras/callbacks.py", keras.callbacks.ProgbarLogger, "_finalize_progbar"),
+        ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_save_model"),
+        ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
+        ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),
+        ("keras/fit/callbacks.py", keras.callbacks.BackupAndRestore, "_save_model"),
+        ("keras/fit/callbacks.py", keras.callbacks.ProgbarLogger, "_reset_progbar"),
+        ("keras/fit/callbacks.py", keras.callbacks.ProgbarLogger, "_maybe_init_progbar"),
+        ("keras/fit/callbacks.py", keras.callbacks.ProgbarLogger, "_finalize_progbar"),
     ],
 )
 def test_a_part_is_there(file: str, owner: Any, name: str) -> None:
@@ -87,7 +87,7 @@ def test_whoever_listens_hears_of_variables_and_what_is_assigned_to_them() -> No
         variable = keras.Variable(np.zeros(2))
         variable.assign_add(np.ones(2))
     variable.assign(np.zeros(2))
-    changed = CHANGED.format("keras/replica_run/assignments.py", "Variable._direct_assign")
+    changed = CHANGED.format("keras/assignments.py", "Variable._direct_assign")
     assert heard[0] == ("made", variable), changed
     assert heard[-1][0] == "assigned", changed
     assert np.asarray(heard[-1][1]).tolist() == [0, 0], changed
@@ -97,15 +97,13 @@ def test_whoever_listens_hears_of_variables_and_what_is_assigned_to_them() -> No
 def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name() -> None:
     keras.random.uniform((1,))
     kept = global_state.get_global_attribute("global_seed_generator")
-    assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format(
-        "keras/state/randomness.py", "global_state"
-    )
+    assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format("keras/randomness.py", "global_state")
 
 
 def test_keras_keeps_the_seed_of_the_script() -> None:
     keras.utils.set_random_seed(5)
     kept = rng_utils.get_random_seed(), global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
-    assert kept == (5, 5), CHANGED.format("keras/state/randomness.py", "rng_utils.get_random_seed")
+    assert kept == (5, 5), CHANGED.format("keras/randomness.py", "rng_utils.get_random_seed")
     keras.utils.clear_session()
     assert rng_utils.get_random_seed() is None
 
@@ -120,7 +118,7 @@ def test_keras_keeps_whether_tensorflow_can_be_imported() -> None:
 def test_a_csv_logger_knows_its_file() -> None:
     logger = vars(keras.callbacks.CSVLogger("log.csv"))
     assert {"csv_file", "filename", "append", "sep"} <= logger.keys(), CHANGED.format(
-        "keras/callbacks.py", "CSVLogger"
+        "keras/fit/callbacks.py", "CSVLogger"
     )
 
 

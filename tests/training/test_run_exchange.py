@@ -11,9 +11,9 @@ from lockstep.collectives.contract import WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, ModelError
-from lockstep.keras.replica_run.exchange import RunExchange
+from lockstep.keras.per_replica import Returned, Spec
 from lockstep.keras.replica_run.results import Results
-from lockstep.keras.replica_run.values import Returned, Spec
+from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import gathered_scalars, spread
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
@@ -23,7 +23,7 @@ from lockstep.worker.job import Job, JobContext
 REPLICAS = 3
 
 
-def together(act: Callable[[int, RunExchange], Any]) -> list[Any]:
+def together(act: Callable[[int, RunRounds], Any]) -> list[Any]:
     """Let two workers act, of which the first has replicas 0 and 1; return what each gives, or its error."""
     view = place(REPLICAS, (0, 1))
     hub = Hub(ReducePlan.of(view), WaitPolicy(timeout=20.0))
@@ -32,7 +32,7 @@ def together(act: Callable[[int, RunExchange], Any]) -> list[Any]:
 
     def one(job: Job) -> Any:
         try:
-            return act(job.worker, RunExchange(job, np.asarray))
+            return act(job.worker, RunRounds(job, np.asarray))
         except (DisagreementError, ModelError) as error:
             return error
 
@@ -68,7 +68,7 @@ def test_a_replica_without_examples_computes_too_and_numbers_go_to_everybody() -
         computed.append(replica)
         return {"metric": np.full(2, replica % 2 + 1.0), "output/0": np.float32(replica + 0.5)}
 
-    def act(worker: int, exchange: RunExchange) -> Any:
+    def act(worker: int, exchange: RunRounds) -> Any:
         total = exchange.total(exchange.round("a run", compute, [Examples([1, 1, 0])]))
         return total["metric"].tolist(), [float(n) for n in gathered_scalars(total["output/0"], "float32")]
 
@@ -77,7 +77,7 @@ def test_a_replica_without_examples_computes_too_and_numbers_go_to_everybody() -
 
 
 def test_what_is_joined_has_the_rows_of_all_in_the_order_of_the_replicas() -> None:
-    def act(worker: int, exchange: RunExchange) -> Any:
+    def act(worker: int, exchange: RunRounds) -> Any:
         counts = [2, 1, 0]
         this = exchange.round("a run", lambda r: {"gather/0/0": np.full((counts[r], 1), r)})
         return exchange.total(this)["gather/0/0"].tolist()
@@ -86,7 +86,7 @@ def test_what_is_joined_has_the_rows_of_all_in_the_order_of_the_replicas() -> No
 
 
 def test_where_there_is_nothing_to_add_up_nobody_waits() -> None:
-    def act(worker: int, exchange: RunExchange) -> Any:
+    def act(worker: int, exchange: RunRounds) -> Any:
         return exchange.total(exchange.round("a run", lambda r: {})) if worker == 0 else None
 
     assert together(act) == [{}, None]
@@ -96,7 +96,7 @@ def test_where_there_is_nothing_to_add_up_nobody_waits() -> None:
     ("name", "seed"), [(lambda worker: f"metric/{worker}", 0), (lambda worker: "metric/0", None)]
 )
 def test_workers_that_compute_something_else_are_told_apart(name: Any, seed: int | None) -> None:
-    def act(worker: int, exchange: RunExchange) -> Any:
+    def act(worker: int, exchange: RunRounds) -> Any:
         own = worker if seed is None else seed
         return exchange.total(exchange.round("a run", lambda r: {name(worker): np.ones(1)}, seed=own))
 
@@ -106,7 +106,7 @@ def test_workers_that_compute_something_else_are_told_apart(name: Any, seed: int
 
 
 def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
-    def act(worker: int, exchange: RunExchange) -> Any:
+    def act(worker: int, exchange: RunRounds) -> Any:
         this = exchange.round("a run", lambda r: {"metric/0": np.ones(1)} if r else {})
         return {} if worker else exchange.total(this)
 
@@ -116,7 +116,7 @@ def test_replicas_of_one_worker_that_compute_something_else_are_named() -> None:
 
 
 def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:
-    def act(worker: int, exchange: RunExchange) -> Any:
+    def act(worker: int, exchange: RunRounds) -> Any:
         this = exchange.round("a run", lambda r: {"merge/0": np.ones(r + 1)})
         return {} if worker else exchange.total(this)
 
@@ -128,7 +128,7 @@ def test_what_is_added_up_has_one_shape_on_all_replicas() -> None:
 def test_several_leaves_are_reduced_at_once_and_those_without_rows_do_not_count() -> None:
     rows = {0: np.array([1.0, 2.0]), 1: np.array([3.0]), 2: np.array([])}
 
-    def act(worker: int, exchange: RunExchange) -> Any:
+    def act(worker: int, exchange: RunRounds) -> Any:
         own = [0, 1] if worker == 0 else [2]
         column = {replica: rows[replica] for replica in own}
         values = Returned((Spec("float64", (None,)),) * 2, (column, column))

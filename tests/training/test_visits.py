@@ -12,7 +12,7 @@ import pytest
 from lockstep import show_input
 from lockstep.keras.input.inputs import global_input
 from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed
-from lockstep.keras.state.randomness import script_seeds
+from lockstep.keras.randomness import script_seeds
 
 ROWS = np.arange(20, dtype="float32")
 Source = Callable[[], Any]

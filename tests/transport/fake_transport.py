@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.protocol.channel import Attachment
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_transport import FakeStates
 
-from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.errors import CheckpointError
 from lockstep.transport.state_memory import MemoryTransport, StateMemory, memory_for
 from lockstep.transport.state_transport import StateTransport

@@ -62,7 +62,7 @@ def called_through(*files: str) -> FrameType:
 
 SCRIPT, HELPER = "/work/train.py", "/work/helper.py"
 LIBRARY = f"{Path(pytest.__file__).parent}/image.py"
-OURS = f"{Path(lockstep.__file__).parent}/keras/callbacks.py"
+OURS = f"{Path(lockstep.__file__).parent}/keras/fit/callbacks.py"
 IMPORT = "<frozen importlib._bootstrap>"
 
 

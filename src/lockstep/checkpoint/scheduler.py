@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError

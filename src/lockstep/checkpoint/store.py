@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError
 
+from lockstep.checkpoint.checkpoint_files import Contents, check_names, load, read_outline, write_folder
 from lockstep.checkpoint.durable import is_full, locked, make_folder, reason, sync, write_file
-from lockstep.checkpoint.folder import Contents, check_names, load, read_outline, write_folder
-from lockstep.checkpoint.folder_lock import FolderLock
+from lockstep.checkpoint.store_lock import FolderLock
 from lockstep.errors import CheckpointError
 from lockstep.system.clock import SystemClock
 from lockstep.system.files import read_regular

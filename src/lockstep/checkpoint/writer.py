@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 from lockstep.system.clock import SystemClock

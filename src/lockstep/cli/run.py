@@ -12,13 +12,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from lockstep.agent.run_folder import (
-    claim_folder,
-    empty_folder,
-    fresh_folder,
-    gone_if_refused,
-    leave_folder,
-)
 from lockstep.errors import ConfigError
 from lockstep.launcher.backend import (
     BACKENDS,
@@ -29,7 +22,7 @@ from lockstep.launcher.backend import (
     refuse_legacy_keras,
     require_tensorflow,
 )
-from lockstep.launcher.devices import assign, parse_devices, spread
+from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
 from lockstep.protocol.job_spec import GRACE, Devices, JobSpec
@@ -46,6 +39,13 @@ from lockstep.system.environment import (
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.process_limits import check_limits
+from lockstep.system.run_folder import (
+    claim_folder,
+    empty_folder,
+    fresh_folder,
+    gone_if_refused,
+    leave_folder,
+)
 from lockstep.topology import place
 from lockstep.worker.script import Script, refuse_undecodable
 

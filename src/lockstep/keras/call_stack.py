@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.keras.state.randomness import script_seeds, seed_of
+from lockstep.keras.randomness import script_seeds, seed_of
 
 
 @dataclass

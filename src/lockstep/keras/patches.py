@@ -8,7 +8,7 @@ import keras
 
 from lockstep.errors import BackendError
 from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.fit_loops import FitLoops
+from lockstep.keras.fit.loops import FitLoops
 from lockstep.keras.shared_saves import Saves
 from lockstep.keras.state.snapshots import libraries
 from lockstep.observability.events import StrategyInstalled
@@ -66,7 +66,7 @@ def install(job: Job) -> FitLoops:
         for name in _DECISIONS:
             _around(name, after=functools.partial(loops.decide, name))
         if keras.backend.backend() == "tensorflow":
-            from lockstep.keras.state.tf_checkpoints import share_checkpoints
+            from lockstep.keras.tf_checkpoints import share_checkpoints
 
             share_checkpoints(job, lambda: loops.behind)
         _installed.append(loops)

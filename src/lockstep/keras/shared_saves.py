@@ -13,7 +13,7 @@ import xxhash
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import PeerStuckError
 from lockstep.keras.backends.contract import Backend
-from lockstep.keras.state.variables import model_state
+from lockstep.keras.variables import model_state
 from lockstep.system.files import FOLDER_MODE
 from lockstep.system.locks import wait_for_lock
 from lockstep.system.notes import note

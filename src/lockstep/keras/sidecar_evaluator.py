@@ -8,8 +8,8 @@ from typing import Any
 
 import keras
 
-from lockstep.checkpoint.folder_lock import is_training, last_sign
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.store_lock import is_training, last_sign
 from lockstep.checkpoint.watch import CheckpointWatch, Look
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.keras.input.inputs import split_validation

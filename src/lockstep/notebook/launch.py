@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lockstep.agent.run_folder import fresh_folder
 from lockstep.errors import ConfigError, JobError
 from lockstep.notebook.transport import Giver, ResultBox, pack
 from lockstep.system.paths import RunPaths
+from lockstep.system.run_folder import fresh_folder
 from lockstep.worker import job
 
 Result = TypeVar("Result")

@@ -18,7 +18,6 @@ from types import FrameType
 from lockstep.agent.agent import Agent
 from lockstep.agent.command import fill_standard_descriptors
 from lockstep.agent.exchange import open_shared
-from lockstep.agent.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.errors import LockstepError
@@ -35,6 +34,7 @@ from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
+from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.transport.local_channel import LocalChannel
 
 _TIMEOUT = 600.0

@@ -7,7 +7,11 @@ from typing import Any
 
 from lockstep.errors import ModelError
 from lockstep.keras import patches
-from lockstep.keras.input.distribution import distribute, distribute_from_function, values_from_function
+from lockstep.keras.input.distributed_dataset import (
+    distribute,
+    distribute_from_function,
+    values_from_function,
+)
 from lockstep.keras.replica_run.contract import runs_of
 from lockstep.keras.replica_run.replica import current
 from lockstep.strategy.options import ReduceOp
@@ -126,7 +130,8 @@ class Strategy:
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Split each batch of `dataset`, a global batch, over the replicas.
 
-        Every worker reads the dataset, and all must read the same. See `lockstep.keras.input.distribution`.
+        Every worker reads the dataset, and all must read the same. See
+        `lockstep.keras.input.distributed_dataset`.
         """
         self._job.distributes()
         return distribute(self._job, self._runs, dataset)

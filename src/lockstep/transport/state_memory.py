@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from lockstep.checkpoint.folder import Contents, check_names
+from lockstep.checkpoint.checkpoint_files import Contents, check_names
 from lockstep.checkpoint.values import named
 from lockstep.errors import CheckpointError
 from lockstep.protocol.channel import Attachment

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from lockstep.checkpoint.folder import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.protocol.channel import Attachment
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from lockstep.checkpoint.folder_lock import announce
 from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.store_lock import announce
 from lockstep.observability.bus import Bus
 from lockstep.system.environment import WorkerConfig
 

@@ -22,7 +22,7 @@ from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
-from lockstep.keras.state.randomness import GOLDEN, random_numbers, seed_of
+from lockstep.keras.randomness import GOLDEN, random_numbers, seed_of
 from lockstep.worker.patching import PATCHES
 
 _TIMES = 1 << 31

@@ -1,7 +1,7 @@
 """Graphs and tensors of TensorFlow: what a step does to variables, and memory that is not TensorFlow's.
 
 Touches private parts of TensorFlow, as `lockstep.keras.backends.tensorflow` and
-`lockstep.keras.state.tf_checkpoints` do.
+`lockstep.keras.tf_checkpoints` do.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,8 +26,8 @@ from lockstep.keras.backends.drawing import is_counter
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
 from lockstep.keras.backends.steps import refuse_integer_state
-from lockstep.keras.state.randomness import GOLDEN_32
-from lockstep.keras.state.variables import seed_positions
+from lockstep.keras.randomness import GOLDEN_32
+from lockstep.keras.variables import seed_positions
 
 _ALIGNMENT = 64
 """TensorFlow's kernels insist on tensors that start at a multiple of this many bytes."""

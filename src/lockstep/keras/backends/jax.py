@@ -19,6 +19,7 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
+from lockstep.keras.backends.eager import Tensors
 from lockstep.keras.backends.logs import LogReport, StepResults
 from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
 from lockstep.keras.backends.multi_update import Left, Rounds, Unknown, Update
@@ -28,9 +29,8 @@ from lockstep.keras.backends.steps import (
     refuse_overwriting_gradients,
     replaced,
 )
-from lockstep.keras.replica_run.eager import Tensors
-from lockstep.keras.state.randomness import GOLDEN_32, random_numbers
-from lockstep.keras.state.variables import named_arrays, refuse_misfits, seed_positions
+from lockstep.keras.randomness import GOLDEN_32, random_numbers
+from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
 
 _SHAPE = (
     "on the JAX backend a step updates weights through self.optimizer.stateless_apply, with the gradients of "

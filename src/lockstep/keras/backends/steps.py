@@ -12,9 +12,9 @@ from typing import Any
 import keras
 
 from lockstep.errors import LockstepError, ModelError
+from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Kind
-from lockstep.keras.replica_run import assignments
-from lockstep.keras.state.variables import optimizers_of
+from lockstep.keras.variables import optimizers_of
 
 
 @contextmanager

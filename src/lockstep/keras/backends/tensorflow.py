@@ -20,6 +20,7 @@ from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends import drawing
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
+from lockstep.keras.backends.eager import Tensors
 from lockstep.keras.backends.graphs import (
     AssignedVariables,
     RoundTrace,
@@ -45,9 +46,8 @@ from lockstep.keras.backends.losses import (
 )
 from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
 from lockstep.keras.backends.steps import build_by_call, has_own_step, refuse_overwriting_gradients, undone
-from lockstep.keras.replica_run.eager import Tensors
-from lockstep.keras.state.randomness import of_replica
-from lockstep.keras.state.variables import VariableState, optimizers_of
+from lockstep.keras.randomness import of_replica
+from lockstep.keras.variables import VariableState, optimizers_of
 
 
 class TensorFlowBackend:

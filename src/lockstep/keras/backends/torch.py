@@ -19,7 +19,9 @@ import torch
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
+from lockstep.keras import randomness
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
+from lockstep.keras.backends.eager import Tensors
 from lockstep.keras.backends.logs import LogReport, StepResults, mapped
 from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
 from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
@@ -35,10 +37,8 @@ from lockstep.keras.backends.tensors import (
     versions,
     weighted,
 )
-from lockstep.keras.replica_run.eager import Tensors
-from lockstep.keras.state import randomness
-from lockstep.keras.state.randomness import GOLDEN
-from lockstep.keras.state.variables import VariableState, assign, optimizers_of, seed_positions
+from lockstep.keras.randomness import GOLDEN
+from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
 from lockstep.worker.patching import PATCHES
 

@@ -11,7 +11,7 @@ from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, spec_of
-from lockstep.keras.replica_run.values import Spec, Values
+from lockstep.keras.per_replica import Spec, Values
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 from lockstep.data.batch import GlobalBatch, JoinedBatch
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Element
-from lockstep.keras.input.distribution import DistributedDataset
+from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.inputs import GlobalInput, whole_batch
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.streams import Nest, packed

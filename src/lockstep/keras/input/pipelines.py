@@ -14,8 +14,8 @@ from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Element, count_examples
 from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, packed, spec_of
-from lockstep.keras.replica_run.values import Spec
-from lockstep.keras.state.randomness import RandomNumbers
+from lockstep.keras.per_replica import Spec
+from lockstep.keras.randomness import RandomNumbers
 from lockstep.system.notes import note
 from lockstep.topology import View
 from lockstep.worker.job import Job

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.keras.replica_run.values import Spec
+from lockstep.keras.per_replica import Spec
 
 Nest = Any
 """A nest of arrays or placeholders; None for a missing leaf."""

@@ -14,7 +14,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
 from lockstep.data.order import Indices, Order, Shuffle
 from lockstep.keras.input.streams import easily_freed, on_host
-from lockstep.keras.state.randomness import digest_of_states, script_seed
+from lockstep.keras.randomness import digest_of_states, script_seed
 
 OrderSeed = tuple[int, ...] | None
 """The numbers that determine the job's own order; None for the order that Keras draws."""

@@ -10,24 +10,24 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ModelError
+from lockstep.keras.assignments import heard_by
 from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.eager import Eager
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import Left, Rounds, Unknown, Update, hidden
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
 from lockstep.keras.backends.steps import refuse_integer_state
-from lockstep.keras.replica_run.assignments import heard_by
-from lockstep.keras.replica_run.eager import Eager
+from lockstep.keras.per_replica import DistributedValues, Values, is_empty
+from lockstep.keras.randomness import key_of_replica, of_replica
 from lockstep.keras.replica_run.merges import MergePoint, RunMerges
 from lockstep.keras.replica_run.replica import Replica, entered
-from lockstep.keras.replica_run.values import DistributedValues, Values, is_empty
-from lockstep.keras.state.randomness import key_of_replica, of_replica
 from lockstep.keras.synchronization import SCALAR
 
 Array = npt.NDArray[Any]
 
 
 class RunChanges:
-    """The variables that one computation assigns; an `lockstep.keras.replica_run.assignments.Listener`.
+    """The variables that one computation assigns; an `lockstep.keras.assignments.Listener`.
 
     Args:
         eager: the backend.

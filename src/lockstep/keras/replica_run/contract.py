@@ -5,10 +5,10 @@ from typing import Any, Protocol
 
 import keras
 
+from lockstep.keras.per_replica import Shelf, Values
 from lockstep.keras.replica_run import replica
 from lockstep.keras.replica_run.replica import Op, Replica, Single, entered
 from lockstep.keras.replica_run.results import along
-from lockstep.keras.replica_run.values import Shelf, Values
 from lockstep.worker.job import Job
 
 
@@ -89,10 +89,10 @@ def _runs(job: Job) -> Runs:
     if job.view.replicas == 1:
         return SingleRuns()
     if keras.backend.backend() == "tensorflow":
-        from lockstep.keras.replica_run.tensorflow import TensorFlowRuns
+        from lockstep.keras.replica_run.tensorflow_runs import TensorFlowRuns
 
         return TensorFlowRuns(job)
-    from lockstep.keras.replica_run.eagerly import EagerRuns
+    from lockstep.keras.replica_run.eager_runs import EagerRuns
 
     eager: Runs = EagerRuns(job)
     return eager

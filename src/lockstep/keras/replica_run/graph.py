@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from lockstep.errors import LockstepError
 from lockstep.keras.backends import drawing
+from lockstep.keras.backends.eager import Tensors
 from lockstep.keras.backends.graphs import (
     AssignedVariables,
     RoundTrace,
@@ -29,15 +30,14 @@ from lockstep.keras.backends.multi_update import Left, Rounds, Update
 from lockstep.keras.backends.state_changes import is_new
 from lockstep.keras.consistency import state_facts
 from lockstep.keras.input.streams import packed
-from lockstep.keras.replica_run.eager import Tensors
-from lockstep.keras.replica_run.exchange import RunExchange
+from lockstep.keras.per_replica import Shelf, Spec
 from lockstep.keras.replica_run.host import NONE_LEFT, RunHost
 from lockstep.keras.replica_run.merged_variables import is_merged, refuse_other_changes
 from lockstep.keras.replica_run.merges import MergePoint, RunMerges
 from lockstep.keras.replica_run.replica import Replica, entered
-from lockstep.keras.replica_run.tf_values import SymbolicPerReplica, spec_of, symbolic
-from lockstep.keras.replica_run.values import Shelf, Spec
+from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import GATHERED, SCALAR
+from lockstep.keras.tf_per_replica import SymbolicPerReplica, spec_of, symbolic
 from lockstep.worker.job import Job
 from lockstep.worker.script import keep_original
 
@@ -75,7 +75,7 @@ class GraphRun:
     def __init__(
         self,
         job: Job,
-        exchange: RunExchange,
+        exchange: RunRounds,
         function: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any],

@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.consistency import CHECK_EVERY
-from lockstep.keras.replica_run.exchange import RunExchange
-from lockstep.keras.replica_run.values import Returned, Shelf, Spec, Values, is_empty
+from lockstep.keras.per_replica import Returned, Shelf, Spec, Values, is_empty
+from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
 
 NONE_LEFT = -1
@@ -60,7 +60,7 @@ class RunHost:
         name: of the function, for messages.
     """
 
-    def __init__(self, exchange: RunExchange, name: str) -> None:
+    def __init__(self, exchange: RunRounds, name: str) -> None:
         self._exchange = exchange
         self._name = name
         self._count = 0

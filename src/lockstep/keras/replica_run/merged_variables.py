@@ -16,7 +16,7 @@ from tensorflow.python.framework import auto_control_deps_utils
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, ResourceVariable
 
 from lockstep.errors import ModelError
-from lockstep.keras.replica_run.assignments import is_assigning
+from lockstep.keras.assignments import is_assigning
 from lockstep.keras.replica_run.replica import Op, current
 from lockstep.worker.patching import PATCHES
 

@@ -7,10 +7,10 @@ from typing import Any
 import keras
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.eager import Through
 from lockstep.keras.backends.multi_update import Left, Recording, Update
-from lockstep.keras.replica_run.eager import Through
-from lockstep.keras.replica_run.exchange import refuse_sum_of_booleans
 from lockstep.keras.replica_run.replica import Op
+from lockstep.keras.replica_run.run_rounds import refuse_sum_of_booleans
 from lockstep.keras.synchronization import GATHERED
 
 SUMMED = "merge/"

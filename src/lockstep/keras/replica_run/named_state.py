@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import CheckpointError, InputError
-from lockstep.keras.state.variables import named_arrays, refuse_misfits
+from lockstep.keras.variables import named_arrays, refuse_misfits
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 

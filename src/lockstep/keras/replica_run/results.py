@@ -10,9 +10,9 @@ import numpy.typing as npt
 from lockstep.collectives.contract import Span
 from lockstep.collectives.plan import halves
 from lockstep.errors import DataError
-from lockstep.keras.replica_run.exchange import RunExchange, refuse_sum_of_booleans
+from lockstep.keras.per_replica import Returned, Values, lost
 from lockstep.keras.replica_run.replica import Op
-from lockstep.keras.replica_run.values import Returned, Values, lost
+from lockstep.keras.replica_run.run_rounds import RunRounds, refuse_sum_of_booleans
 from lockstep.keras.synchronization import GATHERED, Round
 
 Array = npt.NDArray[Any]
@@ -27,7 +27,7 @@ class Results:
         replicas: R.
     """
 
-    def __init__(self, exchange: RunExchange, concrete: Any, replicas: int) -> None:
+    def __init__(self, exchange: RunRounds, concrete: Any, replicas: int) -> None:
         self._exchange = exchange
         self._concrete = concrete
         self._replicas = replicas

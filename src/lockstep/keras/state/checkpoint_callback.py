@@ -18,9 +18,9 @@ from lockstep.checkpoint.choice import (
     parse_every,
     refuse_unlike,
 )
-from lockstep.checkpoint.folder_lock import FolderLock, announce
 from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
 from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.store_lock import FolderLock, announce
 from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError

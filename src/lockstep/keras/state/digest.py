@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.keras.state.variables import all_variables
+from lockstep.keras.variables import all_variables
 from lockstep.worker.job import Job
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from lockstep.keras.randomness import random_states, same_states
 from lockstep.keras.state.failures import Failure, remade
-from lockstep.keras.state.randomness import random_states, same_states
 
 _Kind = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
 """The kind of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lockstep.checkpoint.values import named
 from lockstep.keras.state.naming import parts, renamed_slots, renumbered, slot
-from lockstep.keras.state.variables import misfits, named_arrays, optimizers_of, seed_positions
+from lockstep.keras.variables import misfits, named_arrays, optimizers_of, seed_positions
 
 Array = npt.NDArray[Any]
 

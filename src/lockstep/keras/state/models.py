@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.state.matching import build_optimizers
-from lockstep.keras.state.variables import all_variables, assign, named_arrays
+from lockstep.keras.variables import all_variables, assign, named_arrays
 
 
 class CompiledModels:

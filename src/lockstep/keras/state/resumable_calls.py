@@ -15,9 +15,9 @@ from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, DisagreementError, LockstepError
 from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import ADVICE_ON_CALLS
+from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.failures import described
 from lockstep.keras.state.journal import FinishedCall, Journal
-from lockstep.keras.state.randomness import random_states, set_random_states
 from lockstep.worker.job import Job
 
 _PARTS: Mapping[str, type] = {

@@ -12,10 +12,11 @@ import numpy as np
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError
+from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, Held
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.call_stack import CallStack
-from lockstep.keras.replica_run import assignments
+from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import (
     callback_states,
     lasting,
@@ -24,7 +25,6 @@ from lockstep.keras.state.callback_states import (
     set_callback_states,
 )
 from lockstep.keras.state.models import CompiledModels, below
-from lockstep.keras.state.randomness import random_states, set_random_states
 from lockstep.keras.state.resumable_calls import ResumableCalls
 from lockstep.keras.state.settings import (
     Settings,
@@ -33,7 +33,7 @@ from lockstep.keras.state.settings import (
     settings_of_model,
     settings_of_parts,
 )
-from lockstep.keras.state.variables import assign, step_state
+from lockstep.keras.variables import assign, step_state
 from lockstep.observability.events import LastStepEnded, TrainingResumed
 from lockstep.system.notes import note
 from lockstep.worker.job import Job

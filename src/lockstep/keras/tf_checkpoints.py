@@ -13,8 +13,8 @@ import tensorflow as tf
 from tensorflow.python.checkpoint.checkpoint import TrackableSaver
 
 from lockstep.data.digest import digest_arrays
-from lockstep.keras.replica_run.tf_values import concrete
 from lockstep.keras.shared_saves import write_once
+from lockstep.keras.tf_per_replica import concrete
 from lockstep.system.paths import RunPaths
 from lockstep.worker.job import Job
 from lockstep.worker.patching import PATCHES

@@ -13,7 +13,7 @@ import numpy as np
 
 from lockstep.errors import ModelError
 from lockstep.keras.backends.losses import flat_metrics
-from lockstep.keras.state.randomness import random_numbers
+from lockstep.keras.randomness import random_numbers
 from lockstep.system.prose import count
 from lockstep.topology import View
 

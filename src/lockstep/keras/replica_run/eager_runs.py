@@ -15,11 +15,13 @@ from typing import Any
 import keras
 import numpy as np
 
+from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.eager import Eager
 from lockstep.keras.backends.state_changes import is_new
 from lockstep.keras.consistency import state_facts
 from lockstep.keras.input.streams import packed
-from lockstep.keras.replica_run import assignments
+from lockstep.keras.per_replica import PerReplica, Returned, Shelf, Spec, Values, is_empty, lost
 from lockstep.keras.replica_run.computation import (
     KnownFunction,
     ReplicaComputation,
@@ -27,13 +29,11 @@ from lockstep.keras.replica_run.computation import (
     is_array,
     origin_of,
 )
-from lockstep.keras.replica_run.eager import Eager
-from lockstep.keras.replica_run.exchange import RunExchange
 from lockstep.keras.replica_run.replica import Op
 from lockstep.keras.replica_run.results import Results, along
-from lockstep.keras.replica_run.values import PerReplica, Returned, Shelf, Spec, Values, is_empty, lost
-from lockstep.keras.state.variables import named_arrays
+from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
+from lockstep.keras.variables import named_arrays
 from lockstep.worker.job import Job
 
 _KEPT_FUNCTIONS = 32
@@ -48,7 +48,7 @@ class EagerRuns:
         self._job = job
         self._replicas = job.view.replicas
         self._eager = _backend()
-        self._exchange = RunExchange(job, self._eager.concrete)
+        self._exchange = RunRounds(job, self._eager.concrete)
         self._results = Results(self._exchange, self._eager.concrete, self._replicas)
         self._replica = ReplicaComputation(self._eager, self._replicas)
         self._functions: OrderedDict[Any, KnownFunction] = OrderedDict()

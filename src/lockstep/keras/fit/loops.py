@@ -22,15 +22,15 @@ from lockstep.keras.backends.steps import (
     refuse_synchronized_normalization,
 )
 from lockstep.keras.call_stack import CallStack, KerasCall
-from lockstep.keras.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
-from lockstep.keras.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
+from lockstep.keras.fit.callbacks import hear_of_batches, on_chief, writes
+from lockstep.keras.fit.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
+from lockstep.keras.fit.replica_step import ReplicaStep, Watched
+from lockstep.keras.input.distributed_dataset import DistributedDataset, explain_sharding
 from lockstep.keras.input.distributed_input import distributed_input
-from lockstep.keras.input.distribution import DistributedDataset, explain_sharding
 from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.replica_run.step_loop import Driving
-from lockstep.keras.replica_step import ReplicaStep, Watched
 from lockstep.keras.sidecar_evaluator import Evaluating
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
@@ -39,7 +39,7 @@ from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
-from lockstep.keras.state.variables import model_state
+from lockstep.keras.variables import model_state
 from lockstep.observability.events import CallStarted, TrainingEnded
 from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note

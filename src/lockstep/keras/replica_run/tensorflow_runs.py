@@ -13,14 +13,14 @@ import keras
 import tensorflow as tf
 
 from lockstep.keras.backends.graphs import as_in_autograph
+from lockstep.keras.per_replica import Shelf, Values
 from lockstep.keras.replica_run import merged_variables
-from lockstep.keras.replica_run.eagerly import EagerRuns
-from lockstep.keras.replica_run.exchange import RunExchange
+from lockstep.keras.replica_run.eager_runs import EagerRuns
 from lockstep.keras.replica_run.graph import GraphRun, on_host
 from lockstep.keras.replica_run.replica import Op
 from lockstep.keras.replica_run.results import Results, along, dtype_of
-from lockstep.keras.replica_run.tf_values import SymbolicPerReplica, concrete, per_replica
-from lockstep.keras.replica_run.values import Shelf, Values
+from lockstep.keras.replica_run.run_rounds import RunRounds
+from lockstep.keras.tf_per_replica import SymbolicPerReplica, concrete, per_replica
 from lockstep.worker.job import Job
 
 _KEPT_FUNCTIONS = 32
@@ -32,7 +32,7 @@ class TensorFlowRuns:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._replicas = job.view.replicas
-        self.exchange = RunExchange(job, concrete)
+        self.exchange = RunRounds(job, concrete)
         self._results = Results(self.exchange, concrete, self._replicas)
         self._functions: OrderedDict[Any, Any] = OrderedDict()
         self._eager: EagerRuns | None = None

@@ -17,7 +17,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.errors import DisagreementError, ModelError, PeerLostError
 from lockstep.keras.backends.contract import Partial, Total
 from lockstep.keras.consistency import Facts, gather
-from lockstep.keras.replica_run.values import Values
+from lockstep.keras.per_replica import Values
 from lockstep.keras.synchronization import AllReduce, PartialLayout, Round
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 _ADVICE = "the function passed to strategy.run must take the same path on all replicas"
 
 
-class RunExchange:
+class RunRounds:
     """What the workers of a loop of the program's own do together.
 
     Attributes:

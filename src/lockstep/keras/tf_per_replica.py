@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.errors import ModelError
-from lockstep.keras.replica_run.values import DistributedValues, Shelf, Spec, Values, text_of
+from lockstep.keras.per_replica import DistributedValues, Shelf, Spec, Values, text_of
 from lockstep.worker.job import current
 
 

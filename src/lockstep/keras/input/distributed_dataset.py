@@ -12,8 +12,8 @@ from lockstep.errors import DataError
 from lockstep.keras.input.batches import Joint, Pass, Source
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.streams import Form, array_of, is_tensorflow, packed, spec_of
+from lockstep.keras.per_replica import Known, Shelf, Spec, Values
 from lockstep.keras.replica_run.contract import Runs
-from lockstep.keras.replica_run.values import Known, Shelf, Spec, Values
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -184,7 +184,7 @@ def _described(form: Form) -> Any:
 def _dataset(runs: Runs, source: Source) -> DistributedDataset:
     if keras.backend.backend() != "tensorflow":
         return DistributedDataset(runs, source)
-    from lockstep.keras.input.tf_distribution import TensorFlowDataset
+    from lockstep.keras.input.tf_distributed_dataset import TensorFlowDataset
 
     return TensorFlowDataset(runs, source)
 
