@@ -14,10 +14,10 @@ from lockstep.rendezvous.waiting import WaitNotices
 
 MEET = """
 import time
-from lockstep.rendezvous import join
+from lockstep.rendezvous.take_part import take_part
 begun = time.monotonic()
 try:
-    join.take_part()
+    take_part()
 finally:
     print(f"took {time.monotonic() - begun:.3f} s", flush=True)
 """
@@ -143,7 +143,7 @@ def test_a_job_that_cannot_begin_says_why(desk: Any) -> None:
 
 def test_tf_config_comes_too_late(desk: Any) -> None:
     late = f"import os\nos.environ['TF_CONFIG'] = {json.dumps(desk.config(0))!r}\n"
-    first = f"from lockstep.rendezvous import join\njoin.take_part()\n{late}"
+    first = f"from lockstep.rendezvous.take_part import take_part\ntake_part()\n{late}"
     error = refused(desk, None, desk.script(first + MEET))
     assert (
         "TF_CONFIG was set after the first strategy was created, so this process is a job of one worker"

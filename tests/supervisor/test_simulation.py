@@ -10,7 +10,8 @@ import pytest
 from simulated_job import Job
 from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker
 
-from lockstep.protocol.request import Request
+from lockstep.observability.events import JoinRequested, StopRequested, WorkerExited
+from lockstep.protocol.worker import Notice
 from lockstep.supervisor.decide import decide
 from lockstep.supervisor.events import (
     Action,
@@ -18,20 +19,17 @@ from lockstep.supervisor.events import (
     DeadlinePassed,
     DumpStack,
     Event,
+    FailureReported,
     FinishJob,
-    JoinRequested,
     KillWorker,
     ScaleRequested,
-    ScriptFailed,
     SendPosition,
     ShowMessage,
     SignalWorker,
     StartView,
     StartWorker,
     StateGiven,
-    StopRequested,
     WorkerArrived,
-    WorkerExited,
 )
 from lockstep.supervisor.state import Phase, Stage, State
 from lockstep.topology import View
@@ -59,7 +57,7 @@ class Watched(Job):
         super().__init__(seed)
         self.target = len(self.workers)
         self.budget = self.state.size.restarts_left
-        self.asks: dict[int, Request] = {}
+        self.asks: dict[int, Notice] = {}
         self.raised: set[int] = set()
         self.lost: list[int] = []
         self.stop: int | None = None
@@ -90,16 +88,16 @@ class Watched(Job):
     def _note(self, event: Event) -> None:
         state = self.state
         self.happened += isinstance(
-            event, WorkerExited | ScriptFailed | WorkerArrived | ScaleRequested | StopRequested
+            event, WorkerExited | FailureReported | WorkerArrived | ScaleRequested | StopRequested
         )
         match event:
             case DeadlinePassed():
                 self._instant = (self.now, self._instant[1] + 1 if self._instant[0] == self.now else 1)
                 assert self._instant[1] <= 3, "time does not pass"
-            case ScriptFailed(worker) if state.active:
+            case FailureReported(worker) if state.active:
                 self.raised.add(worker)
             case JoinRequested(worker, whole):
-                self.asks[worker] = Request.CHANGE if whole else Request.POSITION
+                self.asks[worker] = Notice.CHANGE if whole else Notice.POSITION
             case WorkerArrived():
                 self.target, self.budget = len(state.present) + len(state.joiners) + 1, self.budget + 1
             case ScaleRequested(workers):
@@ -161,7 +159,7 @@ class Watched(Job):
             case StartView(view, _):
                 self._check_view(view)
             case SendPosition(worker):
-                assert self.asks.pop(worker) is Request.POSITION, "told where, and had not asked"
+                assert self.asks.pop(worker) is Notice.POSITION, "told where, and had not asked"
                 assert self.holds is not None, "told where, and nothing was given"
                 assert worker in state.joiners
             case StartWorker(worker):
@@ -191,7 +189,7 @@ class Watched(Job):
         if new:
             assert self.holds == (True, self.committed), "let in without the state"
             assert len(view.workers) <= state.size.wanted, "too many are let in"
-            assert all(self.asks.pop(worker) is Request.CHANGE for worker in new), "let in unasked"
+            assert all(self.asks.pop(worker) is Notice.CHANGE for worker in new), "let in unasked"
         for worker in set(view.workers) - set(new):
             assert self.workers[worker].step == self.committed, "a member without the committed state"
             assert not self.workers[worker].dismissed, "a dismissed worker is heard"

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.endpoint import Endpoint, SharedMemory
+from lockstep.protocol.worker import Endpoint, SharedMemory
 
 
 class HostExchange(Protocol):
@@ -17,7 +17,7 @@ class HostExchange(Protocol):
 
     endpoint: Endpoint
 
-    def leave_notice(self, notice: int) -> None:
+    def post_notice(self, notice: int) -> None:
         """Leave a number for the members, who all see it from the same call on."""
 
     def abort(self, reason: str) -> None:
@@ -42,7 +42,7 @@ class SharedExchange:
     def __init__(self, segment: ControlSegment) -> None:
         self._segment = segment
         self.endpoint: Endpoint = SharedMemory(Attachment.copy_of(segment.fd))
-        self.leave_notice = segment.leave_notice
+        self.post_notice = segment.post_notice
         self.abort = segment.abort
         self.close = segment.close
 

@@ -1,6 +1,8 @@
-"""What happens in a run: one frozen class an event, with its name in `events.jsonl` as its tag.
+"""The events that a run publishes: one frozen class each, whose tag is the name of the event on disk.
 
-Times are in seconds. A class, its tag and its fields are a row of docs/run-folder.md, which a test compares.
+A fact has one class: supervision decides on these classes too, and adds only events that no run publishes
+(`lockstep.supervisor.events`). Times are in seconds. The tag and the fields of a class are a row of
+docs/run-folder.md, which a test compares.
 """
 
 from collections.abc import Mapping
@@ -70,7 +72,7 @@ class WorkerReady(_Event, frozen=True, tag="ready"):
     worker: int
 
 
-class WorkerJoining(_Event, frozen=True, tag="asks"):
+class JoinRequested(_Event, frozen=True, tag="asks"):
     """A joining worker requests the position of the training, or, if `whole`, to join the next view."""
 
     worker: int
@@ -106,7 +108,7 @@ class WorkerLost(_Event, frozen=True, tag="lost"):
     reason: str
 
 
-class WorkerFailed(_Event, frozen=True, tag="failed"):
+class ScriptFailed(_Event, frozen=True, tag="failed"):
     """The script raised an exception on a worker: in one line, and as Python prints it."""
 
     worker: int
@@ -114,21 +116,21 @@ class WorkerFailed(_Event, frozen=True, tag="failed"):
     traceback: str
 
 
-class WorkerDone(_Event, frozen=True, tag="done"):
+class ScriptEnded(_Event, frozen=True, tag="done"):
     """The script finished on a worker (status 0) or exited with another status."""
 
     worker: int
     status: int
 
 
-class ProcessEnded(_Event, frozen=True, tag="exited"):
+class WorkerExited(_Event, frozen=True, tag="exited"):
     """The process of a worker has ended; its status is negative for a signal."""
 
     worker: int
     status: int
 
 
-class WorkerWaiting(_Event, frozen=True, tag="wait"):
+class WaitReported(_Event, frozen=True, tag="wait"):
     """A worker has waited for `seconds` in `what` for the workers `waits_for`; repeated while it waits."""
 
     worker: int
@@ -137,7 +139,7 @@ class WorkerWaiting(_Event, frozen=True, tag="wait"):
     seconds: float
 
 
-class StopReceived(_Event, frozen=True, tag="stop"):
+class StopRequested(_Event, frozen=True, tag="stop"):
     """The command received a signal to end the job."""
 
     signal: int
@@ -352,16 +354,16 @@ AgentEvent = (
     JobStarted
     | WorkerStarted
     | WorkerReady
-    | WorkerJoining
+    | JoinRequested
     | ViewStarted
     | WorkerJoined
     | WorkerLeft
     | WorkerLost
-    | WorkerFailed
-    | WorkerDone
-    | ProcessEnded
-    | WorkerWaiting
-    | StopReceived
+    | ScriptFailed
+    | ScriptEnded
+    | WorkerExited
+    | WaitReported
+    | StopRequested
     | DecisionMade
     | MemoryExhausted
     | OutputLost

@@ -1,10 +1,11 @@
-"""What a worker and its agent tell each other."""
+"""The messages between a worker and its agent, and the notice that reaches all members of a view at once."""
+
+from enum import IntEnum
 
 import msgspec
 
 from lockstep.observability.events import WorkerEvent
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.endpoint import Endpoint
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -81,6 +82,33 @@ class StateReply(msgspec.Struct, frozen=True, tag="given"):
     whole: bool
     state: Attachment | None = None
     failure: str = ""
+
+
+class SharedMemory(msgspec.Struct, frozen=True, tag="shared memory"):
+    """An exchange in memory, for members that are processes of one host.
+
+    Attributes:
+        control: the control segment of the view.
+    """
+
+    control: Attachment
+
+
+Endpoint = SharedMemory
+"""How a member reaches the exchange of a view; a union of one until a view has members on several hosts."""
+
+
+class Notice(IntEnum):
+    """What the coordinator asks of the members of a view; all of them see it in the same call.
+
+    It is no message: the exchange of the view carries it as a number.
+    """
+
+    NOTHING = 0
+    POSITION = 1
+    """The chief reports the position of the training, for joiners."""
+    CHANGE = 2
+    """All members leave the view at the end of the step; the chief sends the whole state, for joiners."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -114,7 +114,7 @@ class Terminals(Console):
 
     def __init__(self, handles: Callable[[], Iterable[ExternalHandle]]) -> None:
         self.sinks = ()
-        self.hurries = False
+        self.drops = False
         self.chief = 0
         self._handles = handles
         self._prefixers = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from lockstep.protocol.job_spec import GRACE
-from lockstep.protocol.request import Request
+from lockstep.protocol.worker import Notice
 from lockstep.supervisor.events import Action, JobOutcome
 from lockstep.topology import View
 
@@ -156,7 +156,7 @@ class Admission:
         unreported: the consequence of the last loss, until a message has reported it.
     """
 
-    asked: Request = Request.NOTHING
+    asked: Notice = Notice.NOTHING
     given: bool = False
     deadline: float | None = None
     backoff_until: float | None = None

@@ -35,7 +35,8 @@ from lockstep.system.environment import (
     worker_environment,
 )
 from lockstep.system.invocation import Invocation, own
-from lockstep.system.notes import flush_streams, note
+from lockstep.system.notes import note
+from lockstep.system.standard_streams import flush_streams
 from lockstep.worker import job
 from lockstep.worker.script import Script
 
