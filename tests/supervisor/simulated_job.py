@@ -144,8 +144,8 @@ class Job(Workers):
         match action:
             case StartView(view, _):
                 self._renew(view)
-            case AskMembers(request):
-                self.asked = request
+            case AskMembers(notice):
+                self.posted = notice
             case SendPosition(worker):
                 self.tell(worker, "position")
             case StartWorker(worker):
@@ -177,7 +177,7 @@ class Job(Workers):
             self.workers[worker].dismissed = True
             self.seen["left"] += 1
             self.tell(worker, "leave")
-        self.asked, self.holds = Notice.NOTHING, None
+        self.posted, self.holds = Notice.NOTHING, None
 
     def _start(self, worker: int) -> None:
         one = self._drawn(worker, None, 0.5)

@@ -80,7 +80,7 @@ class Workers:
         workers: all that were started.
         pace: of those that join.
         mute: whether the chief can give nothing.
-        asked: what the chief of the present view finds when it arrives.
+        posted: the notice that the chief of the view finds when it arrives.
         committed: how many steps have been taken.
         seen: how often things happened.
     """
@@ -91,7 +91,7 @@ class Workers:
         self.workers: dict[int, Worker] = {}
         self.pace = 1.0
         self.mute = False
-        self.asked = Notice.NOTHING
+        self.posted = Notice.NOTHING
         self.committed = 0
         self.seen: Counter[str] = Counter()
         self._arrived: dict[int, set[int]] = {}
@@ -243,7 +243,7 @@ class Workers:
             return
         one.phase = "arrived"
         if one.number == one.view.chief:
-            self._passed_on = self.asked
+            self._passed_on = self.posted
         arrived = self._arrived.setdefault(one.view.number, set())
         arrived.add(one.number)
         self._wait(one)

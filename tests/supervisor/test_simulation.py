@@ -132,7 +132,7 @@ class Watched(Job):
         else:
             self._waits_since = None
             assert state.admission.deadline is None
-            assert self.asked is state.admission.asked, "members are asked for something that nobody wants"
+            assert self.posted is state.admission.posted, "members are asked for something that nobody wants"
 
     def _check_others(self) -> None:
         state = self.state

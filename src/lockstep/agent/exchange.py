@@ -1,4 +1,4 @@
-"""The exchange of a view, as the agent that opens it sees it."""
+"""The exchange of a view, as seen by the agent that opens it."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,26 +9,26 @@ from lockstep.protocol.worker import Endpoint, SharedMemory
 
 
 class HostExchange(Protocol):
-    """What the members of one view share.
+    """The agent's side of the exchange of one view.
 
     Attributes:
-        endpoint: how a member reaches it.
+        endpoint: how a member reaches the exchange.
     """
 
     endpoint: Endpoint
 
     def post_notice(self, notice: int) -> None:
-        """Leave a number for the members, who all see it from the same call on."""
+        """Set the notice of the view; all members see it from the same call on."""
 
     def abort(self, reason: str) -> None:
-        """End the view: members that wait, or call later, raise `PeerLostError(reason)`."""
+        """End the exchange: members that wait, or call later, raise `PeerLostError(reason)`."""
 
     def close(self) -> None:
-        """Release it here; the members keep it."""
+        """Release what this process holds of it; the members keep theirs."""
 
 
 OpenExchange = Callable[[int], HostExchange]
-"""Opens an exchange for so many members.
+"""Opens an exchange for a number of members.
 
 Raises:
     SharedMemoryError: this machine has too little memory.
@@ -48,5 +48,5 @@ class SharedExchange:
 
 
 def open_shared(members: int) -> SharedExchange:
-    """Open an exchange for so many members; see `OpenExchange`."""
+    """Open an exchange for a number of members; an `OpenExchange`."""
     return SharedExchange(ControlSegment.create(members))

@@ -1,4 +1,4 @@
-"""The command `lockstep`. No logic: it parses, composes and calls."""
+"""The command `lockstep`, with its subcommands except `run`."""
 
 import sys
 import time

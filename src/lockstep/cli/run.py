@@ -1,4 +1,4 @@
-"""The command `lockstep run`. No logic: it parses, composes and calls."""
+"""The command `lockstep run`: turns options into the specification of a job, and runs the job."""
 
 import importlib.util
 import os

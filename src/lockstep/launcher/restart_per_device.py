@@ -1,6 +1,7 @@
-"""One process per device of this machine: choosing the devices, and restarting a script with a worker each.
+"""Restarts the script of a `MirroredStrategy` with one worker per device of this host.
 
-Everything except `restart_per_device` is pure.
+Everything except `restart_per_device` is pure. How `lockstep run` gives each worker its GPUs is in
+`lockstep.launcher.gpu_assignment`.
 """
 
 import os

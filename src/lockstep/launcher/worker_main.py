@@ -1,7 +1,7 @@
-"""The main program of a worker: joins its job, then runs the user's script.
+"""The main program of a worker: enters its job, then runs the user's script.
 
-The agent starts it, or a process that the user started. Most modules are imported late, because this process
-must first be bound to the life of the agent.
+The fork server starts it, or a process that the user started by hand. Most modules are imported late, because
+this process must first be bound to the life of the agent.
 """
 
 import os

@@ -318,7 +318,7 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     state = state.with_phase(Phase.JOINING, *locating)
     if not event.whole:
         return Decision(state, positions, "the chief reported the training position")
-    admission = replace(state.admission, given=True, asked=Notice.NOTHING)
+    admission = replace(state.admission, given=True, posted=Notice.NOTHING)
     return _admit(replace(state, admission=admission), now, "").after(*positions)
 
 
@@ -370,12 +370,12 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
         outcome, deadline = JobOutcome(1, message, late, Evidence.STACK), now + state.limits.look
         looking = replace(state.shutdown, stage=Stage.LOOKING, outcome=outcome, deadline=deadline)
         return Decision(replace(state, shutdown=looking), tuple(map(DumpStack, late)), message)
-    last = dict(state.noticed).get(late, now - state.limits.notice)
+    last = dict(state.reported_late).get(late, now - state.limits.repeat)
     text = f"worker {worker} has waited {waited} for {name_workers(late)} in {event.what}"
-    if event.seconds < state.limits.notice or now - last < state.limits.notice:
+    if event.seconds < state.limits.repeat or now - last < state.limits.repeat:
         return Decision(state, reason=text)
-    noticed = dict(state.noticed) | {late: now}
-    return Decision(replace(state, noticed=tuple(noticed.items())), (ShowMessage(text),), text)
+    reported_late = dict(state.reported_late) | {late: now}
+    return Decision(replace(state, reported_late=tuple(reported_late.items())), (ShowMessage(text),), text)
 
 
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
@@ -572,7 +572,7 @@ def _next_view(state: State, how: str, now: float) -> Decision:
         return _admit(state, now, how)
     view = place(state.view.replicas, staying, state.view.number + 1)
     reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
-    admission = replace(state.admission, asked=Notice.NOTHING, unreported="")
+    admission = replace(state.admission, posted=Notice.NOTHING, unreported="")
     state = replace(state, view=view, view_since=now, admission=admission)
     return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
 
@@ -613,7 +613,7 @@ def _why(state: State, how: str) -> str:
 
 
 def _reconciled(decision: Decision, now: float) -> Decision:
-    """Start missing workers, and request from the members what joiners need."""
+    """Start missing workers, and ask the members for what joiners need."""
     state, size, admission = decision.state, decision.state.size, decision.state.admission
     if state.stage is not Stage.RUNNING or not state.elastic or not size.wanted:
         return decision
@@ -631,13 +631,13 @@ def _reconciled(decision: Decision, now: float) -> Decision:
         state = replace(state, workers={**state.workers, **joiners})
         actions = tuple(map(StartWorker, joiners))
     if not admission.given:
-        members, request = len(state.staying), Notice.NOTHING
+        members, notice = len(state.staying), Notice.NOTHING
         if state.ready or members > size.wanted or members < size.min_workers:
-            request = Notice.CHANGE
+            notice = Notice.CHANGE
         elif state.within(Phase.LOCATING):
-            request = Notice.POSITION
-        if request is not admission.asked:
-            admission, actions = replace(admission, asked=request), (*actions, AskMembers(request))
+            notice = Notice.POSITION
+        if notice is not admission.posted:
+            admission, actions = replace(admission, posted=notice), (*actions, AskMembers(notice))
     state = replace(state, admission=admission)
     return replace(decision, state=state, actions=(*decision.actions, *actions))
 

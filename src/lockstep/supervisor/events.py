@@ -147,7 +147,7 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class AskMembers:
-    """Send the members of the view a request, or withdraw it."""
+    """Post a notice to the members of the view; it replaces the one before."""
 
     notice: Notice
 
