@@ -47,7 +47,7 @@ class Worker:
         waits: since when it waits for what the agent says; None if it does not.
         inbox: what the agent said, and it has not read.
         outbox: what it said, and the agent has not heard, with the step at which it was.
-        request: what the chief had found when it arrived in the last call.
+        notice: what the chief had found when it arrived in the last call.
         saves: whether it ends at the end of its step.
         struck: whether its fate has struck.
         dismissed: whether it was told to leave.
@@ -65,7 +65,7 @@ class Worker:
     waits: float | None = None
     inbox: list[View | str] = field(default_factory=list)
     outbox: list[tuple[Event, int]] = field(default_factory=list)
-    request: Notice = Notice.NOTHING
+    notice: Notice = Notice.NOTHING
     alive: bool = True
     hung: bool = False
     saves: bool = False
@@ -256,7 +256,7 @@ class Workers:
         members = [self.workers[worker] for worker in view.workers]
         self.commit(view, members)
         for one in members:
-            one.step, one.phase, one.request = self.committed, "between", self._passed_on
+            one.step, one.phase, one.notice = self.committed, "between", self._passed_on
             self.then(one, 0.2, self._end_step)
 
     def _end_step(self, one: Worker) -> None:
@@ -264,9 +264,9 @@ class Workers:
             return
         assert one.view is not None
         is_chief = one.number == one.view.chief
-        if one.request is Notice.POSITION and is_chief:
+        if one.notice is Notice.POSITION and is_chief:
             self._give_position(one)
-        elif one.request is Notice.CHANGE:
+        elif one.notice is Notice.CHANGE:
             one.phase = "changing"
             if is_chief:
                 self.then(one, 0.5, self._give_state)

@@ -147,8 +147,8 @@ def render(action: Action) -> str:
             return f"view {view.number} of {name_workers(view.workers)}"
         case StartWorker(worker):
             return f"start worker {worker}"
-        case AskMembers(request):
-            return f"ask the members for {request.name}"
+        case AskMembers(notice):
+            return f"ask the members for {notice.name}"
         case SendPosition(worker):
             return f"tell worker {worker} where the training is"
         case SignalWorker(worker, number):

@@ -121,8 +121,8 @@ class Agent:
                     self._begin_view(instruction)
                 case StartProcess(worker):
                     self._asked[worker] = instruction
-                case PostNotice(request) if self._exchange is not None:
-                    self._exchange.post_notice(request)
+                case PostNotice(notice) if self._exchange is not None:
+                    self._exchange.post_notice(notice)
                 case DropOutput(drops):
                     self.console.drops = drops
                 case DeliverPosition(worker) if self._state is not None:
@@ -142,13 +142,13 @@ class Agent:
                     self.loop.unwatch(self.coordinator.fileno())
                     self._end(EndHost(0.0))
                     return
-        # Last, since it takes a while: the members have been told by now what they need to know.
+        # Last, because it may block: the members already have their messages.
         self._start_asked()
 
     # Starting.
 
     def _start_asked(self) -> None:
-        """Start workers in the order in which they were asked for, each as soon as the starter is ready."""
+        """Start workers in the order of the instructions, each as soon as the starter is ready."""
         if self._waits_at is not None:
             self.loop.unwatch(self._waits_at)
             self._waits_at = None

@@ -74,8 +74,9 @@ from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
-from lockstep.system.exit_status import unkillable, whose_lines
+from lockstep.system.exit_status import unkillable
 from lockstep.system.paths import RunPaths
+from lockstep.system.prose import whose_lines
 from lockstep.topology import View
 from lockstep.worker.script import Script
 
@@ -348,7 +349,7 @@ class Coordinator:
             case AllReported() if self._stops:
                 self._stop()
             case AllReported():
-                # It comes after its deadline.
+                # The deadline has passed, and the stop is decided.
                 pass
             case HostEnded():
                 self._ended = report

@@ -1,1 +1,1 @@
-"""How processes that a user starts by hand find each other and become the workers of one job."""
+"""How processes that a user starts by hand find each other and become workers of one job; no training."""

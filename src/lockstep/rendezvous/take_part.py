@@ -53,8 +53,8 @@ _followed: set[str | None] = set()
 def take_part() -> None:
     """Follow the `TF_CONFIG` of this process; called whenever a strategy is created or entered.
 
-    This returns in a worker of a job, and in a process that trains alone: without `TF_CONFIG`, as the only
-    training task, or as an evaluator. One of several training tasks waits for the other ones, and then
+    This returns in a worker of a job, and in a process that needs no other one: without `TF_CONFIG`, as the
+    only training task, or as an evaluator. One of several training tasks waits for the other ones, and then
     restarts its script as a worker. A parameter server exits.
 
     Raises:

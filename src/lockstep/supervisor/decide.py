@@ -65,8 +65,8 @@ from lockstep.supervisor.state import (
     State,
     WorkerRecord,
 )
-from lockstep.system.exit_status import describe_exit, shell_status, signal_name, whose_lines
-from lockstep.system.prose import count, name_workers
+from lockstep.system.exit_status import describe_exit, shell_status, signal_name
+from lockstep.system.prose import count, name_workers, whose_lines
 from lockstep.topology import place
 
 

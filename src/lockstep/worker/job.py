@@ -287,11 +287,11 @@ class Job:
         Raises:
             PeerLostError: the job is over.
         """
-        request = Notice(self.communicator.notice)
-        if request is Notice.POSITION and self.is_chief:
+        notice = Notice(self.communicator.notice)
+        if notice is Notice.POSITION and self.is_chief:
             self.membership.hand_over(take(False), whole=False)
             self.membership.prepare(take(True))
-        elif request is Notice.CHANGE:
+        elif notice is Notice.CHANGE:
             lost = PeerLostError("the workers change")
             try:
                 if self.is_chief:
