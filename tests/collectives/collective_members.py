@@ -69,7 +69,7 @@ class Control(Protocol):
 
     def abort(self, reason: str) -> None: ...
 
-    def leave_notice(self, notice: int) -> None: ...
+    def post_notice(self, notice: int) -> None: ...
 
     def signal(self, position: int, number: int) -> None: ...
 
@@ -171,8 +171,8 @@ class _ThreadControl:
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)
 
-    def leave_notice(self, notice: int) -> None:
-        self.hub.leave_notice(notice)
+    def post_notice(self, notice: int) -> None:
+        self.hub.post_notice(notice)
 
     def signal(self, position: int, number: int) -> None:
         raise NotImplementedError("a thread gets no signals")
@@ -268,8 +268,8 @@ class _ProcessControl:
     def abort(self, reason: str) -> None:
         self._segment.abort(reason)
 
-    def leave_notice(self, notice: int) -> None:
-        self._segment.leave_notice(notice)
+    def post_notice(self, notice: int) -> None:
+        self._segment.post_notice(notice)
 
     def signal(self, position: int, number: int) -> None:
         process, _ = self._members[position]

@@ -279,7 +279,7 @@ def test_all_members_see_a_notice_from_the_same_call_on(world: World) -> None:
         if waiting == {0, 1}:
             # The first member is in the call already: it has seen that there is none.
             waiting.add(2)
-            control.leave_notice(7)
+            control.post_notice(7)
             control.release(2)
 
     seen = values(world.run(plan_of(3, 3), notices, 6, settings=Settings(quick_reports()), listen=listen))

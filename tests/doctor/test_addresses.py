@@ -20,7 +20,7 @@ from lockstep.doctor.addresses import LONGEST_WAIT, Place, examine_tf_config, ju
 from lockstep.doctor.finding import Finding, Rating
 from lockstep.errors import ConfigError, PeerStuckError
 from lockstep.rendezvous.addresses import check_free, resolve
-from lockstep.rendezvous.waiting import WaitNotices
+from lockstep.rendezvous.waiting import WaitMessages
 from lockstep.system.environment import tf_config
 
 HOSTS = {"localhost": "127.0.0.1", "here": "127.0.0.1", "elsewhere": "192.0.2.1", "127.0.0.1": "127.0.0.1"}
@@ -94,7 +94,7 @@ def test_two_workers_of_this_machine(free: Callable[[], int]) -> None:
 
 
 def test_a_script_waits_as_long_as_is_said() -> None:
-    patient = WaitNotices("worker 0", 0.0)
+    patient = WaitMessages("worker 0", 0.0)
     patient.line(LONGEST_WAIT - 1)
     with pytest.raises(PeerStuckError):
         patient.line(LONGEST_WAIT)

@@ -77,7 +77,7 @@ class Hub:
                 self._reason = reason
             self._changed.notify_all()
 
-    def leave_notice(self, notice: int) -> None:
+    def post_notice(self, notice: int) -> None:
         """Set the notice of the view; all members see it from the same call on."""
         self._notice = notice
 

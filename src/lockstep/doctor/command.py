@@ -7,7 +7,6 @@ import sys
 import traceback
 from pathlib import Path
 
-from lockstep.agent.command import fill_standard_descriptors, let_go_of_stdout
 from lockstep.doctor import report
 from lockstep.doctor.checkup import Surroundings, examine
 from lockstep.doctor.finding import worst
@@ -19,6 +18,7 @@ from lockstep.doctor.watching import log_once, watch
 from lockstep.errors import InternalError, LockstepError, UnfitError
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
+from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 
 
 def check(*, as_json: bool, train: bool) -> int:
@@ -89,7 +89,7 @@ def _write(text: str) -> None:
 
 
 def _close_stdout(error: OSError) -> None:
-    let_go_of_stdout()
+    discard_stdout()
     # A reader such as head closes the pipe once it has enough.
     if not isinstance(error, BrokenPipeError):
         raise UnfitError(f"cannot write the report: {error.strerror}") from None

@@ -13,8 +13,16 @@ from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import CheckpointError, DisagreementError, InternalError, PeerLostError
-from lockstep.protocol.endpoint import Endpoint
-from lockstep.protocol.worker import AgentMessage, JobOver, Leave, NewView, Position, StateReply, Welcome
+from lockstep.protocol.worker import (
+    AgentMessage,
+    Endpoint,
+    JobOver,
+    Leave,
+    NewView,
+    Position,
+    StateReply,
+    Welcome,
+)
 from lockstep.system.environment import WorkerConfig
 from lockstep.topology import View, place
 from lockstep.transport.state_transport import StateTransport

@@ -112,7 +112,7 @@ class ControlSegment:
         self._words[(_ARRIVALS + position * _LINE) // 4 + 1] = 1
         futex.wake(self.address(position))
 
-    def leave_notice(self, notice: int) -> None:
+    def post_notice(self, notice: int) -> None:
         """Set the notice; all members see it from the same call on. Does nothing once closed."""
         if not self.control.closed:
             self._words[_NOTICE // 4] = notice

@@ -1,6 +1,7 @@
-"""One process per device of this machine: choosing the devices, and restarting a script with a worker each.
+"""Restarts the script of a `MirroredStrategy` with one worker per device of this host.
 
-Everything except `restart_once_a_device` is pure.
+Everything except `restart_per_device` is pure. How `lockstep run` gives each worker its GPUs is in
+`lockstep.launcher.gpu_assignment`.
 """
 
 import os
@@ -13,8 +14,9 @@ from dataclasses import dataclass
 from lockstep.errors import ConfigError
 from lockstep.system import invocation
 from lockstep.system.environment import hide_gpus, visible_gpus
-from lockstep.system.notes import flush_streams, note
+from lockstep.system.notes import note
 from lockstep.system.prose import count
+from lockstep.system.standard_streams import flush_streams
 from lockstep.worker import job
 
 _NAME = re.compile(r"/?(?:device:)?(CPU|GPU):(\d+)", re.ASCII | re.IGNORECASE)
@@ -40,7 +42,7 @@ class Restart:
     hides_gpus: bool
 
 
-def restart_once_a_device(devices: Sequence[str] | None) -> None:
+def restart_per_device(devices: Sequence[str] | None) -> None:
     """Return if this process computes alone; otherwise become a command with one worker per device.
 
     This returns in a worker of a job, whose command has chosen the devices, and in a plain program that needs

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import ConfigError
-from lockstep.launcher.local_devices import decide
+from lockstep.launcher.restart_per_device import decide
 
 FOUR = ("4", "5", "6", "7")
 
@@ -68,9 +68,9 @@ def test_what_cannot_be_meant_is_named(devices: list[str], gpus: tuple[str, ...]
 SCRIPT = """
 import sys
 from lockstep.worker import job
-from lockstep.launcher.local_devices import restart_once_a_device
-restart_once_a_device(["CPU:0", "CPU:1"])
-restart_once_a_device(["CPU:0", "CPU:1", "CPU:2"])
+from lockstep.launcher.restart_per_device import restart_per_device
+restart_per_device(["CPU:0", "CPU:1"])
+restart_per_device(["CPU:0", "CPU:1", "CPU:2"])
 job.current().communicator.barrier()
 print(job.current().worker, job.current().view.replicas, sys.argv[1:], __name__)
 """

@@ -1,4 +1,7 @@
-"""The command's side of a job: it starts the agent, passes signals on, and cleans up if the agent dies."""
+"""The process of a job's coordinator and agent, as the command sees it.
+
+The command forks it, passes signals on to it, and ends what it leaves behind if it dies.
+"""
 
 import math
 import os
@@ -15,69 +18,60 @@ from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import Stop
 from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
-from lockstep.system.notes import flush_streams, note
+from lockstep.system.notes import note
 from lockstep.system.prctl import adopt_orphans
+from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.packet_channel import PacketChannel
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _STOP_PATIENCE = 10.0
-"""Seconds beyond the grace after which an agent that was told to stop is hung: it gives workers 3 to end and
-1 to be killed, and 5 to what they have started."""
-_HURRY_PATIENCE = 2.0
+"""Seconds beyond the grace period until a process that was told to stop counts as hung: it gives workers 3 to
+exit and 1 to be killed, and the processes that they started 5."""
+_SECOND_STOP_PATIENCE = 2.0
+
+Serve = Callable[[Channel[Stop, Stop]], int]
+"""Runs a job, given its channel to the command; returns the exit status."""
 
 
-def run_under_agent(be_agent: Callable[[Channel[Stop, Stop]], int], grace: float) -> int:
-    """Fork the process of coordinator and agent; return its exit status once no process of the job is left.
+def run_in_job_process(serve: Serve, grace: float) -> int:
+    """Run a job in a new process; return its exit status once no process of the job remains.
 
     Args:
-        be_agent: what it does with its channel to this process; its result is the exit status.
-        grace: seconds that it may take for a checkpoint after SIGTERM.
+        serve: runs the job in that process.
+        grace: seconds that the job may take for a checkpoint after SIGTERM.
 
     Raises:
-        UnfitError: no process can be started.
+        UnfitError: the process cannot be started.
     """
     heard = tuple(number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
-    # Until both sides have their handlers a signal must wait: it would end one of them only.
+    # A signal must wait until both processes have their handlers: otherwise it would end only one of them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     spare = children_now()
     adopt_orphans()
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     flush_streams()
     try:
-        agent = os.fork()
+        process = os.fork()
     except OSError as error:
         raise UnfitError(f"no process can be started: {error.strerror}") from None
-    if agent == 0:
+    if process == 0:
         mine.close()
-        _become_agent(PacketChannel(theirs, Stop), be_agent)
+        _become_job_process(PacketChannel(theirs, Stop), serve)
     theirs.close()
     with mine:
-        return _Watch(agent, PacketChannel(mine, Stop), LinuxDescendants(spare), grace).run(heard)
+        return _Watch(process, PacketChannel(mine, Stop), LinuxDescendants(spare), grace).run(heard)
 
 
-def fill_standard_descriptors() -> None:
-    """Open what the caller closed (`>&-`): else a file of ours becomes the person's terminal."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-
-
-def let_go_of_stdout() -> None:
-    """Let what stdout has not taken be lost: it would be written again at the end of this process."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _become_agent(command: Channel[Stop, Stop], be_agent: Callable[[Channel[Stop, Stop]], int]) -> None:
+def _become_job_process(command: Channel[Stop, Stop], serve: Serve) -> None:
     status = 1
     try:
         os.setsid()
         adopt_orphans()
         for number in _SIGNALS:
-            # The command speaks for the person. Not SIG_IGN: the workers would inherit that.
+            # The command forwards signals. Not SIG_IGN, which the workers would inherit.
             signal.signal(number, _no_op)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        status = be_agent(command)
+        status = serve(command)
     except (LockstepError, OSError) as error:
         note(str(error))
         status = 2
@@ -88,12 +82,12 @@ def _become_agent(command: Channel[Stop, Stop], be_agent: Callable[[Channel[Stop
 
 
 class _Watch:
-    """Waits for the agent to end, and passes signals on."""
+    """Waits for the process of a job to end, and passes signals on to it."""
 
     def __init__(
-        self, agent: int, channel: Channel[Stop, Stop], descendants: LinuxDescendants, grace: float
+        self, process: int, channel: Channel[Stop, Stop], descendants: LinuxDescendants, grace: float
     ) -> None:
-        self._agent = agent
+        self._process = process
         self._channel = channel
         self._descendants = descendants
         self._grace = grace
@@ -101,8 +95,8 @@ class _Watch:
         self._deadline: float | None = None
 
     def run(self, heard: Sequence[int]) -> int:
-        """Return the job's exit status."""
-        ended = os.pidfd_open(self._agent)
+        """Return the job's exit status; `heard` are the signals to pass on."""
+        ended = os.pidfd_open(self._process)
         wake, woken = socket.socketpair()
         with wake, woken:
             wake.setblocking(False)
@@ -116,6 +110,7 @@ class _Watch:
         return self._conclude(in_time)
 
     def _wait(self, ended: int, woken: socket.socket) -> bool:
+        """Return whether the process ended by itself: True, or False if it hangs after a signal."""
         while True:
             patience = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
             ready, _, _ = select.select([ended, woken.fileno()], [], [], patience)
@@ -128,29 +123,30 @@ class _Watch:
 
     def _pass_on(self, number: int) -> None:
         grace = self._grace if number == signal.SIGTERM else 0.0
-        patience = grace + _STOP_PATIENCE if self._stopped_by is None else _HURRY_PATIENCE
+        patience = grace + _STOP_PATIENCE if self._stopped_by is None else _SECOND_STOP_PATIENCE
         self._stopped_by = self._stopped_by or number
         self._deadline = min(time.monotonic() + patience, self._deadline or math.inf)
-        # An agent that is gone, or so far behind that this is lost, is dealt with by the deadline.
+        # If this cannot be sent, because the process has ended or is far behind, the deadline applies.
         self._channel.send(Stop(number))
 
     def _conclude(self, in_time: bool) -> int:
         if not in_time:
-            os.kill(self._agent, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(self._agent, 0)[1])
+            os.kill(self._process, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
         left = self._descendants.end(grace=0)
         if left:
             note(unkillable(left))
         if not in_time and self._stopped_by is not None:
             name = signal_name(self._stopped_by)
             note(
-                f"stopped by {name}; the agent (process {self._agent}) did not respond in time and was killed"
+                f"stopped by {name}; the agent (process {self._process}) did not respond in time and was "
+                "killed"
             )
             return 128 + self._stopped_by
         if status < 0:
-            note(f"the agent (process {self._agent}) {describe_exit(status)}; so was the whole job")
+            note(f"the agent (process {self._process}) {describe_exit(status)}, which ended the job")
         return shell_status(status)
 
 
 def _no_op(number: int, frame: FrameType | None) -> None:
-    """The signal arrives through the wakeup descriptor, or not at all."""
+    """Do nothing: a signal arrives through the wakeup descriptor, or is ignored."""

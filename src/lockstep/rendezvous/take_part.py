@@ -1,8 +1,8 @@
-"""How processes that a person starts, each with its own `TF_CONFIG`, become the workers of one job.
+"""How processes that a user starts by hand, each with its own `TF_CONFIG`, take part in one job.
 
-The first of them starts a coordinator, which all find by the addresses of their tasks. When all are there,
-each begins its script again, in the place of its process: then it is a worker from its first line on, like
-those of `lockstep run`.
+The first process starts a coordinator, which all processes find by the addresses of their tasks. Once the
+coordinator admits a process, the process restarts its script in place (`exec`), and so is a worker from the
+first line on, as with `lockstep run`.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ from lockstep.system.environment import (
     worker_environment,
 )
 from lockstep.system.invocation import Invocation, own
-from lockstep.system.notes import flush_streams, note
+from lockstep.system.notes import note
+from lockstep.system.standard_streams import flush_streams
 from lockstep.worker import job
 from lockstep.worker.script import Script
 
@@ -50,16 +51,16 @@ _followed: set[str | None] = set()
 
 
 def take_part() -> None:
-    """Do what `TF_CONFIG` says of this process; called whenever a strategy is made or entered.
+    """Follow the `TF_CONFIG` of this process; called whenever a strategy is created or entered.
 
-    Returns in a worker of a job, and in a process that trains by itself: without `TF_CONFIG`, as the only
-    task that trains, and as an evaluator. A process that is one of several tasks which train waits for the
-    others, and then begins its script again as a worker. A parameter server ends.
+    This returns in a worker of a job, and in a process that needs no other one: without `TF_CONFIG`, as the
+    only training task, or as an evaluator. One of several training tasks waits for the other ones, and then
+    restarts its script as a worker. A parameter server exits.
 
     Raises:
-        ConfigError: `TF_CONFIG` is wrong, or came too late; or the tasks of several processes do not fit.
-        PeerStuckError: others have not come in time.
-        UnfitError: this machine cannot do it.
+        ConfigError: `TF_CONFIG` is invalid or was set too late, or the processes do not fit together.
+        PeerStuckError: the wait for the other tasks exceeded its limit.
+        UnfitError: the coordinator cannot be started or reached.
     """
     text = tf_config_now()
     if job.is_worker():
@@ -88,7 +89,7 @@ def _has_others(config: TaskConfig) -> bool:
 
 def _follow(config: TaskConfig, text: str) -> None:
     if config.environment == RUN:
-        # A worker of `lockstep run` has started this process for something else.
+        # A worker of `lockstep run` started this process, which is not one of its tasks.
         return
     if config.task_type == "ps":
         note("a parameter server has nothing to do: the workers hold the whole state")
@@ -100,7 +101,7 @@ def _follow(config: TaskConfig, text: str) -> None:
 
 
 def _become_worker(config: TaskConfig, text: str) -> NoReturn:
-    """Wait until all tasks that train are there, and begin the script of this process again."""
+    """Wait until the job admits this process, and restart its script as a worker."""
     tasks = tuple(
         Task(kind, index, address, resolve(address, f"{kind} {index}"))
         for kind, index, address in training_tasks(config.cluster)
@@ -149,7 +150,7 @@ def _check_size(arrival: Arrival) -> None:
 
 
 def _environment(worker: WorkerConfig, text: str, backend: str, shares: bool) -> dict[str, str]:
-    """Return what the worker finds: what the person has decided stays."""
+    """Return the environment of the worker; it keeps the user's own settings."""
     before = environment_at_start() | {"TF_CONFIG": text}
     gpus = ",".join(visible_gpus()) or None
     after = worker_environment(worker, before, backend=backend, devices=gpus, shared=shares)
@@ -158,12 +159,12 @@ def _environment(worker: WorkerConfig, text: str, backend: str, shares: bool) ->
 
 
 def _meet(arrival: Arrival) -> tuple[Admitted, int]:
-    """Wait to be admitted; return what is told then, and the descriptor of the socket."""
+    """Wait to be admitted; return that message, and the descriptor of the socket."""
     name = arrival.task.name
     waiting = RendezvousWait(name)
     for _ in range(_MOST_COORDINATORS):
         connection = _connect(arrival)
-        # One that has ended meanwhile gives no answer.
+        # A coordinator that has ended does not answer.
         with contextlib.suppress(ConnectionError):
             socket.send_fds(connection, [encode(arrival)], _terminal())
         if admitted := waiting.answer(connection):
@@ -173,7 +174,7 @@ def _meet(arrival: Arrival) -> tuple[Admitted, int]:
 
 
 def _terminal() -> tuple[int, ...]:
-    """Return the descriptor where notes can be shown, if there is one."""
+    """Return the descriptor of stderr, for notes, if it is open."""
     try:
         os.fstat(2)
     except OSError:
@@ -194,7 +195,7 @@ def _program() -> Invocation:
 
 
 def _backend() -> Choice:
-    # What the script has set is in the environment by now.
+    # The environment has the settings of the script by now.
     refuse_legacy_keras(legacy_keras())
     variable, configured = keras_backend()
     wishes = Wishes(variable=variable, configured=configured)
@@ -202,7 +203,7 @@ def _backend() -> Choice:
 
 
 def _connect(arrival: Arrival) -> socket.socket:
-    """Return a connection to the coordinator, which is started if there is none."""
+    """Return a connection to the coordinator; start one if there is none."""
     places = [task.place for task in arrival.tasks]
     begun = said = time.monotonic()
     while (now := time.monotonic()) - begun < _PATIENCE:
@@ -210,7 +211,7 @@ def _connect(arrival: Arrival) -> socket.socket:
         if isinstance(claimed, str):
             connection = connect(claimed)
         else:
-            # It waits among those who come: as long as this process lives, the coordinator has a reason to.
+            # Connect before the coordinator starts: it ends when it has no connections.
             connection = connect(places[0])
             _start_coordinator(arrival, claimed)
         if connection is not None:
@@ -218,7 +219,7 @@ def _connect(arrival: Arrival) -> socket.socket:
         if now - said >= _SAY_EVERY:
             said = now
             note(f"{arrival.task.name} waits for {holder(str(claimed))} to accept a connection at {claimed}")
-        # Somebody is about to listen, or about to end.
+        # The process that has the name is about to listen, or to end.
         time.sleep(_PAUSE)
     raise UnfitError(
         f"{holder(str(claimed))} holds {claimed} but has accepted no connection for "
