@@ -39,7 +39,8 @@ from chaos_faults import (
 from lockstep.agent.agent import Agent
 from lockstep.agent.exchange import open_shared
 from lockstep.agent.starter import LocalStarter
-from lockstep.checkpoint.store import Store, load
+from lockstep.checkpoint.checkpoint_files import load
+from lockstep.checkpoint.store import Store
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.launcher.launcher import Launch, LocalHandle

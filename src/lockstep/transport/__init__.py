@@ -1,1 +1,1 @@
-"""How messages and states travel on one machine: sockets, queues and memory behind the contracts."""
+"""Transports of messages and states on one machine: sockets, queues and memory."""

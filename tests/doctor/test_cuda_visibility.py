@@ -1,9 +1,9 @@
-"""What CUDA makes of `CUDA_VISIBLE_DEVICES`."""
+"""The GPUs that CUDA shows for values of `CUDA_VISIBLE_DEVICES`."""
 
 import pytest
 
+from lockstep.doctor.cuda_visibility import visibility
 from lockstep.doctor.gpus import Gpu
-from lockstep.doctor.shown import shown
 
 GPUS = (
     Gpu(0, uuid="GPU-aa11"),
@@ -13,7 +13,7 @@ GPUS = (
 
 
 @pytest.mark.parametrize(
-    ("listed", "places"),
+    ("listed", "indices"),
     [
         (None, (0, 1, 2)),
         ("", ()),
@@ -23,7 +23,7 @@ GPUS = (
         ("2,0", (2, 0)),
         (" 1 , 2 ", (1, 2)),
         ("0,-1,2", (0,)),
-        # CUDA takes the number that a name begins with.
+        # CUDA uses the number at the beginning of a name.
         ("1gpu,+2", (1, 2)),
         ("GPU-bb33,GPU-aa11", (2, 0)),
         ("GPU-b", (2,)),
@@ -31,19 +31,19 @@ GPUS = (
         ("MIG-1111,MIG-1122", (1, 1)),
     ],
 )
-def test_what_cuda_takes(listed: str | None, places: tuple[int, ...]) -> None:
-    found = shown(GPUS, listed)
-    assert (found.places, found.problem) == (places, "")
+def test_values_that_cuda_accepts(listed: str | None, indices: tuple[int, ...]) -> None:
+    found = visibility(GPUS, listed)
+    assert (found.indices, found.problem) == (indices, "")
 
 
 @pytest.mark.parametrize(
-    ("listed", "places", "problem"),
+    ("listed", "indices", "problem"),
     [
         ("0,7", (0,), "'7' is none of the 3 GPUs here"),
         ("7,0", (), "'7' is none of the 3 GPUs here"),
         ("0,7,1", (0,), "'7' is none of"),
         ("GPU-cc", (), "'GPU-cc' is none of"),
-        # It means two.
+        # It matches two GPUs.
         ("GPU-aa", (), "'GPU-aa' is none of"),
         ("MIG-9", (), "'MIG-9' is none of"),
         ("all", (), "'all' is none of"),
@@ -54,18 +54,18 @@ def test_what_cuda_takes(listed: str | None, places: tuple[int, ...]) -> None:
         ("0,0", (), "'0' is listed twice"),
         ("1,0,2,1", (), "'1' is listed twice"),
         ("GPU-bb33,GPU-b", (), "'GPU-b' is listed twice"),
-        # It stops before it comes to that.
+        # CUDA stops before this entry.
         ("1,9,1", (1,), "'9' is none of"),
     ],
 )
-def test_what_cuda_does_not_take(listed: str, places: tuple[int, ...], problem: str) -> None:
-    found = shown(GPUS, listed)
-    assert found.places == places
+def test_values_that_cuda_does_not_accept(listed: str, indices: tuple[int, ...], problem: str) -> None:
+    found = visibility(GPUS, listed)
+    assert found.indices == indices
     assert found.problem.startswith(problem)
 
 
-def test_numbers_and_uuids_are_told_apart() -> None:
-    assert [shown(GPUS, listed).by_number for listed in ("0", "GPU-aa11", "", None)] == [
+def test_numbers_and_uuids_are_distinguished() -> None:
+    assert [visibility(GPUS, listed).by_number for listed in ("0", "GPU-aa11", "", None)] == [
         True,
         False,
         False,
@@ -73,10 +73,10 @@ def test_numbers_and_uuids_are_told_apart() -> None:
     ]
 
 
-def test_a_name_that_is_empty_is_not_the_only_gpu() -> None:
-    assert shown(GPUS[:1], ",0").places == ()
+def test_an_empty_name_matches_no_gpu() -> None:
+    assert visibility(GPUS[:1], ",0").indices == ()
 
 
 def test_on_a_machine_without_gpus() -> None:
-    assert shown((), None).places == ()
-    assert shown((), "0").problem.startswith("'0' is none of the 0 GPUs here")
+    assert visibility((), None).indices == ()
+    assert visibility((), "0").problem.startswith("'0' is none of the 0 GPUs here")
