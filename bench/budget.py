@@ -32,7 +32,7 @@ def measure(backend: str, work: Work, workers: int, replicas: int) -> None:
         programs = [
             run_lockstep(DIVIDED, script, workers, replicas, backend, folder / "divided"),
             train_lockstep(LOCKSTEP, workers, replicas, backend, work, folder / "as-is"),
-            # Of PyTorch's variants, the one with the memory kept.
+            # For PyTorch, the variant that reuses memory.
             peer_programs(replace(ceiling, processes=workers), work)[-1],
         ]
         regime = take_turns(folder, programs, work.turns)

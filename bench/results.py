@@ -60,7 +60,7 @@ class Results:
             program for program in self.programs if program is self.best(program.name.removesuffix(REUSED))
         ]
 
-    def states(self, name: str) -> list[list[tuple[str, str]]]:
+    def states_of(self, name: str) -> list[list[tuple[str, str]]]:
         (program,) = self.variants(name)
         return all_states(program)
 
@@ -70,11 +70,11 @@ class Results:
             same = all(len(set(states(turn))) == 1 for turn in program.answers)
             require(same, f"{program.name}: the weights or losses of the processes differ")
         for program in self.variants(ONE_WORKER):
-            two = [turn[:1] for turn in self.states(LOCKSTEP)]
+            two = [turn[:1] for turn in self.states_of(LOCKSTEP)]
             require(two == all_states(program), "the results of two workers and of one differ")
         for program in self.variants(PLAIN):
             require(
-                self.states(SEAM) == all_states(program),
+                self.states_of(SEAM) == all_states(program),
                 f"the results of one replica and of {program.name} differ",
             )
         for name in self._comparable():
@@ -90,8 +90,8 @@ class Results:
             return
         ours, other = self.best(ratio.program), self.best(ratio.other)
         pairs = zip(self.rates(ours), self.rates(other), strict=True)
-        kept = REUSED if other.name.endswith(REUSED) else ""
-        print_row(ratio.label + kept, [a / b for a, b in pairs], "times", ratio.to_reach)
+        variant = REUSED if other.name.endswith(REUSED) else ""
+        print_row(ratio.label + variant, [a / b for a, b in pairs], "times", ratio.to_reach)
 
     def _comparable(self) -> list[str]:
         """Return the names of the programs that compute the same mathematics as Lockstep."""

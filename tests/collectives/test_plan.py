@@ -138,7 +138,7 @@ def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
 def simulate_packed(plan: ReducePlan, case: Reduce) -> list[str]:
     """Do the same with packed partials."""
     layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
-    totals, shared = [nans(layout.size) for _ in plan.workers], nans(packed_reduce.size(layout, plan))
+    totals, shared = [nans(layout.size) for _ in plan.workers], nans(packed_reduce.packed_size(layout, plan))
     adder, reduces = Adder(), []
     with np.errstate(all="ignore"):
         for position, total in enumerate(totals):

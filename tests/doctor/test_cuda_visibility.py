@@ -39,23 +39,23 @@ def test_values_that_cuda_accepts(listed: str | None, indices: tuple[int, ...]) 
 @pytest.mark.parametrize(
     ("listed", "indices", "problem"),
     [
-        ("0,7", (0,), "'7' is none of the 3 GPUs here"),
-        ("7,0", (), "'7' is none of the 3 GPUs here"),
-        ("0,7,1", (0,), "'7' is none of"),
-        ("GPU-cc", (), "'GPU-cc' is none of"),
+        ("0,7", (0,), "'7' identifies none of the 3 GPUs here"),
+        ("7,0", (), "'7' identifies none of the 3 GPUs here"),
+        ("0,7,1", (0,), "'7' identifies none of"),
+        ("GPU-cc", (), "'GPU-cc' identifies none of"),
         # It matches two GPUs.
-        ("GPU-aa", (), "'GPU-aa' is none of"),
-        ("MIG-9", (), "'MIG-9' is none of"),
-        ("all", (), "'all' is none of"),
-        ("0,,1", (0,), "'' is of another kind than '0'"),
-        (",0", (), "'' is none of"),
-        ("0,GPU-aa22", (0,), "'GPU-aa22' is of another kind than '0'"),
-        ("GPU-aa22,1", (1,), "'1' is of another kind"),
+        ("GPU-aa", (), "'GPU-aa' identifies none of"),
+        ("MIG-9", (), "'MIG-9' identifies none of"),
+        ("all", (), "'all' identifies none of"),
+        ("0,,1", (0,), "'' and '0' are names of different kinds"),
+        (",0", (), "'' identifies none of"),
+        ("0,GPU-aa22", (0,), "'GPU-aa22' and '0' are names of different kinds"),
+        ("GPU-aa22,1", (1,), "'1' and 'GPU-aa22' are names of different kinds"),
         ("0,0", (), "'0' is listed twice"),
         ("1,0,2,1", (), "'1' is listed twice"),
         ("GPU-bb33,GPU-b", (), "'GPU-b' is listed twice"),
         # CUDA stops before this entry.
-        ("1,9,1", (1,), "'9' is none of"),
+        ("1,9,1", (1,), "'9' identifies none of"),
     ],
 )
 def test_values_that_cuda_does_not_accept(listed: str, indices: tuple[int, ...], problem: str) -> None:
@@ -79,4 +79,4 @@ def test_an_empty_name_matches_no_gpu() -> None:
 
 def test_on_a_machine_without_gpus() -> None:
     assert visibility((), None).indices == ()
-    assert visibility((), "0").problem.startswith("'0' is none of the 0 GPUs here")
+    assert visibility((), "0").problem.startswith("'0' identifies none of the 0 GPUs here")

@@ -189,11 +189,15 @@ def test_all_problems_of_a_gpu_are_reported() -> None:
         ("", Rating.FINE, "'' shows no GPU: workers compute on the CPU"),
         ("1", Rating.FINE, "'1' shows GPU 1"),
         ("1,0", Rating.FINE, "'1,0' shows GPU 1 and 0"),
-        ("0,7", Rating.WARNING, "'7' is none of the 2 GPUs here, and CUDA stops there: it shows GPU 0"),
+        (
+            "0,7",
+            Rating.WARNING,
+            "'7' identifies none of the 2 GPUs here, and CUDA stops there: it shows GPU 0",
+        ),
         (
             "GPU-zz",
             Rating.WARNING,
-            "'GPU-zz' is none of the 2 GPUs here, and CUDA stops there: it shows no GPU",
+            "'GPU-zz' identifies none of the 2 GPUs here, and CUDA stops there: it shows no GPU",
         ),
         ("0,0", Rating.WARNING, "'0' is listed twice, which CUDA treats as an error: it shows no GPU"),
     ],
@@ -292,7 +296,7 @@ def test_a_build_without_code_for_a_gpu_is_a_warning() -> None:
         ("jax", (11, 4), "install a driver, 525.60.13 or newer, and a jax built for CUDA"),
         ("jax", None, "pip install 'jax[cuda12]'"),
         ("tensorflow", (12, 8), "pip install 'tensorflow[and-cuda]'"),
-        ("torch", (12, 8), "install it for CUDA 12, as pytorch.org/get-started says"),
+        ("torch", (12, 8), "install it for CUDA 12, as pytorch.org/get-started describes"),
         ("other", (12, 8), "install a other built for CUDA 12"),
     ],
 )

@@ -178,7 +178,7 @@ def test_each_resource_is_judged(changed: dict[str, Any], name: str, rating: Rat
         (
             System("Linux", "x86_64", "4.18", "Function not implemented"),
             Rating.FAILURE,
-            "pidfd_open says 'Function not implemented' (kernel 4.18)",
+            "pidfd_open fails: Function not implemented (kernel 4.18)",
         ),
     ],
 )

@@ -50,11 +50,11 @@ def visibility(gpus: Sequence[GpuNames], listed: str | None) -> Visibility:
     hidden = next((at for at, name in enumerate(names) if name.startswith("-")), len(names))
     for name in names[:hidden] if any(names) else ():
         if _kind(name) != _kind(names[0]):
-            problem = f"{name!r} is of another kind than {names[0]!r}, and CUDA stops there"
+            problem = f"{name!r} and {names[0]!r} are names of different kinds, and CUDA stops there"
             break
         meant = _find(name, gpus)
         if meant is None:
-            problem = f"{name!r} is none of the {count(len(gpus), 'GPU')} here, and CUDA stops there"
+            problem = f"{name!r} identifies none of the {count(len(gpus), 'GPU')} here, and CUDA stops there"
             break
         identity, place = meant
         if identity in found:

@@ -336,7 +336,7 @@ def _install(backend: str, driver: Driver) -> str:
     ways = {
         "jax": f"pip install 'jax[cuda{major}]'",
         "tensorflow": "pip install 'tensorflow[and-cuda]'",
-        "torch": f"install it for CUDA {major}, as pytorch.org/get-started says",
+        "torch": f"install it for CUDA {major}, as pytorch.org/get-started describes",
     }
     return ways.get(backend, f"install a {backend} built for CUDA {major}")
 

@@ -78,7 +78,7 @@ def judge_system(system: System) -> Finding:
     if system.unwatched:
         return _ROWS.failure(
             "system",
-            f"workers cannot be watched: pidfd_open says {system.unwatched!r} (kernel {system.kernel})",
+            f"Lockstep cannot watch workers: pidfd_open fails: {system.unwatched} (kernel {system.kernel})",
             "use Linux 5.3 or newer; a sandbox must allow pidfd_open",
             **facts,
         )

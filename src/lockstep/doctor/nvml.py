@@ -26,7 +26,7 @@ _REFUSALS = {
     ),
     "NVMLError_DriverNotLoaded": (
         "NVIDIA's driver is installed, but not loaded",
-        "load it: sudo modprobe nvidia; if that fails, the kernel's log (sudo dmesg) says why",
+        "load it: sudo modprobe nvidia; if that fails, the kernel's log (sudo dmesg) contains the reason",
     ),
     "NVMLError_LibRmVersionMismatch": (
         "the versions of the loaded driver and its library differ: the driver was updated after loading",
@@ -108,7 +108,7 @@ class _Queries:
         # NVML raises the second one if the library is newer than the driver.
         self._errors = (library.NVMLError, getattr(library, "NVMLLibraryMismatchError", library.NVMLError))
 
-    def ask(self, function: str, *arguments: Any) -> Any:
+    def query(self, function: str, *arguments: Any) -> Any:
         """Return the result of a function; None if the device, driver or library does not support it."""
         if not hasattr(self._library, function):
             return None
@@ -122,7 +122,7 @@ class _Queries:
 
     def text(self, function: str, *arguments: Any) -> str | None:
         """Return a text result as one line that is safe to print."""
-        answer = self.ask(function, *arguments)
+        answer = self.query(function, *arguments)
         return None if answer is None else _plain(answer)
 
 
@@ -145,11 +145,11 @@ def _with_driver(library: Any, devices: tuple[str, ...]) -> GpuReading:
     version = queries.text("nvmlSystemGetDriverVersion") or "of an unknown version"
     # The first function returns the CUDA version that programs find; it may be newer than the driver's own.
     names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
-    number = next((answer for answer in map(queries.ask, names) if answer), None)
+    number = next((answer for answer in map(queries.query, names) if answer), None)
     driver = Driver(version, None if number is None else (number // 1000, number % 1000 // 10))
-    gpus = tuple(_gpu(library, index) for index in range(queries.ask("nvmlDeviceGetCount") or 0))
+    gpus = tuple(_gpu(library, index) for index in range(queries.query("nvmlDeviceGetCount") or 0))
     if devices and not gpus:
-        remedy = "the kernel's log says why: sudo dmesg | grep -i nvrm"
+        remedy = "the kernel's log contains the reason: sudo dmesg | grep -i nvrm"
         return _nothing(devices, "the driver does not support it", remedy, driver)
     return GpuReading(driver, gpus)
 
@@ -162,27 +162,27 @@ def _gpu(library: Any, index: int) -> Gpu:
             return Gpu(index, fault="this process may not use it", denied=True)
         return Gpu(index, fault=_LOST.get(type(error).__name__, f"it does not respond: {error}"))
     queries = _Queries(library)
-    ask, text = queries.ask, queries.text
-    bus, rates = ask("nvmlDeviceGetPciInfo", handle), ask("nvmlDeviceGetUtilizationRates", handle)
-    _, _, pending, failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
-    kind = ask("nvmlDeviceGetCudaComputeCapability", handle)
+    query, text = queries.query, queries.text
+    bus, rates = query("nvmlDeviceGetPciInfo", handle), query("nvmlDeviceGetUtilizationRates", handle)
+    _, _, pending, failed = query("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+    kind = query("nvmlDeviceGetCudaComputeCapability", handle)
     return Gpu(
         index,
         name=text("nvmlDeviceGetName", handle),
         uuid=text("nvmlDeviceGetUUID", handle),
         bus=None if bus is None else _plain(bus.busId),
-        memory=_memory(ask("nvmlDeviceGetMemoryInfo", handle)),
-        bar1=_memory(ask("nvmlDeviceGetBAR1MemoryInfo", handle), "bar1Total", "bar1Used", "bar1Free"),
-        temperature=ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU),
-        power=_watts(ask("nvmlDeviceGetPowerUsage", handle)),
-        power_limit=_watts(ask("nvmlDeviceGetEnforcedPowerLimit", handle)),
+        memory=_memory(query("nvmlDeviceGetMemoryInfo", handle)),
+        bar1=_memory(query("nvmlDeviceGetBAR1MemoryInfo", handle), "bar1Total", "bar1Used", "bar1Free"),
+        temperature=query("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU),
+        power=_watts(query("nvmlDeviceGetPowerUsage", handle)),
+        power_limit=_watts(query("nvmlDeviceGetEnforcedPowerLimit", handle)),
         utilization=None if rates is None else int(rates.gpu),
         processes=_processes(queries, handle),
-        slowdown=ask(
+        slowdown=query(
             "nvmlDeviceGetTemperatureThreshold", handle, library.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         ),
-        hot=bool((ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _HEAT),
-        repair_pending=bool(pending or ask("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
+        hot=bool((query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _HEAT),
+        repair_pending=bool(pending or query("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
         repair_failed=bool(failed),
         capability=None if kind is None else (int(kind[0]), int(kind[1])),
         instances=_instances(queries, handle),
@@ -194,7 +194,7 @@ def _gpu(library: Any, index: int) -> Gpu:
 def _processes(queries: _Queries, handle: Any) -> tuple[Process, ...] | None:
     """Return the compute and graphics processes, sorted by id; None if the GPU reports neither."""
     kinds = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
-    answer = [running for running in (queries.ask(kind, handle) for kind in kinds) if running is not None]
+    answer = [running for running in (queries.query(kind, handle) for kind in kinds) if running is not None]
     if not answer:
         return None
     memory: dict[int, int | None] = {}
@@ -217,11 +217,11 @@ def _name(queries: _Queries, pid: int) -> str:
 
 
 def _instances(queries: _Queries, handle: Any) -> tuple[str, ...] | None:
-    now, _ = queries.ask("nvmlDeviceGetMigMode", handle) or (0, 0)
+    now, _ = queries.query("nvmlDeviceGetMigMode", handle) or (0, 0)
     if not now:
         return None
-    places = range(queries.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
-    found = [queries.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+    places = range(queries.query("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+    found = [queries.query("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
     names = [queries.text("nvmlDeviceGetUUID", instance) for instance in found if instance is not None]
     return tuple(name for name in names if name is not None)
 

@@ -13,7 +13,7 @@ from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers, Sizes, cached
 from lockstep.collectives.shared.control_segment import ControlSegment
-from lockstep.collectives.shared.packed_reduce import SMALL, size
+from lockstep.collectives.shared.packed_reduce import SMALL, packed_size
 from lockstep.collectives.shared.slice_reduce import SlicePlacement
 from lockstep.errors import InternalError, SharedMemoryError
 from lockstep.system.clock import Clock, SystemClock
@@ -64,7 +64,7 @@ class SharedCommunicator:
             return self._reduce_slices(call, layout, partials)
 
     def _reduce_packed(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
-        needed = Sizes(0, 2 * size(layout, self._plan))
+        needed = Sizes(0, 2 * packed_size(layout, self._plan))
         if not self._fits(needed):
             self._barrier.arrive_and_compare(call, describe=layout.describe)
             self._grow(call, needed)

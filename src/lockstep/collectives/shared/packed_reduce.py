@@ -23,7 +23,7 @@ PackedPartial = Sequence[Array]
 """A partial with one array for each stretch of the layout."""
 
 
-def size(layout: Layout, plan: ReducePlan) -> int:
+def packed_size(layout: Layout, plan: ReducePlan) -> int:
     """Return the bytes of the packed partials that all members of `plan` publish."""
     return layout.size * sum(map(len, plan.published))
 
