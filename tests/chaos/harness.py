@@ -37,7 +37,8 @@ from chaos_faults import (
 )
 
 from lockstep.agent.starter import LocalStarter
-from lockstep.checkpoint.store import Store, load
+from lockstep.checkpoint.checkpoint_files import load
+from lockstep.checkpoint.store import Store
 from lockstep.launcher.launcher import Launch, LocalHandle
 from lockstep.local_job.composition import run_job
 from lockstep.observability.bus import Bus

@@ -89,7 +89,7 @@ def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
 
 STEP = """
 import numpy as np
-from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 keeper = job.current().checkpoints.scheduler
 from lockstep.observability.events import LastStepEnded, StrategyInstalled
 job.current().events.publish(StrategyInstalled("none"))

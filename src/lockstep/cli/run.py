@@ -329,7 +329,8 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
     """Return the checkpoints to save, and the facts in the checkpoint that the job resumes from."""
     if options["checkpoint"] is None:
         return None, {}
-    from lockstep.checkpoint.choice import newest, parse_every, refuse_another_job
+    from lockstep.checkpoint.resume import newest, refuse_another_job
+    from lockstep.checkpoint.scheduler import parse_every
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
@@ -343,7 +344,7 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
 def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
     """Raise ConfigError if the backend differs from the checkpoint's; note changed library versions."""
-    from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
+    from lockstep.checkpoint.resume import note_on_versions, refuse_another_backend
 
     refuse_another_backend(resume, past, backend)
     if text := note_on_versions(resume, past):

@@ -1,4 +1,4 @@
-"""Checkpoints that nobody's job has written: a value or CheckpointError, at once, whatever lies there."""
+"""Folders of any content are read at once, or raise CheckpointError."""
 
 import json
 import os
@@ -14,9 +14,10 @@ from checkpoint_samples import sample
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import checkpoint_files as folder
-from lockstep.checkpoint import choice
-from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint import checkpoint_files, resume
+from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.scheduler import parse_every
+from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 
@@ -44,7 +45,7 @@ anything = st.recursive(
 
 
 def deep(levels: int) -> Any:
-    """A value in as many lists."""
+    """Return a value nested in `levels` lists."""
     value: Any = 1
     for _ in range(levels):
         value = [value]
@@ -52,9 +53,9 @@ def deep(levels: int) -> Any:
 
 
 def seal(path: Path, body: Any, *, text: bytes | None = None) -> None:
-    """Write a manifest with the right checksum."""
+    """Write a manifest with a correct checksum."""
     text = json.dumps(body).encode()[1:] if text is None else text
-    (path / "manifest.json").write_bytes(folder.sealed(text))
+    (path / "manifest.json").write_bytes(checkpoint_files.sealed(text))
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +63,13 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Store(tmp_path_factory.mktemp("kept")).write(sample(1))
 
 
-def looked_at(path: Path) -> Contents | None:
-    """Do with a checkpoint what all commands and jobs do; None if it is refused."""
+def examine(path: Path) -> Contents | None:
+    """Read a checkpoint as commands and jobs do; return None if it is refused."""
     for entry in Store(path.parent).entries():
         assert entry.time >= 0
     try:
         contents = load(path)
-        choice.newest(path.parent, lambda text: None)
+        resume.newest(path.parent, lambda text: None)
     except CheckpointError:
         return None
     return contents
@@ -76,7 +77,7 @@ def looked_at(path: Path) -> Contents | None:
 
 @settings(quick, max_examples=60)
 @given(st.data())
-def test_sealed_manifests_of_any_content(path: Path, data: st.DataObject) -> None:
+def test_manifests_of_any_content(path: Path, data: st.DataObject) -> None:
     size = (path / "state.safetensors").stat().st_size
     whole: dict[str, Any] = {"format": 1, "step": 1, "time": 1.5, "arrays": {}, "manifest": {}, "bytes": size}
     field = data.draw(st.sampled_from([*whole, "job"]))
@@ -86,7 +87,7 @@ def test_sealed_manifests_of_any_content(path: Path, data: st.DataObject) -> Non
     else:
         whole[field] = value
     seal(path, whole)
-    looked_at(path)
+    examine(path)
 
 
 @pytest.mark.parametrize(
@@ -107,13 +108,13 @@ def test_sealed_manifests_of_any_content(path: Path, data: st.DataObject) -> Non
     ],
     ids=range(12),
 )
-def test_sealed_texts_that_are_no_manifest(path: Path, text: bytes) -> None:
+def test_texts_that_are_not_manifests_are_refused(path: Path, text: bytes) -> None:
     seal(path, None, text=text)
-    assert looked_at(path) is None
+    assert examine(path) is None
 
 
 @pytest.mark.parametrize("kind", ["F8_E4M3", "C64", "F4", "I8", "nix", ["F32"]])
-def test_states_of_any_dtype(path: Path, kind: Any) -> None:
+def test_states_of_unsupported_dtypes_are_refused(path: Path, kind: Any) -> None:
     header = json.dumps({"x": {"dtype": kind, "shape": [8], "data_offsets": [0, 8]}}).encode()
     state = struct.pack("<Q", len(header)) + header + bytes(8)
     other = path.parent.parent / f"other-{kind!s:.3}" / "step-000000000001"
@@ -121,7 +122,7 @@ def test_states_of_any_dtype(path: Path, kind: Any) -> None:
     (other / "state.safetensors").write_bytes(state)
     body = {"format": 1, "step": 1, "time": 1, "manifest": {}, "bytes": len(state)}
     seal(other, body | {"arrays": {"x": ["complex64", [8], "00"]}})
-    assert looked_at(other) is None
+    assert examine(other) is None
 
 
 @quick
@@ -135,9 +136,9 @@ def test_packed_values_of_any_kind(packed: Any) -> None:
 @given(
     st.text() | st.from_regex(r"\d+(\.\d*)?[smhd]?", fullmatch=True) | st.sampled_from(["9" * 5000, "0" * 99])
 )
-def test_durations_of_any_text(text: str) -> None:
+def test_intervals_of_any_text(text: str) -> None:
     try:
-        every = choice.parse_every(text)
+        every = parse_every(text)
     except ConfigError:
         return
     assert (every.steps or every.seconds or 0) > 0
@@ -146,11 +147,11 @@ def test_durations_of_any_text(text: str) -> None:
 COMMANDS = """
 import sys
 from pathlib import Path
-from lockstep.checkpoint import choice
+from lockstep.checkpoint import resume
 from lockstep.checkpoint.store_lock import is_training
 from lockstep.checkpoint.store import Store
 folder = Path(sys.argv[1])
-print([entry.fault for entry in Store(folder).entries()], choice.newest(folder, print))
+print([entry.fault for entry in Store(folder).entries()], resume.newest(folder, print))
 try:
     print(is_training(folder))
 except Exception as error:
@@ -158,7 +159,7 @@ except Exception as error:
 """
 
 
-def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
+def test_pipes_and_folders_in_place_of_files_do_not_block(tmp_path: Path) -> None:
     names = ("state.safetensors", "manifest.json")
     paths = [Store(tmp_path, keep=9).write(sample(step)) for step in range(4)]
     for step, (path, name) in enumerate(zip(paths, (*names, *names), strict=True)):
@@ -170,13 +171,13 @@ def test_what_is_no_file_is_never_waited_for(tmp_path: Path) -> None:
     (tmp_path / "step-000000000007").symlink_to("/dev/zero")
     os.mkfifo(tmp_path / "step-000000000008")
     command = [sys.executable, "-c", COMMANDS, str(tmp_path)]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
-    assert told.count("is not a regular file") >= 5
-    assert told.endswith("cannot be read: .training is not a regular file\n")
+    output = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True).stdout
+    assert output.count("is not a regular file") >= 5
+    assert output.endswith("cannot be read: .training is not a regular file\n")
 
 
-def test_a_checkpoint_that_no_job_kept_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_facts_about_a_job_is_refused(tmp_path: Path) -> None:
     for step, job in enumerate([None, [], {"replicas": 0, "seed": 0, "threads": 1}, {"replicas": 1}]):
         Store(tmp_path).write(Contents(step, {"job": job}, {}))
         with pytest.raises(LockstepError, match="was not written by a job: cannot read 'job' in its"):
-            choice.newest(tmp_path, print)
+            resume.newest(tmp_path, print)

@@ -1,11 +1,11 @@
-"""A trial training of one second with two workers, as a test of the whole installation."""
+"""A training of one second with two workers, as a test of the whole installation: command and judgement."""
 
 import json
 import sys
 from pathlib import Path
 
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.programs import Ended
+from lockstep.doctor.programs import ProgramResult
 
 _SECTION = "training"
 WORKERS = 2
@@ -23,7 +23,7 @@ def command(backend: str, folder: Path) -> list[str]:
     ]
 
 
-def judge(backend: str, ended: Ended, folder: Path) -> Finding:
+def judge(backend: str, ended: ProgramResult, folder: Path) -> Finding:
     """Return the finding on the training."""
     name = f"{WORKERS} workers on {backend}"
     if ended.status != 0:
@@ -32,7 +32,7 @@ def judge(backend: str, ended: Ended, folder: Path) -> Finding:
             name,
             Rating.FAILURE,
             f"the training {ended.how()}",
-            "the rows above may say why; otherwise run the same training yourself: "
+            "the rows above may name the cause; otherwise run the same training yourself: "
             f"lockstep run -n {WORKERS} --backend {backend} -m lockstep.doctor.trial_program result.json",
             {"status": ended.status},
         )

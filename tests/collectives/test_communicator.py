@@ -1,4 +1,4 @@
-"""What `Communicator` promises, for every implementation of it."""
+"""The contract `Communicator`, tested for every implementation."""
 
 import re
 
@@ -24,11 +24,11 @@ from collective_scripts import (
     reduce_strided,
     wait_for_the_last,
 )
-from collective_twin import DTYPES, blob_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from reference_sums import DTYPES, blob_of
 
-from lockstep.collectives.contract import Waiting, WaitPolicy
+from lockstep.collectives.contract import PeerWait, WaitPolicy
 from lockstep.errors import InternalError, ModelError, PeerLostError, PeerStuckError
 
 World = Threads | Processes
@@ -85,21 +85,21 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, list[Operation]]:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(job=jobs())
-def test_any_calls(world: World, job: tuple[int, int, list[Operation]]) -> None:
+def test_random_sequences_of_calls(world: World, job: tuple[int, int, list[Operation]]) -> None:
     check(world, *job)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_in_many_blocks(world: World, dtype: str) -> None:
+def test_reduce_supports_every_dtype_in_many_blocks(world: World, dtype: str) -> None:
     check(world, 5, 3, [Reduce(7, ((300, 333), (3, 5), (), (0, 4)), (dtype,) * 4, "replicas")])
 
 
 @pytest.mark.parametrize("workers", range(1, 9))
-def test_the_tutorial_model_with_any_workers(world: World, workers: int) -> None:
+def test_the_tutorial_model_with_any_number_of_workers(world: World, workers: int) -> None:
     check(world, 8, workers, [Reduce(3, CNN, ("float32",) * 6, "merged")])
 
 
-def test_100_megabytes(world: World) -> None:
+def test_reduce_of_100_megabytes(world: World) -> None:
     big = Reduce(4, ((25_000_000,), (10,)), ("float32",) * 2)
     check(world, 2, 2, [Reduce(5, ((11,),), ("int8",)), big, Reduce(6, ((12,),), ("int64",))])
 
@@ -113,7 +113,7 @@ def test_small_and_large_totals_in_any_order(world: World, workers: int) -> None
     check(world, 5, workers, seeded)
 
 
-def test_blobs_of_megabytes(world: World) -> None:
+def test_blobs_larger_than_a_mailbox(world: World) -> None:
     edge = 1 << 19
     check(
         world,
@@ -129,12 +129,12 @@ def test_blobs_of_megabytes(world: World) -> None:
     )
 
 
-def test_nothing_to_sum(world: World) -> None:
+def test_reduce_without_elements(world: World) -> None:
     check(world, 3, 2, [Reduce(1, (), ()), Reduce(1, ((0,), (2, 0)), ("float32", "int8"))])
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_partials_of_any_strides(world: World, workers: int) -> None:
+def test_partials_may_be_strided(world: World, workers: int) -> None:
     case = Reduce(9, ((33, 5), (4,), ()), ("float32", "bfloat16", "float64"))
     plan = plan_of(3, workers)
     assert values(world.run(plan, reduce_strided, case)) == [expected(plan, case)] * workers
@@ -147,20 +147,20 @@ def test_a_total_is_read_only_and_aligned(world: World, replicas: int, workers: 
         for writeable, contiguous, misaligned in leaves:
             assert not writeable
             assert contiguous
-            # A single partial is passed on as it is.
+            # With one replica, the total is the partial itself.
             assert misaligned == 0 or replicas == 1
 
 
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("size", [1000, 200_000])
 def test_a_total_is_valid_until_the_next_call(world: World, workers: int, size: int) -> None:
-    # The second has another layout and goes to other places.
+    # The second call has another layout, so its partials have other places.
     first = Reduce(1, ((size,), (5,)), ("float32",) * 2)
     second = Reduce(2, ((7,), (size,)), ("float32",) * 2)
     plan = plan_of(workers, workers)
     waiting = set()
 
-    def listen(control: Control, position: int, report: Waiting) -> None:
+    def listen(control: Control, position: int, report: PeerWait) -> None:
         if position != 0 and position not in waiting and report.workers == (0,):
             waiting.add(position)
             control.release(0)
@@ -172,6 +172,18 @@ def test_a_total_is_valid_until_the_next_call(world: World, workers: int, size: 
 
 def quick_reports(timeout: float = 60.0) -> WaitPolicy:
     return WaitPolicy(report_every=0.01, timeout=timeout)
+
+
+def test_a_surplus_release_is_an_error(world: World) -> None:
+    """The worlds detect a message that a member would read as its next task."""
+
+    def listen(control: Control, position: int, _: PeerWait) -> None:
+        for _ in range(2):
+            control.release(1)
+
+    calls = [("barrier", {}), None]
+    with pytest.raises(AssertionError, match=r"member 1 was released \d+ times, but waited 1 times"):
+        world.run(plan_of(2, 2), call, calls, settings=Settings(quick_reports()), listen=listen)
 
 
 # Disagreement.
@@ -254,14 +266,14 @@ def test_disagreement(
     assert message in str(texts[0])
 
 
-def test_calls_go_on_after_a_disagreement(world: World) -> None:
+def test_calls_are_possible_after_a_disagreement(world: World) -> None:
     grown = ("reduce", {"case": LEAVES})
     for calls in ([grown, ("reduce", {"case": OTHER_SHAPE})], [("barrier", {}), grown]):
         for text in values(world.run(plan_of(2, 2), different_calls, calls)):
             assert str(text).startswith("(1,) differ: ")
 
 
-def test_different_names_are_no_disagreement(world: World) -> None:
+def test_names_of_calls_are_not_compared(world: World) -> None:
     calls = [("gather", {"blob": blob_of(1, at, at), "what": f"call of {at}"}) for at in range(3)]
     assert values(world.run(plan_of(3, 3), call, calls)) == [None] * 3
 
@@ -269,15 +281,15 @@ def test_different_names_are_no_disagreement(world: World) -> None:
 # The notice.
 
 
-def test_all_members_see_a_notice_from_the_same_call_on(world: World) -> None:
+def test_all_members_see_a_notice_after_the_same_call(world: World) -> None:
     waiting = set()
 
-    def listen(control: Control, position: int, wait: Waiting) -> None:
-        # In the calls before, a member may wait for one that starts later.
+    def listen(control: Control, position: int, wait: PeerWait) -> None:
+        # Before this call, a member may wait for one that starts later.
         if "call 3" in wait.what:
             waiting.add(position)
         if waiting == {0, 1}:
-            # The first member is in the call already: it has seen that there is none.
+            # The first member is already in the call, so it has read the old notice.
             waiting.add(2)
             control.post_notice(7)
             control.release(2)
@@ -292,14 +304,14 @@ def test_all_members_see_a_notice_from_the_same_call_on(world: World) -> None:
 @pytest.mark.parametrize(("kind", "options"), CALLS)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_abort_before_a_call(world: World, workers: int, kind: str, options: dict[str, object]) -> None:
-    calls = [each(kind, options, position) for position in range(workers)]
+    calls = [call_of(kind, options, position) for position in range(workers)]
     for outcome in world.run(plan_of(workers, workers), abort_twice_then_call, calls):
         assert outcome.error is PeerLostError
         assert outcome.message == "the first reason: ä"
 
 
-def each(kind: str, options: dict[str, object], position: int) -> tuple[str, dict[str, object]]:
-    """What a member has to give: only the root of a broadcast has something to send."""
+def call_of(kind: str, options: dict[str, object], position: int) -> tuple[str, dict[str, object]]:
+    """Return the call of a member: in a broadcast, only the root passes a blob."""
     return kind, {**options, "blob": None} if kind == "broadcast" and position > 0 else options
 
 
@@ -307,12 +319,12 @@ def each(kind: str, options: dict[str, object], position: int) -> tuple[str, dic
 def test_abort_from_outside_while_members_wait(world: World, kind: str, options: dict[str, object]) -> None:
     waiting = set()
 
-    def listen(control: Control, position: int, _: Waiting) -> None:
+    def listen(control: Control, position: int, _: PeerWait) -> None:
         waiting.add(position)
         if waiting == {0, 1}:
             control.abort("worker 2 exited with status 1")
 
-    calls = [each(kind, {**options, "what": "step 4"}, position) for position in (0, 1)]
+    calls = [call_of(kind, {**options, "what": "step 4"}, position) for position in (0, 1)]
     outcomes = world.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
     )
@@ -323,7 +335,7 @@ def test_abort_from_outside_while_members_wait(world: World, kind: str, options:
         assert {(wait.what, wait.workers) for wait in outcome.waits} >= {(f"{kind} for step 4", (2,))}
 
 
-def test_a_closed_member_can_end_the_view(world: World) -> None:
+def test_a_closed_member_can_abort_the_view(world: World) -> None:
     outcomes = world.run(plan_of(2, 2), abort_after_close_of_one, absent=[1])
     assert outcomes[0].error is None
     assert outcomes[1].error is PeerLostError
@@ -331,13 +343,13 @@ def test_a_closed_member_can_end_the_view(world: World) -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)
-def test_calls_of_a_closed_member(world: World, kind: str, options: dict[str, object]) -> None:
+def test_calls_of_a_closed_member_raise(world: World, kind: str, options: dict[str, object]) -> None:
     (outcome,) = world.run(plan_of(1, 1), call_after_close, kind, options)
     assert outcome.error is InternalError
     assert "closed" in outcome.message
 
 
-def test_members_do_not_wait_for_one_that_left(world: World) -> None:
+def test_members_do_not_wait_for_a_closed_member(world: World) -> None:
     outcomes = world.run(plan_of(3, [8, 5, 6]), leave_early)
     assert outcomes[0].error is None
     for outcome in outcomes[1:]:
@@ -353,30 +365,32 @@ def test_a_wait_ends_at_the_timeout(world: World, kind: str, options: dict[str, 
     assert other.error is None
     assert stuck.error is PeerStuckError
     assert stuck.message.startswith(f"waited 24.0 s for worker 9 in {kind} for step 5. ")
-    assert stuck.waits == tuple(Waiting(f"{kind} for step 5", (9,), seconds) for seconds in (6.0, 12.0, 18.0))
+    assert stuck.waits == tuple(
+        PeerWait(f"{kind} for step 5", (9,), seconds) for seconds in (6.0, 12.0, 18.0)
+    )
 
 
-def test_the_time_that_members_wait_is_counted(world: World) -> None:
-    told = 0.0
+def test_waiting_time_is_counted(world: World) -> None:
+    reported = 0.0
 
-    def listen(control: Control, position: int, waiting: Waiting) -> None:
-        nonlocal told
-        if position == 0 and not told:
-            told = waiting.seconds
+    def listen(control: Control, position: int, wait: PeerWait) -> None:
+        nonlocal reported
+        if position == 0 and not reported:
+            reported = wait.seconds
             control.release(1)
 
     settings = Settings(WaitPolicy(report_every=0.3))
     outcomes = world.run(plan_of(2, 2), wait_for_the_last, settings=settings, listen=listen)
     (before, waited), (before_last, waited_last) = values(outcomes)
     assert before == before_last == 0
-    assert told >= 0.3
-    assert waited >= told
+    assert reported >= 0.3
+    assert waited >= reported
     assert waited_last < waited
 
 
-def test_all_learn_of_a_timeout(world: World) -> None:
+def test_a_timeout_ends_the_view_for_all_members(world: World) -> None:
     plan = plan_of(3, 3)
-    # All members run before the time of the wait counts.
+    # All member processes are running before the timed wait begins.
     values(world.run(plan, call, [("barrier", {})] * 3))
     calls = [("barrier", {"what": "step 5"})] * 2 + [None]
     settings = Settings(WaitPolicy(report_every=0.02, timeout=2.0))
@@ -388,7 +402,7 @@ def test_all_learn_of_a_timeout(world: World) -> None:
         assert re.search(r"waited 2\.\d s for worker 2 in barrier for step 5", outcome.message)
 
 
-# What callers may not give.
+# Invalid arguments.
 
 
 @pytest.mark.parametrize(
@@ -398,10 +412,10 @@ def test_all_learn_of_a_timeout(world: World) -> None:
         ("reduce", {"case": SMALL._replace(dtypes=("bool",))}, ModelError, "array 0 .* dtype bool"),
         ("reduce", {"case": SMALL._replace(dtypes=("complex64",))}, ModelError, "dtype complex64"),
         ("reduce", {"case": SMALL._replace(dtypes=(">f4",))}, ModelError, "dtype >f4"),
-        ("broadcast", {"blob": None, "root": 0}, InternalError, "root gives a blob"),
+        ("broadcast", {"blob": None, "root": 0}, InternalError, "the root passes a blob"),
     ],
 )
-def test_wrong_arguments(
+def test_invalid_arguments_raise(
     world: World, kind: str, options: dict[str, object], error: type[Exception], message: str
 ) -> None:
     (outcome,) = world.run(plan_of(1, 1), call, [(kind, options)])

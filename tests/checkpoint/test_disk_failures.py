@@ -1,4 +1,4 @@
-"""Full disks, folders that cannot be written, several writers."""
+"""Writing checkpoints to disks that fail or are full, to unwritable folders, and by several writers."""
 
 import errno
 import itertools
@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from checkpoint_faults import Countdown, room_for
+from checkpoint_faults import Countdown, limit_space
 from checkpoint_samples import is_sample, leftovers, sample, steps
 
 import lockstep.checkpoint.durable
@@ -32,7 +32,7 @@ def failure(folder: Path, step: int) -> str | None:
 
 
 @pytest.mark.parametrize("step", [4, 3], ids=["new", "again"])
-def test_a_disk_that_fails_at_any_call_leaves_all_as_it_was(
+def test_a_failed_call_leaves_the_other_checkpoints_unchanged(
     step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for old in (2, 3):
@@ -54,7 +54,7 @@ def test_a_disk_that_fails_at_any_call_leaves_all_as_it_was(
             assert Store(folder).newest(print)[1].arrays["weights"].size == 12
             assert leftovers(folder) == []
         else:
-            # Only what is removed at the end may fail without anybody noticing.
+            # Only removals after the write may fail silently.
             assert Store(folder).newest(print)[1].arrays["weights"].size == 24
         Store(folder, keep=2).write(sample(9))
         assert leftovers(folder) == []
@@ -62,10 +62,10 @@ def test_a_disk_that_fails_at_any_call_leaves_all_as_it_was(
 
 
 @pytest.mark.parametrize(("room", "kept"), [(1, [1]), (2, [5, 6]), (3, [4, 5, 6]), (4, [4, 5, 6])])
-def test_a_disk_with_room_for_a_few_keeps_the_newest(
+def test_a_full_disk_keeps_the_newest(
     room: int, kept: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room_for(room, tmp_path, monkeypatch.setattr)
+    limit_space(room, tmp_path, monkeypatch.setattr)
     store, removed = Store(tmp_path, keep=3), list[str]()
     for step in range(1, 7):
         if room == 1 and step > 1:
@@ -76,18 +76,18 @@ def test_a_disk_with_room_for_a_few_keeps_the_newest(
         assert is_sample(store.newest(print)[1])
     assert steps(tmp_path) == kept
     assert leftovers(tmp_path) == []
-    # With room for one more than are kept, none goes early.
+    # With space for `keep` + 1 checkpoints, none is removed early.
     expected = {2: [1, 2, 3, 4], 3: [1, 2, 3]}.get(room, [])
     assert removed == [f"step-{step:012}" for step in expected]
 
 
-def test_none_is_removed_where_that_would_not_be_enough(
+def test_none_is_removed_if_that_would_not_free_enough_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path)
     for step in (1, 2):
         store.write(sample(step))
-    room_for(0, tmp_path, monkeypatch.setattr)
+    limit_space(0, tmp_path, monkeypatch.setattr)
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result((512, 512, 9, 0, 0, 9, 9, 9, 0, 255)))
     with pytest.raises(CheckpointError, match="No space left on device"):
         store.write(sample(3, 5000))
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
         Store(tmp_path / "file").entries()
 
 
-def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_writer_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     store = Store(tmp_path)
     path = store.write(sample(1))
     path.rename(tmp_path / ".step-000000000001.replaced")
@@ -124,12 +124,14 @@ def test_what_a_killed_writer_left_is_removed_by_the_next(tmp_path: Path) -> Non
     assert is_sample(store.newest(print)[1])
 
 
-def test_nothing_is_touched_while_another_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_changes_nothing_while_another_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(lockstep.checkpoint.durable, "_PATIENCE_SECONDS", 0.0)
     (tmp_path / ".step-000000000002.writing").mkdir()
     with (
         locked(tmp_path / ".lock"),
-        pytest.raises(CheckpointError, match=f"another process has been writing checkpoints into {tmp_path}"),
+        pytest.raises(CheckpointError, match=f"another process has been writing checkpoints to {tmp_path}"),
     ):
         Store(tmp_path).write(sample(1))
     assert leftovers(tmp_path) == [".step-000000000002.writing"]
@@ -139,7 +141,7 @@ def test_nothing_is_touched_while_another_writes(tmp_path: Path, monkeypatch: py
 
 def test_a_fork_of_the_writer_does_not_keep_the_lock(tmp_path: Path) -> None:
     with locked(tmp_path / ".lock"):
-        # What a fork gets is the same open file.
+        # A forked process has the same open file.
         found = [link for link in Path("/proc/self/fd").iterdir() if link.resolve() == tmp_path / ".lock"]
         copies = [os.dup(int(link.name)) for link in found]
     Store(tmp_path).write(sample(1))
@@ -147,7 +149,7 @@ def test_a_fork_of_the_writer_does_not_keep_the_lock(tmp_path: Path) -> None:
     os.close(copies[0])
 
 
-def test_several_writers_take_turns(tmp_path: Path) -> None:
+def test_several_writers_write_one_after_another(tmp_path: Path) -> None:
     errors: list[Exception] = []
 
     def write(first: int) -> None:

@@ -1,4 +1,4 @@
-"""Others see whether a job runs that keeps checkpoints in a folder, however its processes end."""
+"""Locks of a folder of checkpoints, and whether a job trains there, however its processes end."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from checkpoint_samples import sample
 
 from lockstep.checkpoint.store import Store
-from lockstep.checkpoint.store_lock import FolderLock, announce, is_training, last_sign
+from lockstep.checkpoint.store_lock import FolderLock, announce, is_training, last_activity
 from lockstep.errors import CheckpointError
 
 TRAINS = r"""
@@ -18,7 +18,7 @@ from pathlib import Path
 from lockstep.checkpoint.store_lock import announce
 announce(Path(sys.argv[1]))
 if sys.argv[2:] and not os.fork():
-    # A process that the job has left behind: it says what its parent could, and does not end with it.
+    # A child that outlives its parent.
     os.write(1, b"announced\n")
     sys.stdin.read()
     os._exit(0)
@@ -35,10 +35,10 @@ def trains(folder: Path, *forks: str) -> "subprocess.Popen[str]":
     return process
 
 
-def test_as_long_as_one_process_lives(tmp_path: Path) -> None:
+def test_a_job_trains_while_one_of_its_processes_runs(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     assert not is_training(folder)
-    assert last_sign(folder) == 0
+    assert last_activity(folder) == 0
     first, second = trains(folder), trains(folder)
     assert is_training(folder)
     first.kill()
@@ -48,7 +48,7 @@ def test_as_long_as_one_process_lives(tmp_path: Path) -> None:
     assert not is_training(folder)
 
 
-def test_what_a_process_has_forked_does_not_count(tmp_path: Path) -> None:
+def test_forked_processes_do_not_count(tmp_path: Path) -> None:
     process = trains(tmp_path, "forks")
     process.kill()
     process.wait()
@@ -56,18 +56,18 @@ def test_what_a_process_has_forked_does_not_count(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_the_last_sign_is_a_beginning_or_a_checkpoint(tmp_path: Path) -> None:
+def test_the_last_activity_is_a_start_or_a_checkpoint(tmp_path: Path) -> None:
     trains(tmp_path).communicate()
     for path in (tmp_path / ".training", tmp_path):
         os.utime(path, (5, 5))
-    assert last_sign(tmp_path) == 5
+    assert last_activity(tmp_path) == 5
     os.utime(tmp_path, (7, 7))
-    assert last_sign(tmp_path) == 7
+    assert last_activity(tmp_path) == 7
     trains(tmp_path).communicate()
-    assert last_sign(tmp_path) > 7
-    # Made, and not announced yet: somebody who looks now must not take it for a job that has ended.
+    assert last_activity(tmp_path) > 7
+    # Created but not announced yet: an observer must not consider the job ended.
     os.truncate(tmp_path / ".training", 0)
-    assert last_sign(tmp_path) == 0
+    assert last_activity(tmp_path) == 0
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
@@ -79,25 +79,25 @@ def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".training", ".lock", "lock"])
-def test_nothing_is_reached_through_a_link(tmp_path: Path, name: str) -> None:
+def test_symbolic_links_and_pipes_are_refused(tmp_path: Path, name: str) -> None:
     other, folder = tmp_path / "other", tmp_path / "saved"
-    other.write_text("of somebody else")
+    other.write_text("another user's data")
     folder.mkdir()
     (folder / name).symlink_to(other)
     with pytest.raises(CheckpointError, match=f"{name} in it is a symbolic link"):
         use(folder)
-    assert other.read_text() == "of somebody else"
+    assert other.read_text() == "another user's data"
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
         use(folder)
 
 
-def test_another_name_of_the_same_file_keeps_what_it_holds(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("of somebody else")
+def test_a_hard_link_keeps_its_content(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("another user's data")
     (tmp_path / ".training").hardlink_to(tmp_path / "other")
     trains(tmp_path).communicate()
-    assert (tmp_path / "other").read_text() == "of somebody else"
+    assert (tmp_path / "other").read_text() == "another user's data"
 
 
 def test_a_folder_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
@@ -111,20 +111,20 @@ def test_a_folder_that_every_user_may_write_to_is_refused(tmp_path: Path) -> Non
     trains(tmp_path).communicate()
 
 
-def test_folders_are_not_for_every_user_whatever_the_umask(tmp_path: Path) -> None:
+def test_new_folders_are_not_writable_for_every_user_with_any_umask(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        Store(tmp_path / "a" / "b", claim=FolderLock(tmp_path / "a" / "b")).write(sample(1))
+        Store(tmp_path / "a" / "b", lock=FolderLock(tmp_path / "a" / "b")).write(sample(1))
     finally:
         os.umask(before)
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o775
 
 
 def use(folder: Path) -> None:
-    """Do what a job does with a folder of checkpoints."""
+    """Use a folder of checkpoints as a job does."""
     announce(folder)
-    claim = FolderLock(folder)
+    lock = FolderLock(folder)
     try:
-        Store(folder, claim=claim).write(sample(1))
+        Store(folder, lock=lock).write(sample(1))
     finally:
-        claim.leave()
+        lock.release()

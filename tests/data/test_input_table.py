@@ -3,12 +3,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.data.batch import GlobalBatch
-from lockstep.data.reading import Rows, described, input_table
+from lockstep.data.input_table import Rows, describe, input_table
 from lockstep.topology import place
 
 
 @given(st.lists(st.integers(0, 30), max_size=4), st.integers(1, 6), st.data())
-def test_the_table_says_what_training_reads(sizes: list[int], replicas: int, data: st.DataObject) -> None:
+def test_the_table_lists_the_rows_that_training_reads(
+    sizes: list[int], replicas: int, data: st.DataObject
+) -> None:
     view = place(replicas, tuple(range(data.draw(st.integers(1, replicas)))))
     steps = [Rows([7 * row for row in range(size)]) for size in sizes]
     readings = list(input_table(steps, view))
@@ -25,7 +27,7 @@ def test_the_table_says_what_training_reads(sizes: list[int], replicas: int, dat
         assert list(reading.rows.numbers) == batch.share(reading.replica, replicas).data()
 
 
-def test_the_table_prints_a_line_for_each_replica() -> None:
+def test_the_table_has_a_line_for_each_replica_and_step() -> None:
     table = input_table([Rows(range(6)), Rows([11, 5, 12])], place(2, (0, 3)))
     assert str(table).splitlines() == [
         "step  replica  worker  examples",
@@ -45,5 +47,5 @@ def test_the_table_prints_a_line_for_each_replica() -> None:
         (Rows([9, 8, 7, 6, 5, 4, 3, 2, 1]), "9, 8, 7, 6, 5, 4, 3, ... 1 (9)"),
     ],
 )
-def test_rows_are_named_shortly(rows: Rows, text: str) -> None:
-    assert described(rows) == text
+def test_descriptions_of_rows_are_short(rows: Rows, text: str) -> None:
+    assert describe(rows) == text

@@ -1,4 +1,4 @@
-"""Periodic display of the load of GPUs and cores, and a log of it as CSV."""
+"""The load of GPUs and cores: a periodic display, and a log in CSV."""
 
 import csv
 import io
@@ -23,7 +23,7 @@ from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.files import AppendFile
 
 _CLOCK = SystemClock()
-_LONGEST = 86400.0
+_MAX_INTERVAL = 86400.0
 _GIB = 2**30
 _MIB = 2**20
 _COLUMNS = (
@@ -46,7 +46,7 @@ _HEADINGS = ("GPU", "", "memory", "BAR1", "temp", "power", "util", "processes")
 
 
 @dataclass(frozen=True)
-class Host:
+class HostLoad:
     """The load of the host: percent of its cores' time since the last sample, and bytes of memory."""
 
     cpu: float
@@ -65,7 +65,7 @@ class Sample:
     """
 
     wall: float
-    host: Host
+    host: HostLoad
     reading: GpuReading
 
 
@@ -73,7 +73,7 @@ Show = Callable[[Sample], None]
 
 
 class GpuLog:
-    """A CSV file with a line per GPU and sample."""
+    """A CSV file with one line per GPU and sample."""
 
     def __init__(self, file: AppendFile) -> None:
         self._file = file
@@ -123,10 +123,10 @@ def log_once(log: Path, reading: GpuReading, clock: Clock = _CLOCK) -> None:
         file.add(reading, clock.wall())
 
 
-def host_now() -> Host:
+def host_now() -> HostLoad:
     """Return the load of this machine."""
     memory = psutil.virtual_memory()
-    return Host(float(psutil.cpu_percent()), int(memory.used), int(memory.total))
+    return HostLoad(float(psutil.cpu_percent()), int(memory.used), int(memory.total))
 
 
 def watch(
@@ -135,27 +135,29 @@ def watch(
     read: Callable[[], GpuReading],
     out: TextIO,
     *,
-    host: Callable[[], Host] = host_now,
+    host: Callable[[], HostLoad] = host_now,
     clock: Clock = _CLOCK,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show the load of GPUs and cores until Ctrl-C, in place on a terminal, line by line elsewhere.
 
     Args:
-        seconds: between two samples.
+        seconds: the interval between two samples.
         log: the CSV file for all samples, if any.
         read: queries the driver.
-        out: the stream to write to.
+        out: the stream for the display.
         host: returns the load of the machine.
-        clock: determines when the next sample is due, and the time in the log.
+        clock: determines when the next sample is due, and the times in the log.
         sleep: waits for a number of seconds.
 
     Raises:
         ConfigError: `seconds` is not positive or too long, or the log cannot be opened or has other columns.
         UnfitError: the log cannot be written.
     """
-    if not 0 < seconds <= _LONGEST:
-        raise ConfigError(f"--watch {seconds:g}: expected seconds, more than 0 and at most {_LONGEST:.0f}")
+    if not 0 < seconds <= _MAX_INTERVAL:
+        raise ConfigError(
+            f"--watch {seconds:g}: expected a number of seconds, more than 0 and at most {_MAX_INTERVAL:.0f}"
+        )
     with suppress(KeyboardInterrupt), ExitStack() as stack:
         file = stack.enter_context(GpuLog.open(log)) if log is not None else None
         show = stack.enter_context(_screen(out))
@@ -165,7 +167,7 @@ def watch(
             show(sample)
             if file is not None:
                 file.add(sample.reading, sample.wall)
-            # Late samples are skipped.
+            # Samples that are overdue are skipped.
             now = clock.now()
             due = max(due + seconds, now)
             sleep(due - now)
@@ -236,7 +238,7 @@ def _local(wall: float) -> datetime:
 
 
 def _missing_start(file: AppendFile) -> bytes:
-    """Return the bytes to write before the first added line.
+    """Return the bytes to write before the first new line.
 
     Raises:
         ConfigError: the file has other columns.
@@ -249,7 +251,7 @@ def _missing_start(file: AppendFile) -> bytes:
         raise ConfigError(
             f"{file.path} has other columns: expected the first line {expected}; name another file"
         )
-    # A full disk may have cut off the last line.
+    # If the disk was full, the last line may be incomplete.
     return b"" if os.pread(file.descriptor, 1, file.start - 1) == b"\n" else b"\n"
 
 

@@ -1,26 +1,26 @@
-"""What a checkpoint in the middle of an epoch costs the training that goes on."""
+"""The cost of a checkpoint in the middle of an epoch for the training that continues."""
 
 import itertools
 import statistics
 
 STEPS = 24
-"""Of an epoch."""
+"""The steps of an epoch."""
 AT = 8
-"""The step after which the checkpoint is taken; the first ones tell how long a step usually takes."""
+"""The step after which the checkpoint is taken; the steps before it show the usual time of a step."""
 PATIENCE_SECONDS = 60.0
 
 
 def figures(times: list[float], call: float, size: int) -> dict[str, float]:
-    """Return what is told of an epoch.
+    """Return the measurements of an epoch.
 
     Args:
         times: when the epoch began, and when each step ended.
-        call: seconds for which whoever keeps the checkpoint has had the training's thread.
+        call: seconds for which the checkpoint occupied the thread of the training.
         size: bytes that were written.
 
     Returns:
-        `late` is by how many seconds the step at which the checkpoint was taken and the next took longer than
-        usual, together; `slowed` the same of all steps from there on.
+        `late` is the additional time, in seconds, of the step with the checkpoint and the next one; `slowed`
+        that of all steps from the checkpoint on.
     """
     steps = [after - before for before, after in itertools.pairwise(times)]
     usual = statistics.median(steps[1 : AT - 1])

@@ -1,4 +1,4 @@
-"""Which GPUs CUDA shows to a program for a value of `CUDA_VISIBLE_DEVICES`. Pure."""
+"""Which GPUs CUDA shows to a program, by the value of `CUDA_VISIBLE_DEVICES`. Pure."""
 
 import re
 from collections.abc import Sequence
@@ -9,8 +9,8 @@ from lockstep.system.prose import count
 _NUMBER = re.compile(r"\+?[0-9]+")
 
 
-class Named(Protocol):
-    """The names by which the list can refer to a GPU, besides its number."""
+class GpuNames(Protocol):
+    """The names by which the value can refer to a GPU, apart from its number."""
 
     @property
     def uuid(self) -> str | None:
@@ -21,27 +21,27 @@ class Named(Protocol):
         """Return the UUIDs of its MIG instances; None if it is not partitioned."""
 
 
-class Shown(NamedTuple):
-    """CUDA's interpretation of the list.
+class Visibility(NamedTuple):
+    """CUDA's interpretation of the value.
 
     Attributes:
-        places: indices of the GPUs that it shows, in its order.
-        problem: the entry that it does not accept; empty if it accepts all.
-        by_number: whether the list contains numbers.
+        indices: of the GPUs that CUDA shows, in its order.
+        problem: the entry that CUDA does not accept; empty if it accepts all.
+        by_number: whether the value contains numbers.
     """
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     problem: str
     by_number: bool
 
 
-def shown(gpus: Sequence[Named], listed: str | None) -> Shown:
-    """Return which of `gpus`, all GPUs of the machine, CUDA shows.
+def visibility(gpus: Sequence[GpuNames], listed: str | None) -> Visibility:
+    """Return which of `gpus`, all GPUs of the machine, CUDA shows for the value `listed`.
 
-    CUDA stops at the first unknown name, and shows none if a GPU is listed twice.
+    CUDA stops at the first unknown name, and shows no GPU if one is listed twice.
     """
     if listed is None:
-        return Shown(tuple(range(len(gpus))), "", False)
+        return Visibility(tuple(range(len(gpus))), "", False)
     names = [name.strip() for name in listed.split(",")]
     by_number = _kind(names[0]) == "number"
     found: dict[str, int] = {}
@@ -50,20 +50,20 @@ def shown(gpus: Sequence[Named], listed: str | None) -> Shown:
     hidden = next((at for at, name in enumerate(names) if name.startswith("-")), len(names))
     for name in names[:hidden] if any(names) else ():
         if _kind(name) != _kind(names[0]):
-            problem = f"{name!r} is of another kind than {names[0]!r}, and CUDA stops there"
+            problem = f"{name!r} and {names[0]!r} are names of different kinds, and CUDA stops there"
             break
         meant = _find(name, gpus)
         if meant is None:
-            problem = f"{name!r} is none of the {count(len(gpus), 'GPU')} here, and CUDA stops there"
+            problem = f"{name!r} identifies none of the {count(len(gpus), 'GPU')} here, and CUDA stops there"
             break
         identity, place = meant
         if identity in found:
-            return Shown((), f"{name!r} is listed twice, which CUDA treats as an error", by_number)
+            return Visibility((), f"{name!r} is listed twice, which CUDA treats as an error", by_number)
         found[identity] = place
-    return Shown(tuple(found.values()), problem, by_number)
+    return Visibility(tuple(found.values()), problem, by_number)
 
 
-def _find(name: str, gpus: Sequence[Named]) -> tuple[str, int] | None:
+def _find(name: str, gpus: Sequence[GpuNames]) -> tuple[str, int] | None:
     """Return the full name and the index of the GPU that `name` refers to; None if none or several match."""
     if digits := _NUMBER.match(name):
         # Like CUDA, which uses the number at the beginning of a name.

@@ -1,4 +1,4 @@
-"""The oracle: what the sums are by definition, as plainly as it can be said; and data to sum."""
+"""The oracle: sums by definition, without any optimization; and data to sum."""
 
 import hashlib
 from collections.abc import Sequence
@@ -18,22 +18,22 @@ def dtype_of(name: str) -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-def twin(parts: Sequence[Sequence[Array]]) -> list[Array]:
-    """The sum of one list of leaves for each replica."""
-    return [tree([leaves[index] for leaves in parts]) for index in range(len(parts[0]))]
+def reference(parts: Sequence[Sequence[Array]]) -> list[Array]:
+    """Return the sum over replicas; `parts` has the leaves of each replica."""
+    return [tree_sum([leaves[index] for leaves in parts]) for index in range(len(parts[0]))]
 
 
-def tree(parts: Sequence[Array]) -> Array:
+def tree_sum(parts: Sequence[Array]) -> Array:
     if len(parts) == 1:
         return parts[0]
     left = 1
     while left * 2 < len(parts):
         left *= 2
-    return plus(tree(parts[:left]), tree(parts[left:]))
+    return add(tree_sum(parts[:left]), tree_sum(parts[left:]))
 
 
-def plus(first: Array, second: Array) -> Array:
-    """Add in whole vectors: elsewhere NumPy does not promise which of two NaNs their sum is."""
+def add(first: Array, second: Array) -> Array:
+    """Add in whole vectors: elsewhere NumPy does not define which of two NaNs their sum is."""
     lanes = 64 // first.dtype.itemsize
     padded = np.zeros((2, -(-first.size // lanes) * lanes), dtype=first.dtype)
     padded[0, : first.size] = first.reshape(-1)
@@ -46,7 +46,7 @@ def plus(first: Array, second: Array) -> Array:
 def leaves_of(
     seed: int, replica: int, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]
 ) -> list[Array]:
-    """One replica's arrays: ordinary numbers, special ones and arbitrary bits."""
+    """Return one replica's arrays: ordinary numbers, special numbers and arbitrary bits."""
     random = np.random.default_rng([seed, replica])
     return [values(random, shape, dtype_of(name)) for shape, name in zip(shapes, dtypes, strict=True)]
 
@@ -68,7 +68,7 @@ def values(random: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[
 
 
 def sha(leaves: Sequence[Array]) -> str:
-    """A digest of all bits, shapes and dtypes."""
+    """Return a digest of all bits, shapes and dtypes."""
     digest = hashlib.sha256()
     for leaf in leaves:
         digest.update(f"{leaf.dtype.name} {leaf.shape};".encode())
@@ -77,5 +77,5 @@ def sha(leaves: Sequence[Array]) -> str:
 
 
 def blob_of(seed: int, position: int, size: int) -> bytes:
-    """A member's blob."""
+    """Return a member's blob."""
     return np.random.default_rng([seed, position]).bytes(size)

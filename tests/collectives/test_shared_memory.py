@@ -1,4 +1,4 @@
-"""What only members in different processes can meet: death, signals, limits, and memory that is shared."""
+"""Members in different processes: death, signals, limits, and the memory that they share."""
 
 import os
 import signal
@@ -10,15 +10,15 @@ from collective_scripts import (
     Reduce,
     call,
     expected,
+    large_then_small,
     limited_file_size,
     partials_of,
-    too_big_then_small,
 )
-from collective_twin import sha
-from test_contract import CALLS, each, quick_reports, values
+from reference_sums import sha
+from test_communicator import CALLS, call_of, quick_reports, values
 
-from lockstep.collectives.calls import CollectiveCall
-from lockstep.collectives.contract import Waiting
+from lockstep.collectives.call import CollectiveCall
+from lockstep.collectives.contract import PeerWait
 from lockstep.collectives.shared import control_segment, futex
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers
@@ -33,18 +33,20 @@ BIG = Reduce(2, ((1_000_000,),), ("float32",))
 
 
 @pytest.mark.parametrize(("kind", "options"), CALLS)
-def test_a_killed_member(processes: Processes, kind: str, options: dict[str, object]) -> None:
-    """It dies while the others wait for it; its watcher aborts the view from outside."""
+def test_members_raise_when_one_is_killed(
+    processes: Processes, kind: str, options: dict[str, object]
+) -> None:
+    """The member dies while the others wait for it; a process that is not a member aborts the view."""
     waiting = set()
 
-    def listen(control: Control, position: int, _: Waiting) -> None:
+    def listen(control: Control, position: int, _: PeerWait) -> None:
         waiting.add(position)
         if waiting == {0, 1}:
             waiting.add(2)
             control.signal(2, signal.SIGKILL)
             control.abort("worker 2 was killed by signal 9 (SIGKILL)")
 
-    calls = [each(kind, options, position) for position in (0, 1)]
+    calls = [call_of(kind, options, position) for position in (0, 1)]
     outcomes = processes.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen
     )
@@ -60,13 +62,13 @@ def test_an_interrupted_member_ends_the_view(
 ) -> None:
     waiting = set()
 
-    def listen(control: Control, position: int, _: Waiting) -> None:
+    def listen(control: Control, position: int, _: PeerWait) -> None:
         waiting.add(position)
         if waiting == {0, 1}:
             waiting.add(2)
             control.signal(0, signal.SIGINT)
 
-    calls = [each(kind, {**options, "what": "step 7"}, position) for position in (0, 1)]
+    calls = [call_of(kind, {**options, "what": "step 7"}, position) for position in (0, 1)]
     outcomes = processes.run(
         plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
     )
@@ -76,9 +78,9 @@ def test_an_interrupted_member_ends_the_view(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_too_little_memory(processes: Processes, workers: int) -> None:
+def test_too_little_memory_raises_on_every_member(processes: Processes, workers: int) -> None:
     plan = plan_of(3, workers)
-    outcomes = processes.run(plan, too_big_then_small, BIG, SMALL, settings=Settings(available=1_000_000))
+    outcomes = processes.run(plan, large_then_small, BIG, SMALL, settings=Settings(available=1_000_000))
     for message, before in values(outcomes):
         assert message.startswith("SharedMemoryError: the exchange between workers needs ")
         assert "1000000 bytes are available" in message
@@ -86,7 +88,7 @@ def test_too_little_memory(processes: Processes, workers: int) -> None:
     assert len({message for message, _ in values(outcomes)}) == 1
 
 
-def test_a_limit_that_is_found_only_when_memory_is_taken(processes: Processes) -> None:
+def test_an_allocation_that_fails_raises_on_every_member(processes: Processes) -> None:
     plan = plan_of(2, 2)
     limit = 1_000_000
     outcomes = processes.run(plan, limited_file_size, BIG, SMALL, limit)
@@ -96,7 +98,7 @@ def test_a_limit_that_is_found_only_when_memory_is_taken(processes: Processes) -
         assert before == expected(plan, SMALL)
 
 
-def test_nothing_is_left_behind(processes: Processes) -> None:
+def test_a_closed_segment_leaves_no_file_and_no_descriptor(processes: Processes) -> None:
     def files() -> set[Path]:
         return set(Path("/dev/shm").iterdir())
 
@@ -113,7 +115,7 @@ def test_nothing_is_left_behind(processes: Processes) -> None:
     assert (files(), descriptors()) == before
 
 
-def test_an_arena_is_inherited_only_where_it_is_passed_on() -> None:
+def test_a_control_segment_is_not_inherited_by_default() -> None:
     segment = ControlSegment.create(1)
     assert not os.get_inheritable(segment.fd)
     copy = os.dup(segment.fd)
@@ -124,14 +126,14 @@ def test_an_arena_is_inherited_only_where_it_is_passed_on() -> None:
     segment.close()
 
 
-def test_a_pool_is_used_by_one_view_after_another() -> None:
+def test_views_reuse_the_pool() -> None:
     pool = SharedPool.create()
-    room = Buffers(SharedPool.attach(os.dup(pool.fd)))
+    buffers = Buffers(SharedPool.attach(os.dup(pool.fd)))
     sizes = []
     for replicas, shape in ((1, (1000,)), (3, (1000,)), (1, (10,)), (2, (5000,))):
         segment = ControlSegment.create(1)
         plan = plan_of(replicas, 1)
-        communicator = SharedCommunicator(segment, room, 0, plan)
+        communicator = SharedCommunicator(segment, buffers, 0, plan)
         for seed in (1, 2):
             case = Reduce(seed, (shape,), ("float32",))
             total = communicator.reduce(partials_of(plan, 0, case))
@@ -145,12 +147,12 @@ def test_a_pool_is_used_by_one_view_after_another() -> None:
     pool.close()
 
 
-def test_a_descriptor_of_another_file_is_no_pool(tmp_path: Path) -> None:
+def test_attaching_a_pool_to_another_file_raises(tmp_path: Path) -> None:
     with (tmp_path / "file").open("wb") as file, pytest.raises(InternalError, match="not a memory pool"):
         SharedPool.attach(file.fileno())
 
 
-def test_abort_keeps_the_first_reason_and_cuts_it_off() -> None:
+def test_abort_keeps_the_first_reason_and_truncates_it() -> None:
     segment = ControlSegment.create(2)
     other = ControlSegment.attach(os.dup(segment.fd))
     assert other.reason() is None
@@ -162,7 +164,7 @@ def test_abort_keeps_the_first_reason_and_cuts_it_off() -> None:
     other.close()
 
 
-def test_a_descriptor_of_another_file_is_no_control_segment(tmp_path: Path) -> None:
+def test_attaching_a_control_segment_to_another_file_raises(tmp_path: Path) -> None:
     for content in (b"", b"x" * 10_000, b"LOCKSTEP" + b"\0" * 10_000):
         file = tmp_path / "file"
         file.write_bytes(content)
@@ -172,7 +174,7 @@ def test_a_descriptor_of_another_file_is_no_control_segment(tmp_path: Path) -> N
         os.close(fd)
 
 
-def test_too_little_memory_for_an_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_for_a_control_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     before = len(list(Path("/proc/self/fd").iterdir()))
     monkeypatch.setattr(control_segment, "available_memory", lambda: 1000)
     with pytest.raises(SharedMemoryError, match=r"needs \d+ bytes .*1000 bytes are available"):
@@ -180,7 +182,7 @@ def test_too_little_memory_for_an_arena(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
-def test_an_arena_cannot_shrink_under_its_members() -> None:
+def test_a_control_segment_cannot_shrink() -> None:
     segment = ControlSegment.create(1)
     with pytest.raises(PermissionError):
         os.ftruncate(segment.fd, 0)
@@ -192,7 +194,7 @@ def test_arrivals_are_counted_beyond_32_bits() -> None:
     barrier = Barrier(segment, 0, [0], quick_reports(), None, None)  # type: ignore[arg-type]
     barrier._arrival = 2**32 - 2
     for _ in range(4):
-        assert barrier.exchange(CollectiveCall("gather", "gather"), b"x") == [b"x"]
+        assert barrier.arrive_and_compare(CollectiveCall("gather", "gather"), b"x") == [b"x"]
     assert barrier._arrival == 2
     segment.close()
 
@@ -206,16 +208,16 @@ def test_arrivals_are_counted_beyond_32_bits() -> None:
         CollectiveCall("reduce", "", b"\0", 0, b"\0" * 16),
     ],
 )
-def test_a_slot_keeps_a_call(call: CollectiveCall) -> None:
+def test_a_slot_encodes_a_call(call: CollectiveCall) -> None:
     assert decode(encode(call, 2**40) + b"rest") == (call, 2**40)
 
 
-def test_a_slot_cuts_a_long_name() -> None:
+def test_a_slot_truncates_a_long_name() -> None:
     found, _ = decode(encode(CollectiveCall("barrier", "ä" * 600), 0))
     assert found.what == "ä" * 256
 
 
-def test_room_under_cgroup_limits(tmp_path: Path) -> None:
+def test_memory_left_under_cgroup_limits(tmp_path: Path) -> None:
     membership, mount = tmp_path / "cgroup", tmp_path / "mount"
     membership.write_text("4:cpu,memory:/job\n1:cpu:/\n0::/a/b\n")
 
@@ -233,7 +235,7 @@ def test_room_under_cgroup_limits(tmp_path: Path) -> None:
     assert 0 < available_memory() < 2**60
 
 
-def test_a_word_is_confirmed_where_loads_are_not_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_is_confirmed_with_weak_memory_ordering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futex, "LOADS_IN_ORDER", False)
     segment = ControlSegment.create(1)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Executes planned sums of arrays, in blocks that stay in the cache."""
+"""Executes planned sums of arrays, in blocks that fit into the cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,14 +12,14 @@ from lockstep.collectives.plan import ReducePlan, Sum
 from lockstep.errors import InternalError
 
 BLOCK = 1 << 17
-"""Bytes per register: a handful of registers fit into a core's own cache."""
+"""Bytes per register: several registers fit into a core's own cache."""
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 
 
 class Adder:
-    """Runs planned sums; owns the scratch registers, so each thread needs its own."""
+    """Executes planned sums; owns the scratch registers, so each thread needs its own adder."""
 
     def __init__(self) -> None:
         self._blocks: list[Bytes] = []
@@ -28,14 +28,14 @@ class Adder:
     def add(self, plan: Sum, operands: Sequence[Array], out: Array) -> None:
         """Write the sum of `operands` to `out`, all flat and of one dtype and length.
 
-        `out` may be one of the operands, but must not overlap one otherwise: only the last addition
-        writes to it. Integers wrap; infinities and NaNs are ordinary results. Callers silence NumPy's
+        `out` may be one of the operands, but must not overlap one partially: only the last addition
+        writes to it. Integers wrap; infinities and NaNs are ordinary results. The caller silences NumPy's
         floating-point warnings (`np.errstate`), once for many sums.
 
         The bits of an element do not depend on its position in an array, if arrays are divided at
-        multiples of `ALIGNMENT` bytes. This needs care because the sum of two different NaNs is one of
-        them, and in the last elements, which do not fill a vector, NumPy picks a different one than
-        elsewhere. So these are padded to a whole line.
+        multiples of `ALIGNMENT` bytes. Without padding they would: the sum of two different NaNs is one of
+        them, and NumPy chooses differently in the last elements, which do not fill a vector. So the last
+        elements are padded to a whole cache line.
         """
         if not plan.steps:
             if out is not operands[0]:
@@ -83,39 +83,16 @@ def flat(leaves: Leaves) -> list[Array]:
     return [np.asarray(leaf).reshape(-1) for leaf in leaves]
 
 
-def merge(plan: ReducePlan, position: int, partials: Mapping[Span, Leaves]) -> dict[Span, Leaves]:
-    """Sum one member's partials, in tree order, into the spans that it publishes.
-
-    A span that is already given is passed through unchanged.
-
-    Raises:
-        InternalError: `partials` do not make up the span that the member owns.
-    """
-    adder, merged = Adder(), dict[Span, Leaves]()
-    with np.errstate(all="ignore"):
-        for span, each in zip(plan.published[position], plan.merges(position, partials), strict=True):
-            if not each.steps:
-                merged[span] = partials[span]
-                continue
-            layout = Layout.of(partials[each.operands[0]])
-            out = layout.views(allocate(layout.size))
-            operands = [flat(partials[part]) for part in each.operands]
-            for leaf, target in enumerate(out):
-                adder.add(each, [operand[leaf] for operand in operands], target)
-            merged[span] = layout.shaped(out)
-    return merged
-
-
 def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leaves]) -> Layout:
     """Return the layout that all partials of one member share.
 
     Raises:
-        InternalError: the layouts differ, or the partials do not make up the span that the member owns.
+        InternalError: the layouts differ, or the partials do not cover the span that the member owns.
         ModelError: the leaves cannot be summed.
     """
     plan.merges(position, partials)
     layout, *others = map(Layout.of, partials.values())
     if any(other is not layout for other in others):
-        raise InternalError("the partials of one member differ in the shapes or dtypes of their leaves")
+        raise InternalError("the partials of a member differ in the shapes or dtypes of their leaves")
     layout.check()
     return layout

@@ -1,4 +1,4 @@
-"""The same answers as TensorFlow's own classes, where both have an answer."""
+"""Clusters and resolvers give the same answers as the classes of TensorFlow."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def sides() -> tuple[SimpleNamespace, SimpleNamespace]:
 
 
 def answer(ask: Callable[[], Any]) -> Any:
-    """What comes back, or the kind of error; clusters as dicts."""
+    """Return the result, clusters as dicts, or the type of the error."""
     try:
         value = ask()
     except (KeyError, TypeError, ValueError) as error:
@@ -46,13 +46,13 @@ def answer(ask: Callable[[], Any]) -> Any:
 
 
 def same(ask: Callable[[SimpleNamespace], Any]) -> Any:
-    """The answer of both."""
+    """Return the answer of both sides, which must be equal."""
     first, second = (answer(lambda side=side: ask(side)) for side in sides())
     assert first == second
     return first
 
 
-def test_a_cluster_of_tensorflow_is_one_of_ours() -> None:
+def test_a_cluster_accepts_one_of_tensorflow() -> None:
     _, theirs = sides()
     for jobs in (DENSE, {"worker": {2: "w2:1", 5: "w5:1"}}, {}):
         assert lockstep.ClusterSpec(theirs.spec(jobs)) == lockstep.ClusterSpec(jobs)
@@ -62,7 +62,7 @@ def test_a_cluster_of_tensorflow_is_one_of_ours() -> None:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(CLUSTERS, st.sampled_from(["chief", "ps", "worker", "boss"]), st.integers(-1, 6))
-def test_what_a_cluster_answers(cluster: Any, job: str, index: int) -> None:
+def test_methods_of_a_cluster(cluster: Any, job: str, index: int) -> None:
     for ask in (
         lambda spec: spec,
         lambda spec: sorted(spec.jobs),
@@ -84,13 +84,13 @@ def test_what_a_cluster_answers(cluster: Any, job: str, index: int) -> None:
 @pytest.mark.parametrize(
     "cluster", [None, [], "a:1", {"job": "a:1"}, {"job": [1]}, {1: ["a:1"]}, {"job": None}]
 )
-def test_what_is_no_cluster(cluster: Any) -> None:
+def test_invalid_clusters(cluster: Any) -> None:
     assert same(lambda side: side.spec(cluster)) is TypeError
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(CLUSTERS, CLUSTERS)
-def test_what_a_union_answers(first: Any, second: Any) -> None:
+def test_methods_of_a_union(first: Any, second: Any) -> None:
     def union(side: SimpleNamespace) -> Any:
         simple = side.resolvers.SimpleClusterResolver
         return side.resolvers.UnionResolver(
@@ -130,7 +130,7 @@ def test_the_master_of_a_simple_resolver(task: Any, master: str) -> None:
         {"cluster": {"7": ["w0:1"], "8": ["w1:1"]}, "task": {"type": 7, "index": 0}},
     ],
 )
-def test_what_is_read_from_tf_config(monkeypatch: pytest.MonkeyPatch, config: Any, given: Any) -> None:
+def test_values_from_tf_config(monkeypatch: pytest.MonkeyPatch, config: Any, given: Any) -> None:
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     for name in ("task_type", "task_id", "rpc_layer", "environment"):
         same(lambda side, name=name: getattr(side.resolvers.TFConfigClusterResolver(**given), name))
@@ -150,7 +150,7 @@ def test_what_is_read_from_tf_config(monkeypatch: pytest.MonkeyPatch, config: An
         {"tasks_per_node": {"n01": 2, "n02": 2, "x": 1}, "rpc_layer": "ab"},
     ],
 )
-def test_what_is_read_from_slurm(monkeypatch: pytest.MonkeyPatch, rank: int, options: Any) -> None:
+def test_values_from_slurm(monkeypatch: pytest.MonkeyPatch, rank: int, options: Any) -> None:
     variables = {"PROCID": rank, "STEP_NODELIST": "n[01-02],x", "STEP_TASKS_PER_NODE": "2(x2),1"}
     for name, value in (variables | {"STEP_NUM_TASKS": 5}).items():
         monkeypatch.setenv(f"SLURM_{name}", str(value))

@@ -1,4 +1,4 @@
-"""Where a thread's time goes: every moment is charged to one part, the innermost that has begun."""
+"""The ledger of a step: all time of a thread is charged to one part, the innermost one in progress."""
 
 import functools
 import time
@@ -7,9 +7,38 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+INPUT = "input: the batch, and the rows of the replica"
+COMPUTING = "forward and backward"
+CHECKING = "hash of the batch"
+WAITING_TO_ENTER = "wait until all members have entered the reduce"
+PUBLISHING = "publish"
+WAITING_TO_SUM = "wait until all members have published"
+SUMMING = "sum"
+WAITING_TO_RETURN = "wait until all members have summed"
+APPLYING = "update"
+LOCKSTEP = "Lockstep's own Python"
+CALLBACKS = "callbacks"
+KERAS = "Keras's own loop, and the begin and end of an epoch"
+
+PARTS = (
+    INPUT,
+    COMPUTING,
+    CHECKING,
+    WAITING_TO_ENTER,
+    PUBLISHING,
+    WAITING_TO_SUM,
+    SUMMING,
+    WAITING_TO_RETURN,
+    APPLYING,
+    LOCKSTEP,
+    CALLBACKS,
+    KERAS,
+)
+"""The parts of a step in their order."""
+
 
 class Ledger:
-    """Adds up the seconds of each part; what is nobody's own is charged to `rest`."""
+    """Adds up the seconds of each part; time outside all parts is charged to `rest`."""
 
     def __init__(self, rest: str) -> None:
         self._parts = [rest]
@@ -17,19 +46,19 @@ class Ledger:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def begin(self) -> None:
-        """Forget what was charged."""
+        """Discard all charges."""
         self.seconds.clear()
         self._since = time.perf_counter()
 
     def charge(self) -> None:
-        """Charge the part that has begun last for the time up to now."""
+        """Charge the time up to now to the innermost part."""
         now = time.perf_counter()
         self.seconds[self._parts[-1]] += now - self._since
         self._since = now
 
     @contextmanager
     def within(self, part: str) -> Iterator[None]:
-        """Charge `part` for the block."""
+        """Charge the time of the block to `part`."""
         self.charge()
         self._parts.append(part)
         try:
@@ -40,17 +69,11 @@ class Ledger:
 
     @property
     def innermost(self) -> str:
-        """What would be charged now."""
+        """The part to which time is charged now."""
         return self._parts[-1]
 
-    def turn(self, part: str, into: str) -> None:
-        """From now on charge `into`, if `part` is what would be charged."""
-        if self.innermost == part:
-            self.charge()
-            self._parts[-1] = into
-
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function`, for which `part` is charged."""
+        """Return `function`; the time of its calls is charged to `part`."""
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -60,7 +83,7 @@ class Ledger:
         return timed
 
     def drawn(self, part: str, values: Iterator[Any]) -> Iterator[Any]:
-        """Yield `values`; `part` is charged for what it takes to have them."""
+        """Yield `values`; the time to produce them is charged to `part`."""
         end = object()
         while True:
             with self.within(part):

@@ -1,4 +1,4 @@
-"""Which checkpoint a job resumes from, and whether it can."""
+"""The checkpoint that a job resumes from, and whether it can resume from it."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -8,41 +8,23 @@ from typing import Annotated, Any, cast
 
 import msgspec
 
-from lockstep.checkpoint.scheduler import Every
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.system.clock import duration
 from lockstep.system.prose import count
 
 _OPTIONS = {"threads": "threads-per-worker"}
 
 Facts = Mapping[str, Any]
-"""What a checkpoint records about the job that wrote it: replicas, seed, threads and versions."""
-
-
-def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
-    """Parse an interval: a number of steps, or a time with its unit.
-
-    Args:
-        text: as the user wrote it.
-        what: precedes it in error messages.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if re.fullmatch(r"[1-9][0-9]{0,14}", text):
-        return Every(steps=int(text))
-    if seconds := duration(text):
-        return Every(seconds=seconds)
-    raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
+"""What a checkpoint records about its job: replicas, seed, threads, backend and versions."""
 
 
 def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, str] | None:
-    """Return the newest complete checkpoint in `folder` and the facts about its job; None without one.
+    """Return the newest complete checkpoint in `folder` and the facts about its job; None if there is none.
 
     Args:
         folder: may not exist yet.
-        report: called with a message for each newer damaged one.
+        report: called with a message for each newer one that is damaged.
 
     Returns:
         Its path, the facts, and a note for the user if the job is finished.
@@ -81,7 +63,7 @@ class _Job(msgspec.Struct):
 
 
 def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:
-    """Raise ConfigError if an option of the user would change the result that the checkpoint belongs to."""
+    """Raise ConfigError if an option of the user differs from the checkpoint and would change the result."""
     for name, value in asked.items():
         if value is not None and value != facts[name]:
             option = f"--{_OPTIONS.get(name, name)}"
@@ -103,8 +85,8 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
         )
 
 
-def refuse_unlike(path: Path, facts: Facts, own: Facts) -> None:
-    """Raise ConfigError if the running job, described by `own`, differs from the one that wrote this."""
+def refuse_different_job(path: Path, facts: Facts, own: Facts) -> None:
+    """Raise ConfigError if the running job, described by `own`, differs from the one of the checkpoint."""
     names = ("replicas", "seed", "threads", "backend")
     differing = [name for name in names if facts.get(name, own[name]) != own[name]]
     if not differing:
@@ -134,22 +116,22 @@ def _shown(name: str, value: Any) -> str:
 
 
 def note_if_finished(folder: Path, step: int) -> str:
-    """Return a note that the job whose newest checkpoint is of `step` has finished; empty if it has not."""
+    """Return a note if the job, whose newest checkpoint is of `step`, has finished; empty otherwise."""
     if Store(folder).finished() != step:
         return ""
     return (
-        f"the job in {folder} is finished after {count(step, 'step')}: it trains no step again and runs the "
-        "rest of the script. A script that trains more steps resumes from there; to start over, give "
+        f"the job in {folder} is finished after {count(step, 'step')}: it repeats no training step and runs "
+        "the rest of the script. A script that trains more steps resumes from there; to start over, give "
         "another folder"
     )
 
 
 def note_on_versions(path: Path, facts: Facts) -> str:
-    """Return a note on libraries whose versions differ from the checkpoint's; empty if none does.
+    """Return a note on libraries whose versions differ from those of the checkpoint; empty if none does.
 
-    Nothing is imported. A library that belongs to no known installed distribution is skipped.
+    Imports no library. A library that no installed distribution provides is skipped.
     """
-    # A distribution may have another name than its module: tensorflow may come from tensorflow-cpu.
+    # The name of a distribution may differ from that of its module: tensorflow-cpu provides tensorflow.
     distributions = metadata.packages_distributions()
     before, now = [], []
     for name, version in facts.get("libraries", {}).items():
@@ -166,5 +148,5 @@ def note_on_versions(path: Path, facts: Facts) -> str:
 
 
 def _release(version: str) -> str:
-    """Normalize a version, which packages and modules write differently: 2.21.0rc1 and 2.21.0-rc1."""
+    """Normalize a version: packages write 2.21.0rc1, and modules 2.21.0-rc1."""
     return re.sub(r"[-.]?(rc|dev|a|b)(?=\d)", r"\1", version)

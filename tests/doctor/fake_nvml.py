@@ -1,4 +1,4 @@
-"""A stand-in for the module pynvml: its own errors, constants and signatures, with devices of a script."""
+"""A fake of the module pynvml: its errors, constants and signatures, with scripted devices."""
 
 import inspect
 from collections.abc import Callable
@@ -14,14 +14,14 @@ LOST = pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
 
 
 class Device:
-    """A GPU, or a MIG instance: what each function gives or raises; what is not said is not supported."""
+    """A GPU or a MIG instance: what each function returns or raises; other functions are not supported."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers
 
 
-class StandIn:
-    """The module. `initialized` counts those that have initialized it and not shut it down."""
+class FakeNvml:
+    """The module. `initialized` counts initializations without a shutdown."""
 
     def __init__(
         self, *devices: Device | Exception, refusal: Exception | None = None, **answers: Any
@@ -90,8 +90,8 @@ def process(pid: int, memory: int | None) -> SimpleNamespace:
 
 
 def h100(number: int, **answers: Any) -> Device:
-    """A GPU that tells everything."""
-    told: dict[str, Any] = {
+    """Return a GPU that reports everything."""
+    values: dict[str, Any] = {
         "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
         "nvmlDeviceGetUUID": f"GPU-{number}0000000-1111-2222-3333-444444444444",
         "nvmlDeviceGetPciInfo": SimpleNamespace(busId=f"00000000:{number + 1}B:00.0"),
@@ -110,12 +110,12 @@ def h100(number: int, **answers: Any) -> Device:
         "nvmlDeviceGetComputeRunningProcesses": [],
         "nvmlDeviceGetGraphicsRunningProcesses": [],
     }
-    return Device(**told | answers)
+    return Device(**values | answers)
 
 
 def geforce(number: int, **answers: Any) -> Device:
-    """A GPU of an old kind, which tells little, in bytes, as old versions of pynvml do."""
-    told: dict[str, Any] = {
+    """Return an old GPU, which reports little, as bytes like old versions of pynvml."""
+    values: dict[str, Any] = {
         "nvmlDeviceGetName": b"NVIDIA GeForce GT 710",
         "nvmlDeviceGetUUID": f"GPU-{number}9999999-1111-2222-3333-444444444444".encode(),
         "nvmlDeviceGetPciInfo": SimpleNamespace(busId=f"00000000:{number + 1}B:00.0".encode()),
@@ -123,4 +123,4 @@ def geforce(number: int, **answers: Any) -> Device:
         "nvmlDeviceGetTemperature": 41,
         "nvmlDeviceGetCudaComputeCapability": [3, 5],
     }
-    return Device(**told | answers)
+    return Device(**values | answers)

@@ -1,4 +1,4 @@
-"""A table of which replica reads which examples, step by step."""
+"""A table of the examples that each replica reads in each step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from itertools import accumulate, pairwise
 
 from lockstep.topology import View, split_evenly
 
-_SHOWN = 8
-"""Maximum row numbers to print in full."""
+_MAX_SHOWN = 8
+"""Maximum number of row numbers to print in full."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReplicaRows:
     """The rows that one replica reads in one step.
 
     Attributes:
-        step: of the epoch, from 1.
-        replica: its id.
-        worker: id of the worker that computes it.
-        rows: the rows that it reads.
+        step: the number of the step in the epoch, from 1.
+        replica: the replica's id.
+        worker: the id of the worker that computes the replica.
+        rows: the rows that the replica reads.
     """
 
     step: int
@@ -42,16 +42,16 @@ class Reading:
 
 @dataclass(frozen=True)
 class InputTable:
-    """The rows that every replica reads; prints as a table, with a line for each replica of each step."""
+    """The rows that all replicas read; `str` returns a table with a line for each replica of each step."""
 
-    readings: tuple[Reading, ...]
+    readings: tuple[ReplicaRows, ...]
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[ReplicaRows]:
         return iter(self.readings)
 
     def __str__(self) -> str:
         heading = ("step", "replica", "worker", "examples")
-        lines = [(str(r.step), str(r.replica), str(r.worker), described(r.rows)) for r in self.readings]
+        lines = [(str(r.step), str(r.replica), str(r.worker), describe(r.rows)) for r in self.readings]
         widths = [max(len(line[column]) for line in (heading, *lines)) for column in range(3)]
         return "\n".join(
             "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[3]])
@@ -68,19 +68,19 @@ def input_table(steps: Iterable[Rows], view: View) -> InputTable:
         starts = accumulate(split_evenly(len(rows.numbers), view.replicas), initial=0)
         for replica, (start, stop) in enumerate(pairwise(starts)):
             share = Rows(tuple(rows.numbers[start:stop]), rows.batch)
-            readings.append(Reading(step, replica, view.owners[replica], share))
+            readings.append(ReplicaRows(step, replica, view.owners[replica], share))
     return InputTable(tuple(readings))
 
 
-def described(rows: Rows) -> str:
+def describe(rows: Rows) -> str:
     """Return a short description of rows."""
     numbers = list(rows.numbers)
     if not numbers:
         text = "none"
     elif len(numbers) > 2 and numbers == list(range(numbers[0], numbers[-1] + 1)):
         text = f"{numbers[0]}-{numbers[-1]}"
-    elif len(numbers) > _SHOWN:
-        shown = ", ".join(map(str, numbers[: _SHOWN - 1]))
+    elif len(numbers) > _MAX_SHOWN:
+        shown = ", ".join(map(str, numbers[: _MAX_SHOWN - 1]))
         text = f"{shown}, ... {numbers[-1]} ({len(numbers)})"
     else:
         text = ", ".join(map(str, numbers))

@@ -1,4 +1,4 @@
-"""A writer that is killed leaves the older checkpoints whole, and the new one whole or not there."""
+"""A killed writer leaves older checkpoints complete, and the new one complete or absent."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("checkpoint_kills.py")
 @pytest.mark.parametrize(
     ("where", "least"), [("calls", 30), ("room", 25), ("bytes", 9), ("anywhere", 3), ("end", 5)]
 )
-def test_killed_writers(where: str, least: int, tmp_path: Path) -> None:
+def test_killed_writers_leave_complete_checkpoints(where: str, least: int, tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path), where]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Slurm's notation for hosts and for tasks on them."""
+"""Slurm's notation for lists of hosts and of tasks per host."""
 
 import re
 
@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 
 NAMES = st.from_regex(r"[a-z][a-z0-9.-]{0,4}", fullmatch=True)
 RANGES = st.tuples(st.integers(0, 120), st.integers(0, 3), st.integers(0, 4))
-"""First number, how many more, width."""
+"""First number, number of further ones, width."""
 PIECES = st.one_of(NAMES, st.lists(RANGES, min_size=1, max_size=3))
 HOSTS = st.lists(
     st.lists(PIECES, min_size=1, max_size=3).map(lambda pieces: ["n", *pieces]), min_size=1, max_size=4
@@ -19,7 +19,7 @@ HOSTS = st.lists(
 
 
 def written(pieces: list[str | list[tuple[int, int, int]]]) -> str:
-    """A name with brackets in Slurm's notation."""
+    """Return a name with brackets in Slurm's notation."""
     return "".join(
         piece
         if isinstance(piece, str)
@@ -31,7 +31,7 @@ def written(pieces: list[str | list[tuple[int, int, int]]]) -> str:
 
 
 def spelled(pieces: list[str | list[tuple[int, int, int]]]) -> list[str]:
-    """The same name's hosts, bracket by bracket from the right."""
+    """Return the hosts of such a name; the last bracket varies fastest."""
     if not pieces:
         return [""]
     head, rest = pieces[0], spelled(pieces[1:])
@@ -43,21 +43,21 @@ def spelled(pieces: list[str | list[tuple[int, int, int]]]) -> list[str]:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(HOSTS)
-def test_what_is_written_is_expanded(hosts: list[list[str | list[tuple[int, int, int]]]]) -> None:
+def test_generated_lists_of_hosts_are_expanded(hosts: list[list[str | list[tuple[int, int, int]]]]) -> None:
     expected = [host for pieces in hosts for host in spelled(pieces)]
     assert expand_hosts(",".join(map(written, hosts))) == expected
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 5)), min_size=1, max_size=6), st.booleans())
-def test_what_is_counted_is_expanded(runs: list[tuple[int, int]], short: bool) -> None:
+def test_generated_lists_of_counts_are_expanded(runs: list[tuple[int, int]], short: bool) -> None:
     text = ",".join(str(n) if short and times == 1 else f"{n}(x{times})" for n, times in runs)
     assert expand_counts(text) == [n for n, times in runs for _ in range(times)]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.text(alphabet="ab01[],-x ", max_size=12))
-def test_any_text_is_expanded_or_refused(text: str) -> None:
+def test_any_text_is_expanded_or_raises(text: str) -> None:
     try:
         hosts = expand_hosts(text)
     except ConfigError:
@@ -80,12 +80,12 @@ def test_any_text_is_expanded_or_refused(text: str) -> None:
         ("[1-2]", ["1", "2"]),
     ],
 )
-def test_hosts(text: str, hosts: list[str]) -> None:
+def test_lists_of_hosts_are_expanded(text: str, hosts: list[str]) -> None:
     assert expand_hosts(text) == hosts
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         *((text, "is not a list of hosts") for text in ("", ",", "a,", ",a", "a,,b", "a b", "a[1", "a1]")),
         ("a[[1]]", "is not a list of hosts"),
@@ -100,13 +100,13 @@ def test_hosts(text: str, hosts: list[str]) -> None:
         ("a[0-999999999]", "has more than 65536 hosts"),
     ],
 )
-def test_what_is_no_list_of_hosts(text: str, said: str) -> None:
+def test_invalid_lists_of_hosts_raise(text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         expand_hosts(text)
-    assert f"Slurm's list of hosts, {text!r}, {said}: expected such as" in str(caught.value)
+    assert f"Slurm's list of hosts, {text!r}, {message}: expected a list such as" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["", "x", "2,", "2(x)", "2(3)", "(x3)", "-1", "2 (x3)", "1(x99999999)", "²"])
-def test_what_is_no_list_of_counts(text: str) -> None:
+def test_invalid_lists_of_counts_raise(text: str) -> None:
     with pytest.raises(ConfigError, match="expected the tasks on each host"):
         expand_counts(text)

@@ -1,22 +1,27 @@
-"""Descriptions of collective calls: local checks before a member waits, and comparison. Pure."""
+"""A collective call: its description, checks of its arguments, comparison, and the wait for other members.
+
+No I/O; the clock is injected.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
-from lockstep.errors import DisagreementError, InternalError, LockstepError
+from lockstep.collectives.contract import PeerWait, WaitObserver, WaitPolicy
+from lockstep.errors import DisagreementError, InternalError, LockstepError, PeerStuckError
+from lockstep.system.clock import Clock
 from lockstep.system.prose import name_workers
 
 Key = TypeVar("Key")
 
 
 class CollectiveCall(NamedTuple):
-    """A member's description of the call that it makes.
+    """One member's description of the call that it makes.
 
     Attributes:
-        kind: the method.
+        kind: the name of the method.
         what: the caller's name for this call; not compared.
         check: must be equal on all members.
-        root: position of the root of a broadcast.
+        root: the position of the root of a broadcast.
         layout: 16 bytes, the digest of the leaves' shapes and dtypes; zeros if there are no leaves.
     """
 
@@ -33,12 +38,12 @@ class CollectiveCall(NamedTuple):
 def compare(
     calls: Sequence[CollectiveCall], workers: Sequence[int], describe: Callable[[], Sequence[Sequence[str]]]
 ) -> None:
-    """Make sure that all members make the same call.
+    """Check that all members make the same call.
 
     Args:
         calls: one for each member.
         workers: the members' worker ids.
-        describe: returns each member's leaves, a line each; called only if layouts differ.
+        describe: returns the leaves of each member, a line for each leaf; called only if layouts differ.
 
     Raises:
         DisagreementError: the calls differ; names the workers in each group and what differs. Its `workers`
@@ -57,8 +62,8 @@ def compare(
         texts = [f"{name_workers(ids)} from {check.hex() or 'nothing'}" for check, ids in checks]
         raise DisagreementError(
             f"the workers do not compute from the same data in {calls[0]}: {' while '.join(texts)}. "
-            "Every worker must read the same batches: seed what is shuffled or generated, and give what each "
-            "worker has of its own to strategy.distribute_datasets_from_function",
+            "Every worker must read the same batches: seed every shuffle and every generator, and pass data "
+            "that differs between workers to strategy.distribute_datasets_from_function",
             _others(checks),
         )
 
@@ -105,7 +110,7 @@ def _others(groups: Sequence[tuple[object, list[int]]]) -> tuple[int, ...]:
 
 
 def abort_reason(worker: int, call: CollectiveCall, error: BaseException) -> str:
-    """Return the reason why `worker` ended its view in the middle of a call."""
+    """Return the reason for which `worker` ends the view: it leaves `call` with `error`."""
     if isinstance(error, LockstepError):
         return f"worker {worker} gave up: {error}"
     return f"worker {worker} left {call} with {type(error).__name__}: {error}"
@@ -116,21 +121,59 @@ CHECK_LIMIT = 64
 
 
 def check_length(check: bytes) -> None:
-    """Make sure that `check` is not longer than every implementation can carry.
+    """Check that every communicator can transfer `check`.
 
     Raises:
-        InternalError: it is too long.
+        InternalError: it has more than `CHECK_LIMIT` bytes.
     """
     if len(check) > CHECK_LIMIT:
         raise InternalError(f"a check of {len(check)} bytes; at most {CHECK_LIMIT} are allowed")
 
 
-def outgoing(blob: bytes | None, *, is_root: bool) -> bytes:
+def blob_to_send(blob: bytes | None, *, is_root: bool) -> bytes:
     """Return the bytes that a member sends in a broadcast: none, unless it is the root.
 
     Raises:
         InternalError: the root passes no blob, or another member passes one.
     """
     if is_root != (blob is not None):
-        raise InternalError("in a broadcast the root gives a blob and the others give None")
+        raise InternalError("in a broadcast, the root passes a blob and the other members pass None")
     return blob or b""
+
+
+MAX_BLOCK_SECONDS = 0.2
+"""Maximum seconds that a member blocks before it checks again whether its view was aborted."""
+
+
+class CallWait:
+    """The wait of one member for the others in one call; reports and times out according to the policy."""
+
+    def __init__(
+        self, call: CollectiveCall, policy: WaitPolicy, observe: WaitObserver | None, clock: Clock
+    ) -> None:
+        self._call = call
+        self._policy = policy
+        self._observe = observe
+        self._clock = clock
+        self._start = clock.now()
+        self._reports = 0
+
+    def check(self, missing: tuple[int, ...]) -> float:
+        """Report if a report is due; return the seconds to block before the next check.
+
+        Args:
+            missing: ids of the workers that have not arrived.
+
+        Raises:
+            PeerStuckError: the policy's timeout has passed.
+        """
+        waited, policy = self._clock.now() - self._start, self._policy
+        if waited >= policy.timeout:
+            raise PeerStuckError(
+                f"waited {waited:.1f} s for {name_workers(missing)} in {self._call}. Check what "
+                f"{'it is' if len(missing) == 1 else 'they are'} doing (py-spy dump), or allow a longer wait"
+            )
+        if self._observe is not None and waited >= (self._reports + 1) * policy.report_every:
+            self._reports = int(waited // policy.report_every)
+            self._observe(PeerWait(str(self._call), missing, waited))
+        return min(MAX_BLOCK_SECONDS, policy.timeout - waited, policy.report_every)

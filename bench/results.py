@@ -1,32 +1,32 @@
-"""The programs that have trained a model, after their turns: whether they did the same, and how fast."""
+"""The results of programs that have trained a model: whether they computed the same, and how fast."""
 
 import statistics
 from dataclasses import dataclass
 
 from models import MODELS
-from rows import print_row
-from turns import FailedError, Program
-from ways import (
+from programs import (
     BOTH_CORES,
     DATA_PARALLEL,
     EXCHANGING,
-    KEPT,
     LOCKSTEP,
     ONE_WORKER,
     PLAIN,
+    REUSED,
     SEAM,
     TF_BOTH_CORES,
     Work,
 )
+from report import print_row
+from turns import FailedError, Program
 
 DRIFT = 0.2
-"""A peer's loss may differ from Lockstep's by the model's part `near` of it, which is rounding, and by the
-part `DRIFT` of what was learned since the first turn: small differences grow."""
+"""The loss of a peer may differ from Lockstep's by the fraction `near` of it, because of rounding, and by the
+fraction `DRIFT` of the progress since the first turn, because small differences grow."""
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """A row of the report: how many times as fast as another a program is."""
+    """A row of the report: the speed of a program relative to another."""
 
     label: str
     program: str
@@ -34,8 +34,8 @@ class Ratio:
     to_reach: str = ""
 
 
-class Measured:
-    """The programs of a backend, after their turns."""
+class Results:
+    """The results of the programs of a backend."""
 
     def __init__(self, backend: str, programs: list[Program], work: Work) -> None:
         self.programs = programs
@@ -44,34 +44,39 @@ class Measured:
         self._model = MODELS[work.model]
 
     def rates(self, program: Program) -> list[float]:
-        """Examples a second of each turn; two processes are as fast as the slower one."""
+        """Return the examples per second in each turn; the slower process counts."""
         examples = self._work.steps * self._work.batch * program.replicas
         return [examples / max(answer["seconds"] for answer in turn) for turn in program.answers]
 
     def variants(self, name: str) -> list[Program]:
-        return [program for program in self.programs if program.name in (name, name + KEPT)]
+        return [program for program in self.programs if program.name in (name, name + REUSED)]
 
     def best(self, name: str) -> Program:
         return max(self.variants(name), key=lambda program: statistics.median(self.rates(program)))
 
     def without_slower_variants(self) -> list[Program]:
-        """Return the programs, and of those that run twice the faster one."""
-        return [program for program in self.programs if program is self.best(program.name.removesuffix(KEPT))]
+        """Return the programs without the slower variants of those that run in two variants."""
+        return [
+            program for program in self.programs if program is self.best(program.name.removesuffix(REUSED))
+        ]
 
-    def results(self, name: str) -> list[list[tuple[str, str]]]:
+    def states_of(self, name: str) -> list[list[tuple[str, str]]]:
         (program,) = self.variants(name)
         return all_states(program)
 
     def check(self) -> None:
-        """Every figure is worth nothing if the programs did not compute the same thing."""
+        """Check that the programs computed the same: otherwise the figures mean nothing."""
         for program in [program for name in EXCHANGING for program in self.variants(name)]:
             same = all(len(set(states(turn))) == 1 for turn in program.answers)
-            require(same, f"{program.name}: the processes have different weights or losses")
+            require(same, f"{program.name}: the weights or losses of the processes differ")
         for program in self.variants(ONE_WORKER):
-            two = [turn[:1] for turn in self.results(LOCKSTEP)]
-            require(two == all_states(program), "two workers and one differ")
+            two = [turn[:1] for turn in self.states_of(LOCKSTEP)]
+            require(two == all_states(program), "the results of two workers and of one differ")
         for program in self.variants(PLAIN):
-            require(self.results(SEAM) == all_states(program), f"one replica and {program.name} differ")
+            require(
+                self.states_of(SEAM) == all_states(program),
+                f"the results of one replica and of {program.name} differ",
+            )
         for name in self._comparable():
             for program in self.variants(name):
                 self._check_near(program)
@@ -85,8 +90,8 @@ class Measured:
             return
         ours, other = self.best(ratio.program), self.best(ratio.other)
         pairs = zip(self.rates(ours), self.rates(other), strict=True)
-        kept = KEPT if other.name.endswith(KEPT) else ""
-        print_row(ratio.label + kept, [a / b for a, b in pairs], "times", ratio.to_reach)
+        variant = REUSED if other.name.endswith(REUSED) else ""
+        print_row(ratio.label + variant, [a / b for a, b in pairs], "times", ratio.to_reach)
 
     def _comparable(self) -> list[str]:
         """Return the names of the programs that compute the same mathematics as Lockstep."""
@@ -95,14 +100,14 @@ class Measured:
         return [name for name in (*EXCHANGING, BOTH_CORES, TF_BOTH_CORES) if name not in at_once | squared]
 
     def _check_near(self, program: Program) -> None:
-        """Who computes the same mathematics follows the same curve, until rounding has grown too large."""
+        """Check that the losses are near Lockstep's, in the turns in which rounding is small."""
         (lockstep,) = self.variants(LOCKSTEP)
         compared = self._model.compared
         ours = losses(lockstep)[:compared]
         for turn, (our, their) in enumerate(zip(ours, losses(program)[:compared], strict=True)):
             near = abs(their - our) <= self._model.near * our + DRIFT * abs(our - ours[0])
             require(
-                near, f"{program.name} trains something else: in turn {turn} its loss is {their}, not {our}"
+                near, f"{program.name} computes something else: in turn {turn} its loss is {their}, not {our}"
             )
 
 

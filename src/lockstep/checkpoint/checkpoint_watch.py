@@ -1,4 +1,4 @@
-"""How an evaluator polls a folder of checkpoints. Pure."""
+"""How an evaluator watches a folder of checkpoints. Pure."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ _TRIES = 2
 
 
 @dataclass(frozen=True)
-class Look:
+class FolderState:
     """The state of a folder at one time.
 
     Attributes:
@@ -34,11 +34,11 @@ class Look:
 
 @dataclass
 class CheckpointWatch:
-    """Chooses the checkpoints to evaluate, and determines when there will be no more.
+    """Chooses the checkpoints to evaluate, and detects when there will be no more.
 
     Attributes:
         folder: for messages.
-        since: the time of the last activity; at first, the start of the watch.
+        since: the time of the last activity; initially the start of the watch.
         newest: the step of the newest evaluated checkpoint; None before the first.
     """
 
@@ -49,58 +49,58 @@ class CheckpointWatch:
     _reported: float | None = None
     _failed: Counter[int] = field(default_factory=Counter)
 
-    def choose(self, look: Look) -> int | None:
-        """Return the step of the checkpoint to load now, the newest not yet evaluated; None if there is none.
+    def choose(self, state: FolderState) -> int | None:
+        """Return the step of the checkpoint to load: the newest one not yet evaluated, or None.
 
         Raises:
             PeerLostError: training has ended without a checkpoint that could be evaluated.
             PeerStuckError: no job has started for `PATIENCE` seconds.
         """
-        if look.trains:
-            self.since = look.now
-        self._begun = self._begun or look.trains or look.begun
+        if state.trains:
+            self.since = state.now
+        self._begun = self._begun or state.trains or state.begun
         after = -1 if self.newest is None else self.newest
-        new = [step for step in look.steps if step > after and self._failed[step] < _TRIES]
+        new = [step for step in state.steps if step > after and self._failed[step] < _TRIES]
         if new:
             return max(new)
-        if self.is_over(look) and self.newest is None:
+        if self.is_over(state) and self.newest is None:
             raise PeerLostError(
                 f"the job that saves checkpoints in {self.folder} has ended without a complete one, so "
-                "nothing was evaluated; save them more often: "
+                "nothing was evaluated; save checkpoints more often: "
                 "lockstep.callbacks.Checkpoint(folder, every=...)"
             )
-        if not self._begun and look.now - self.since >= PATIENCE:
+        if not self._begun and state.now - self.since >= PATIENCE:
             raise PeerStuckError(
                 f"the evaluator has waited {PATIENCE:g} s for a job that saves checkpoints in {self.folder} "
                 "and gives up; start the other tasks within that time, with the same folder"
             )
         return None
 
-    def is_over(self, look: Look) -> bool:
-        """Whether training has ended; `look` then shows all of its checkpoints."""
-        return self._begun and not look.trains
+    def is_over(self, state: FolderState) -> bool:
+        """Whether training has ended; `state` then shows all of its checkpoints."""
+        return self._begun and not state.trains
 
     def evaluated(self, step: int, now: float) -> None:
-        """Note that a checkpoint was evaluated."""
+        """Record that a checkpoint was evaluated."""
         self.newest, self.since, self._reported = step, now, now
 
-    def could_not_read(self, step: int) -> bool:
-        """Note that a checkpoint could not be read; return whether it is damaged.
+    def read_failed(self, step: int) -> bool:
+        """Record that a checkpoint could not be read; return whether it is damaged.
 
-        The first time, it may just have been replaced, so it is tried again.
+        After the first failure, the checkpoint is tried again, since it may just have been replaced.
         """
         self._failed[step] += 1
         return self._failed[step] >= _TRIES
 
-    def line(self, look: Look) -> str:
-        """Return the line that says what the evaluator waits for; empty if none is due."""
-        every = _EVERY_WHILE_TRAINING if look.trains else _EVERY
-        if self._reported is not None and look.now - self._reported < every:
+    def status_line(self, state: FolderState) -> str:
+        """Return a line on what the evaluator waits for; empty if none is due."""
+        every = _EVERY_WHILE_TRAINING if state.trains else _EVERY
+        if self._reported is not None and state.now - self._reported < every:
             return ""
-        self._reported = look.now
-        if look.trains:
+        self._reported = state.now
+        if state.trains:
             what = "a checkpoint" if self.newest is None else f"one after step {self.newest}"
             return f"the evaluator waits for {what} in {self.folder}"
-        waited = look.now - self.since
+        waited = state.now - self.since
         for_how_long = f", {waited:.0f} of {PATIENCE:g} s" if waited >= 1 else ""
         return f"the evaluator waits for a job that saves checkpoints in {self.folder}{for_how_long}"

@@ -1,4 +1,4 @@
-"""What is shown again and again, and logged."""
+"""The periodic display of the load, and its log."""
 
 import csv
 import errno
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from lockstep.doctor.gpus import Driver, Gpu, GpuMemory, GpuReading, Process
-from lockstep.doctor.watching import Host, host_now, log_once, watch
+from lockstep.doctor.load_monitor import HostLoad, host_now, log_once, watch
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.system.clock import VirtualClock
 
 GIB = 2**30
 START = 1_700_000_000.0
-HOST = Host(12.4, 3 * GIB, 8 * GIB)
+HOST = HostLoad(12.4, 3 * GIB, 8 * GIB)
 H100 = Gpu(
     0,
     "NVIDIA [h100]",
@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 
 
 def screen(text: str) -> list[str]:
-    """Return the lines that a terminal shows at the end, of what goes up and down in them."""
+    """Return the lines that a terminal shows after it has processed cursor movements."""
     lines, row = [""], 0
     for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|\r|\n|[^\x1b\r\n]+", text):
         if part == "\n":
@@ -61,7 +61,7 @@ def screen(text: str) -> list[str]:
 
 
 class Sleep:
-    """Moves the clock; after so many times it acts like Ctrl-C."""
+    """Advances the clock; after a number of calls, raises KeyboardInterrupt like Ctrl-C."""
 
     def __init__(self, clock: VirtualClock, times: int) -> None:
         self.slept: list[float] = []
@@ -90,7 +90,7 @@ def watched(
     out: io.StringIO | None = None,
     took: float = 0.0,
 ) -> tuple[str, list[float]]:
-    """Watch as long as there are readings; return what was shown, and the pauses."""
+    """Watch until the readings are used up; return the output and the pauses."""
     clock = VirtualClock(START)
     sleep = Sleep(clock, len(readings))
     left: Iterator[GpuReading | Exception] = iter(readings)
@@ -112,7 +112,7 @@ def rows(log: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_where_there_is_no_terminal_each_look_is_plain_lines() -> None:
+def test_each_sample_is_plain_lines_without_a_terminal() -> None:
     shown, slept = watched([BOTH, BOTH])
     lines = shown.splitlines()
     assert len(lines) == 6
@@ -126,14 +126,14 @@ def test_where_there_is_no_terminal_each_look_is_plain_lines() -> None:
     assert slept == [2.0, 2.0]
 
 
-def test_without_a_gpu_it_says_so_and_shows_the_host() -> None:
+def test_without_a_gpu_the_host_is_shown() -> None:
     shown, _ = watched([NONE])
     host, why = shown.splitlines()
     assert "cores 12 %" in host
     assert why == "no GPU (none on the PCI bus, and no driver); workers compute on the CPU"
 
 
-def test_on_a_terminal_it_is_shown_in_place(terminal: Terminal) -> None:
+def test_a_terminal_is_updated_in_place(terminal: Terminal) -> None:
     hot = GpuReading(BOTH.driver, (replace(H100, temperature=99), LOST))
     watched([BOTH, hot, BOTH, hot], out=terminal)
     host, headings, first, *_, last, end = screen(terminal.getvalue())
@@ -145,42 +145,42 @@ def test_on_a_terminal_it_is_shown_in_place(terminal: Terminal) -> None:
     assert last.split() == ["1", *LOST.fault.split(), *"------"]
     assert "41 a, [b] (12.0 GiB), 42" in first
     assert end == ""
-    # Each was shown in its time.
+    # Each sample was shown.
     assert terminal.getvalue().count("34 C") == 2
 
 
-def test_on_a_terminal_without_a_gpu(terminal: Terminal) -> None:
+def test_a_terminal_without_a_gpu_shows_the_host(terminal: Terminal) -> None:
     watched([NONE, NONE], out=terminal)
     host, why, _ = screen(terminal.getvalue())
     assert "cores 12 %" in host
     assert why == "no GPU (none on the PCI bus, and no driver); workers compute on the CPU"
 
 
-def test_a_terminal_that_cannot_go_back_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     shown, _ = watched([BOTH], out=Terminal())
     assert "\x1b" not in shown
     assert shown.splitlines()[2] == "GPU 1: it has fallen off the bus"
 
 
-def test_the_pause_ends_when_the_next_look_is_due() -> None:
+def test_the_pause_ends_when_the_next_sample_is_due() -> None:
     assert watched([BOTH] * 3, took=0.5)[1] == [1.5, 1.5, 1.5]
-    # Looks that come late are not made up for.
+    # Samples that are overdue are skipped.
     assert watched([BOTH] * 3, took=5.0)[1] == [0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf"), 86401.0])
-def test_a_pause_that_is_none_is_refused(seconds: float) -> None:
-    with pytest.raises(ConfigError, match=r"--watch .*: expected seconds"):
+def test_an_invalid_interval_raises(seconds: float) -> None:
+    with pytest.raises(ConfigError, match=r"--watch .*: expected a number of seconds"):
         watched([BOTH], seconds=seconds)
 
 
-def test_an_error_of_ours_is_not_taken_for_ctrl_c() -> None:
+def test_errors_are_not_treated_as_ctrl_c() -> None:
     with pytest.raises(UnfitError, match="broken"):
         watched([BOTH, UnfitError("broken")])
 
 
-def test_the_log_has_a_line_a_gpu_a_look(tmp_path: Path) -> None:
+def test_the_log_has_a_line_per_gpu_and_sample(tmp_path: Path) -> None:
     log = tmp_path / "gpus.csv"
     watched([BOTH, BOTH], log=log)
     written = rows(log)
@@ -205,21 +205,21 @@ def test_the_log_has_a_line_a_gpu_a_look(tmp_path: Path) -> None:
     assert written[2:] == written[:2]
 
 
-def test_each_look_is_in_the_log_before_the_pause(tmp_path: Path) -> None:
+def test_each_sample_is_logged_before_the_pause(tmp_path: Path) -> None:
     log = tmp_path / "gpus.csv"
     seen = []
 
-    class Look(Sleep):
+    class CheckedSleep(Sleep):
         def __call__(self, seconds: float) -> None:
             seen.append(len(rows(log)))
             super().__call__(seconds)
 
     clock = VirtualClock(START)
-    watch(1.0, log, lambda: BOTH, io.StringIO(), host=lambda: HOST, clock=clock, sleep=Look(clock, 2))
+    watch(1.0, log, lambda: BOTH, io.StringIO(), host=lambda: HOST, clock=clock, sleep=CheckedSleep(clock, 2))
     assert seen == [2, 4]
 
 
-def test_a_log_goes_on_without_a_second_heading(tmp_path: Path) -> None:
+def test_an_existing_log_gets_no_second_heading(tmp_path: Path) -> None:
     log = tmp_path / "gpus.csv"
     for _ in range(2):
         log_once(log, BOTH, VirtualClock(START))
@@ -227,14 +227,14 @@ def test_a_log_goes_on_without_a_second_heading(tmp_path: Path) -> None:
     assert log.read_text().count("memory_total_mib") == 1
 
 
-def test_without_a_gpu_the_log_has_its_heading_only(tmp_path: Path) -> None:
+def test_without_a_gpu_the_log_has_only_the_heading(tmp_path: Path) -> None:
     log = tmp_path / "gpus.csv"
     for _ in range(2):
         log_once(log, NONE)
     assert log.read_text().count("\n") == 1
 
 
-def test_a_line_that_was_cut_off_ends_there(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_ended(tmp_path: Path) -> None:
     log = tmp_path / "gpus.csv"
     log_once(log, BOTH, VirtualClock(START))
     whole = log.read_text()
@@ -244,7 +244,7 @@ def test_a_line_that_was_cut_off_ends_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["time,index\n1,2\n", "my notes", "time"])
-def test_a_file_with_something_else_is_refused_and_left_alone(tmp_path: Path, content: str) -> None:
+def test_a_file_with_other_content_raises_and_is_unchanged(tmp_path: Path, content: str) -> None:
     log = tmp_path / "gpus.csv"
     log.write_text(content)
     for add in (lambda: log_once(log, BOTH), lambda: watched([BOTH], log=log)):
@@ -256,21 +256,21 @@ def test_a_file_with_something_else_is_refused_and_left_alone(tmp_path: Path, co
     assert not [each for each in Path("/proc/self/fd").iterdir() if each.resolve() == log]
 
 
-def test_a_log_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none/gpus.csv cannot be opened: No such file or directory"):
         log_once(tmp_path / "none" / "gpus.csv", BOTH)
     with pytest.raises(ConfigError, match="cannot be opened: Is a directory"):
         log_once(tmp_path, BOTH)
 
 
-def test_a_full_disk_is_told() -> None:
+def test_a_full_disk_raises() -> None:
     with pytest.raises(
         UnfitError, match=r"cannot write /dev/full: No space left on device.* name another file"
     ):
         watched([BOTH], log=Path("/dev/full"))
 
 
-def test_a_disk_that_becomes_full_is_told_and_the_cursor_is_back(
+def test_a_disk_that_becomes_full_raises_and_restores_the_cursor(
     tmp_path: Path, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[bytes] = []
@@ -289,21 +289,21 @@ def test_a_disk_that_becomes_full_is_told_and_the_cursor_is_back(
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")
 
 
-def test_a_name_with_commas_and_quotes_comes_back(tmp_path: Path) -> None:
+def test_names_with_commas_and_quotes_are_preserved(tmp_path: Path) -> None:
     log = tmp_path / "gpus.csv"
     name = 'a "b", c; d'
     log_once(log, GpuReading(BOTH.driver, (Gpu(0, name),)))
     assert rows(log)[0]["name"] == name
 
 
-def test_this_machine_can_be_looked_at() -> None:
+def test_this_machine_can_be_sampled() -> None:
     host = host_now()
     assert 0 <= host.cpu <= 100
     assert 0 < host.used < host.total
 
 
 @pytest.mark.parametrize("where", ["read", "host", "sleep"])
-def test_ctrl_c_at_any_time_ends_it_well(where: str, terminal: Terminal) -> None:
+def test_ctrl_c_at_any_time_ends_the_display(where: str, terminal: Terminal) -> None:
     def interrupt(*_: float) -> Any:
         raise KeyboardInterrupt
 
