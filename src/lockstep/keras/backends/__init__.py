@@ -1,1 +1,1 @@
-"""What differs between the backends: one file per backend, behind one contract."""
+"""How a step is computed on each backend, behind one contract; nothing of inputs or of saving."""

@@ -1,1 +1,1 @@
-"""Functions of the program's own that replicas compute: `strategy.run`, and loops that Lockstep drives."""
+"""Functions of the program that replicas compute: `strategy.run` and `strategy.steps`; nothing of `fit`."""
