@@ -7,11 +7,7 @@ from typing import Any
 
 from lockstep.errors import ModelError
 from lockstep.keras import patches
-from lockstep.keras.input.distributed_dataset import (
-    distribute,
-    distribute_from_function,
-    values_from_function,
-)
+from lockstep.keras.input.distribution import distribute, distribute_from_function, values_from_function
 from lockstep.keras.replica_run.contract import runs_of
 from lockstep.keras.replica_run.replica import current
 from lockstep.strategy.options import ReduceOp
@@ -131,7 +127,7 @@ class Strategy:
         """Split each batch of `dataset`, a global batch, over the replicas.
 
         Every worker reads the dataset, and all must read the same. See
-        `lockstep.keras.input.distributed_dataset`.
+        `lockstep.keras.input.distribution`.
         """
         self._job.distributes()
         return distribute(self._job, self._runs, dataset)

@@ -15,7 +15,8 @@ import tensorflow as tf
 from lockstep.errors import DataError, LockstepError
 from lockstep.keras.input.batches import Joint, JointPass, Pass, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
-from lockstep.keras.input.streams import Form, array_of, leaves_of, packed
+from lockstep.keras.input.streams import Form, array_of
+from lockstep.keras.nests import leaves_of, packed
 from lockstep.keras.per_replica import Registry, Shelf, Spec
 from lockstep.keras.replica_run.contract import Runs
 from lockstep.keras.replica_run.graph import on_host

@@ -8,11 +8,11 @@ import keras
 
 from lockstep.errors import InputError
 from lockstep.keras.backends.contract import Backend
-from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import CHECK_EVERY, Facts, agree, setting_facts, state_facts
+from lockstep.keras.model_digest import LastModel
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.replica_run.named_state import NamedState
 from lockstep.keras.state.checkpoint_callback import Checkpoint, Keeping
-from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.observability.events import CallStarted
@@ -26,7 +26,7 @@ class Driving:
         self,
         job: Job,
         backend: Backend,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
         keeping: Keeping,
         last: LastModel,
@@ -108,7 +108,7 @@ class Driving:
             self._resumable.replay()
             held.go_to(past["positions"])
 
-    def _end_step(self, call: KerasCall, held: NamedState, count: int) -> None:
+    def _end_step(self, call: NumberedCall, held: NamedState, count: int) -> None:
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
