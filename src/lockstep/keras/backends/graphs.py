@@ -91,7 +91,7 @@ class RoundTrace:
     update: Update | None = None
     ended: bool = True
 
-    def goes_on(self, graph: Any) -> bool:
+    def resumes(self, graph: Any) -> bool:
         """Whether what follows the round's own update in `graph` wants what the update would have changed."""
         if self.update is None or self.places.noted is None:
             return False

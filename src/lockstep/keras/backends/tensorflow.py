@@ -282,7 +282,7 @@ class TensorFlowProgram(VariableState):
         weight = tf.TensorSpec((), tf.float64)
         stateless = tf_random_ops.stateless(step)
         inner = traced(stateless, self._jit, weight, earlier, *specs)
-        if not self._rounds.leaves(number) and self._trace.goes_on(inner.graph):
+        if not self._rounds.leaves(number) and self._trace.resumes(inner.graph):
             self._rounds.leave(number)
             inner = traced(stateless, self._jit, weight, earlier, *specs)
         tf_random_ops.refuse_random_operations(inner.graph)

@@ -1,1 +1,1 @@
-"""Functions of the program's own that replicas compute: `strategy.run`, and loops that Lockstep drives."""
+"""Functions and loops of the program's own, `strategy.run` and `strategy.steps`; nothing of Keras's loops."""

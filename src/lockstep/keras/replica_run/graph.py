@@ -231,7 +231,7 @@ class GraphRun:
         number = len(earlier)
         replica = tf.TensorSpec((), tf.int64)
         inner, trace = self._trace(replica, earlier, specs)
-        if trace.ended and trace.goes_on(inner.graph):
+        if trace.ended and trace.resumes(inner.graph):
             self._rounds.leave(number)
             inner, trace = self._trace(replica, earlier, specs)
         if not trace.ended:
