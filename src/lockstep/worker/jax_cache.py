@@ -26,7 +26,7 @@ from lockstep.system.notes import note
 from lockstep.worker.import_hooks import when_imported
 from lockstep.worker.patch_registry import PATCHES
 
-_SEAM = "jax._src.compilation_cache", "get_file_cache"
+_CACHE_FACTORY = "jax._src.compilation_cache", "get_file_cache"
 """The function of JAX that creates its cache; private, see tests/training/test_private_parts.py."""
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LONGEST_WAIT = 60.0
@@ -57,7 +57,7 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _keep(folder: Path, jax: ModuleType) -> None:
-    module, name = sys.modules.get(_SEAM[0]), _SEAM[1]
+    module, name = sys.modules.get(_CACHE_FACTORY[0]), _CACHE_FACTORY[1]
     theirs: Callable[[str], Any] | None = getattr(module, name, None)
     config = jax.config
     if theirs is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
@@ -140,7 +140,7 @@ class CompilationCache:
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Save an entry, unless that fails."""
+        """Save an entry; ignore errors of the file system."""
         new = f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
         try:
             self._trim()

@@ -94,7 +94,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class JobContext:
-    """What a worker knows of its job and what does not change.
+    """What a worker knows of its job; it does not change.
 
     Attributes:
         worker: this process's worker id.

@@ -164,7 +164,7 @@ class _RemovedModuleFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Search where the file would be."""
+        """Search the folders where the file would be."""
         name = fullname.rpartition(".")[2]
         for entry in sys.path if path is None else path:
             package = Path(entry).absolute() / name
