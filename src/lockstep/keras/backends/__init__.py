@@ -1,1 +1,1 @@
-"""What differs between the backends, one file each behind one contract; nothing that exchanges data."""
+"""How a step is computed on each backend, behind one contract; nothing of inputs or of saving."""

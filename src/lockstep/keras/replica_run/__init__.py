@@ -1,1 +1,1 @@
-"""Functions and loops of the program's own, `strategy.run` and `strategy.steps`; nothing of Keras's loops."""
+"""Functions of the program that replicas compute: `strategy.run` and `strategy.steps`; nothing of `fit`."""
