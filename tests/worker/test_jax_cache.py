@@ -82,8 +82,8 @@ def test_that_nothing_is_kept_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SimpleNamespace(jax_compilation_cache_dir=None, jax_enable_compilation_cache=True)
-    seam, name = jax_cache._SEAM
-    monkeypatch.setitem(sys.modules, seam, SimpleNamespace(**{name: print}))
+    module, name = jax_cache._CACHE_FACTORY
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: print}))
     tmp_path.chmod(0o777)
     jax_cache._keep(tmp_path / "cache", SimpleNamespace(config=config))  # type: ignore[arg-type]
     expected = (
