@@ -42,7 +42,7 @@ from lockstep.collectives.shared.communicator import SharedCommunicator  # noqa:
 from lockstep.collectives.shared.packed_reduce import PackedReduce  # noqa: E402
 from lockstep.collectives.shared.slice_reduce import SliceReduce  # noqa: E402
 from lockstep.keras.fit.replica_step import ReplicaStep  # noqa: E402
-from lockstep.keras.input.inputs import GlobalInput  # noqa: E402
+from lockstep.keras.input.global_inputs import GlobalInput  # noqa: E402
 from models import MODELS  # noqa: E402
 
 ledger = Ledger(KERAS)

@@ -339,7 +339,7 @@ def driven() -> Any:
 
 
 def differing() -> Any:
-    """Weights that depend on the worker, which nobody may train."""
+    """Weights that depend on the worker, which no step may train."""
     model = classifier()
     model.layers[0].bias.assign(np.full(8, job.current().worker))
     optimizer = keras.optimizers.SGD(0.1)

@@ -1,4 +1,4 @@
-"""Two loops of the program's own that Lockstep drives; prints what came of them.
+"""Two loops of the program's own that Lockstep drives; prints the results.
 
 driven_loops.py [DIES LOOP STEP]: the worker DIES is killed there, if it is there from the beginning.
 """

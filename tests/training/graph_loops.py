@@ -1,4 +1,4 @@
-"""Custom loops on TensorFlow, in graphs: each case prints a digest of what came of it, and its figures."""
+"""Custom loops on TensorFlow, in graphs: each case prints a digest of its results, and its figures."""
 
 import hashlib
 import json

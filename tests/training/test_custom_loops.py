@@ -16,7 +16,7 @@ LOOPS = 7
 
 @pytest.fixture(scope="session")
 def eager_backend(backend: str) -> str:
-    """Those of the backends where functions always run eagerly."""
+    """A backend on which functions always run eagerly."""
     if backend == "tensorflow":
         pytest.skip("runs functions in graphs: see test_graph_loops.py")
     return backend

@@ -46,7 +46,7 @@ def results(run: Any, worker: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(launch: Launch) -> list[str]:
-    """What driven loops come to that nothing happens to."""
+    """The results of undisturbed driven loops."""
     return results(launch("-n 1 --replicas 2", "driven_loops.py", backend="tensorflow"), 0)
 
 

@@ -7,22 +7,18 @@ from typing import Any
 
 from lockstep.errors import ModelError
 from lockstep.keras import patches
-from lockstep.keras.input.distributed_dataset import (
-    distribute,
-    distribute_from_function,
-    values_from_function,
-)
+from lockstep.keras.input.distribution import distribute, distribute_from_function, values_from_function
 from lockstep.keras.replica_run.contract import runs_of
 from lockstep.keras.replica_run.replica import current
 from lockstep.strategy.options import ReduceOp
 from lockstep.worker import job
 
 
-class _Entered(threading.local):
+class _EnteredStrategies(threading.local):
     strategies: tuple["Strategy", ...] = ()
 
 
-_entered = _Entered()
+_entered = _EnteredStrategies()
 
 
 class Strategy:
@@ -33,8 +29,8 @@ class Strategy:
 
     def __init__(self) -> None:
         self._job = job.current()
-        self._loops = patches.install(self._job)
-        self._loops.adopt_in_scopes()
+        self._methods = patches.install(self._job)
+        self._methods.adopt_in_scopes()
         self._runs = runs_of(self._job)
 
     @property
@@ -45,7 +41,7 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Let the job train the models that are compiled within the block."""
-        with self._loops.scope(), self._entered():
+        with self._methods.scope(), self._entered():
             yield self
 
     def run(
@@ -98,7 +94,7 @@ class Strategy:
             CheckpointError: the saved state has different parts.
         """
         self._job.distributes()
-        return self._loops.driving.steps(count, state, checkpoint)
+        return self._methods.driving.steps(count, state, checkpoint)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of a result of `run`.
@@ -131,7 +127,7 @@ class Strategy:
         """Split each batch of `dataset`, a global batch, over the replicas.
 
         Every worker reads the dataset, and all must read the same. See
-        `lockstep.keras.input.distributed_dataset`.
+        `lockstep.keras.input.distribution`.
         """
         self._job.distributes()
         return distribute(self._job, self._runs, dataset)
@@ -143,7 +139,7 @@ class Strategy:
         the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
         """
         self._job.distributes()
-        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.next_seed())
+        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._methods.next_seed())
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
@@ -171,6 +167,6 @@ def _refuse_within_replica(name: str) -> None:
         )
 
 
-def entered() -> Strategy | None:
+def entered_strategy() -> Strategy | None:
     """Return the strategy whose scope or run this thread is in, None outside of all."""
     return _entered.strategies[-1] if _entered.strategies else None

@@ -20,13 +20,13 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends import drawing
+from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import Kind
-from lockstep.keras.backends.drawing import is_counter
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
 from lockstep.keras.backends.steps import refuse_integer_state
-from lockstep.keras.randomness import GOLDEN_32
+from lockstep.keras.seeds import GOLDEN_32
+from lockstep.keras.tf_random_ops import is_counter
 from lockstep.keras.variables import seed_positions
 
 _ALIGNMENT = 64
@@ -91,7 +91,7 @@ class RoundTrace:
     update: Update | None = None
     ended: bool = True
 
-    def goes_on(self, graph: Any) -> bool:
+    def resumes(self, graph: Any) -> bool:
         """Whether what follows the round's own update in `graph` wants what the update would have changed."""
         if self.update is None or self.places.noted is None:
             return False
@@ -231,7 +231,7 @@ class AssignedVariables:
             metric.assign(tf.where(replica == 0, metric.read_value(), zeros) if sums_so_far else zeros)
         for seed in self.state["seed"]:
             seed.assign(mixed(seed.read_value(), replica))
-        drawing.begin(self.counters, replica)
+        tf_random_ops.begin(self.counters, replica)
         starts = {
             kind: [None if kind == "metric" else variable.read_value() for variable in variables]
             for kind, variables in self.state.items()

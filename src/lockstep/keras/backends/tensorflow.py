@@ -5,8 +5,8 @@ graph tells which variables the step assigns. A second function around it gives 
 so that replicas can be computed one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends import drawing
+from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
 from lockstep.keras.backends.eager import Tensors
 from lockstep.keras.backends.graphs import (
@@ -46,7 +46,8 @@ from lockstep.keras.backends.losses import (
 )
 from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
 from lockstep.keras.backends.steps import build_by_call, has_own_step, refuse_overwriting_gradients, undone
-from lockstep.keras.randomness import of_replica
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
 
 
@@ -215,10 +216,10 @@ class TensorFlowProgram(VariableState):
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager:
-            with drawing.eagerly(of_replica(share.seed, share.replica)):
+            with _computing_eagerly(seed_of_replica(share.seed, share.replica)):
                 partial, outputs = function(replica, weight, totals, *given)
         else:
-            drawing.set_seed(share.seed)
+            tf_random_ops.set_seed(share.seed)
             partial, outputs = function(replica, weight, totals, *given)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
@@ -279,12 +280,12 @@ class TensorFlowProgram(VariableState):
     ) -> Callable[..., Any]:
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
-        stateless = drawing.stateless(step)
+        stateless = tf_random_ops.stateless(step)
         inner = traced(stateless, self._jit, weight, earlier, *specs)
-        if not self._rounds.leaves(number) and self._trace.goes_on(inner.graph):
+        if not self._rounds.leaves(number) and self._trace.resumes(inner.graph):
             self._rounds.leave(number)
             inner = traced(stateless, self._jit, weight, earlier, *specs)
-        drawing.refuse_random_operations(inner.graph)
+        tf_random_ops.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.places.made)
         variables = self._classified(number, assigned(inner.graph))
         if self._rounds.complete(number):
@@ -383,7 +384,7 @@ class TensorFlowProgram(VariableState):
 
         def repeat(index: int) -> None:
             update = self._updates[index]
-            with places.making(), drawing.drawn_from(None):
+            with places.making(), tf_random_ops.drawn_from(None):
                 update.apply(gradients_in(earlier[index], update))
             if self._eager:
                 after.update({id(v.value): (v.value, v.value.read_value()) for v in update.changed})
@@ -495,7 +496,7 @@ class EagerTensorFlow:
 
     def apart(self, seed: int) -> AbstractContextManager[None]:
         """Within the block a replica computes."""
-        return drawing.eagerly(seed)
+        return _computing_eagerly(seed)
 
     def kept(self, variable: Any) -> Any:
         """Return the value of a variable."""
@@ -518,3 +519,18 @@ class EagerTensorFlow:
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update from copies."""
         update.apply([None if g is None else tf.constant(g) for g in gradients])
+
+
+@contextmanager
+def _computing_eagerly(seed: int) -> Iterator[None]:
+    """Within the block a replica computes eagerly: all of its random numbers follow from `seed`.
+
+    Functions run eagerly, too, since their graphs may be older than the block.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with random_numbers(seed):
+            yield
+    finally:
+        tf.config.run_functions_eagerly(before)

@@ -37,10 +37,10 @@ from lockstep.keras.backends.tensors import (
     versions,
     weighted,
 )
-from lockstep.keras.randomness import GOLDEN
+from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 
 class TorchBackend:

@@ -18,9 +18,9 @@ from lockstep.keras.backends.multi_update import Left, Rounds, Unknown, Update, 
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
 from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
-from lockstep.keras.randomness import key_of_replica, of_replica
 from lockstep.keras.replica_run.merges import MergePoint, RunMerges
 from lockstep.keras.replica_run.replica import Replica, entered
+from lockstep.keras.seeds import key_of_replica, seed_of_replica
 from lockstep.keras.synchronization import SCALAR
 
 Array = npt.NDArray[Any]
@@ -262,7 +262,7 @@ class ReplicaComputation:
         """Compute a replica's part; None if this has shown how it must be computed."""
         rounds = this.known.rounds
         changes = RunChanges(self._eager, this.known.prepared)
-        seed = of_replica(this.seed, number)
+        seed = seed_of_replica(this.seed, number)
         with (
             changes.of(number),
             heard_by(changes),

@@ -20,7 +20,7 @@ from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager import Eager
 from lockstep.keras.backends.state_changes import is_new
 from lockstep.keras.consistency import state_facts
-from lockstep.keras.input.streams import packed
+from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import PerReplica, Returned, Shelf, Spec, Values, is_empty, lost
 from lockstep.keras.replica_run.computation import (
     KnownFunction,

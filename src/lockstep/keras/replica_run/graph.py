@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.errors import LockstepError
-from lockstep.keras.backends import drawing
+from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.eager import Tensors
 from lockstep.keras.backends.graphs import (
     AssignedVariables,
@@ -29,7 +29,7 @@ from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import Left, Rounds, Update
 from lockstep.keras.backends.state_changes import is_new
 from lockstep.keras.consistency import state_facts
-from lockstep.keras.input.streams import packed
+from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import Shelf, Spec
 from lockstep.keras.replica_run.host import NONE_LEFT, RunHost
 from lockstep.keras.replica_run.merged_variables import is_merged, refuse_other_changes
@@ -126,7 +126,7 @@ class GraphRun:
         origins = [(leaf.shelf, leaf.leaf) for leaf in self._own]
 
         def begin(*tickets: Any) -> int:
-            seed = drawing.new_seed() if self._draws else 0
+            seed = tf_random_ops.new_seed() if self._draws else 0
             self._host.begin(
                 [
                     (Shelf.numbered(shelf).kept(int(ticket)).values, leaf)
@@ -146,7 +146,7 @@ class GraphRun:
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in (*self._own, *self._shared)]
         compute = self._traced(earlier, specs)
         if self._draws:
-            drawing.set_seed(seed)
+            tf_random_ops.set_seed(seed)
         parts, _ = compute.structured_outputs
         names = sorted(parts)
         like = {name: _zeros(parts[name]) for name in names}
@@ -231,14 +231,14 @@ class GraphRun:
         number = len(earlier)
         replica = tf.TensorSpec((), tf.int64)
         inner, trace = self._trace(replica, earlier, specs)
-        if trace.ended and trace.goes_on(inner.graph):
+        if trace.ended and trace.resumes(inner.graph):
             self._rounds.leave(number)
             inner, trace = self._trace(replica, earlier, specs)
         if not trace.ended:
             self._rounds.leave(number)
         if self._meeting is not None and number == len(self._meetings):
             self._meetings.append(self._meeting)
-        drawing.refuse_random_operations(inner.graph)
+        tf_random_ops.refuse_random_operations(inner.graph)
         updates = [meeting.update for meeting in self._meetings[:number] if meeting.update is not None]
         updated = [variable for update in updates for variable in natives(update.changed)]
         # The round's own update would not see what the function assigns before it.
@@ -262,7 +262,7 @@ class GraphRun:
         def step(replica: Any, earlier: Any, *given: Any) -> Any:
             return self._step(trace, replica, earlier, *given)
 
-        return traced(drawing.stateless(step), False, replica, earlier, *specs), trace
+        return traced(tf_random_ops.stateless(step), False, replica, earlier, *specs), trace
 
     def _step(self, trace: RoundTrace, replica: Any, earlier: list[Partial], *given: Any) -> Any:
         """Run the function; return (what it brings to the round's meeting, its results)."""
@@ -271,7 +271,7 @@ class GraphRun:
         def repeat(index: int) -> None:
             update = self._meetings[index].update
             assert update is not None
-            with trace.places.making(), entered(None), drawing.drawn_from(None):
+            with trace.places.making(), entered(None), tf_random_ops.drawn_from(None):
                 update.apply(self._meetings[index].leaves(earlier[index]))
 
         def noted(update: Update) -> None:

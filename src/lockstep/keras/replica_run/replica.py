@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import keras
 
-from lockstep.worker.patching import PATCHES, definer
+from lockstep.worker.patch_registry import PATCHES, definer
 
 Op = Literal["sum", "mean"]
 

@@ -8,11 +8,11 @@ import keras
 
 from lockstep.errors import InputError
 from lockstep.keras.backends.contract import Backend
-from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import CHECK_EVERY, Facts, agree, setting_facts, state_facts
+from lockstep.keras.model_digest import LastModel
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.replica_run.named_state import NamedState
-from lockstep.keras.state.checkpoint_callback import Checkpoint, Keeping
-from lockstep.keras.state.digest import LastModel
+from lockstep.keras.state.checkpoint_callback import Checkpoint, ScriptCheckpoints
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.observability.events import CallStarted
@@ -26,9 +26,9 @@ class Driving:
         self,
         job: Job,
         backend: Backend,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
-        keeping: Keeping,
+        checkpoints: ScriptCheckpoints,
         last: LastModel,
     ) -> None:
         self._job = job
@@ -36,7 +36,7 @@ class Driving:
         self._calls = calls
         self._snapshots = snapshots
         self._resumable = snapshots.resumable
-        self._keeping = keeping
+        self._checkpoints = checkpoints
         self._last = last
 
     def steps(
@@ -60,11 +60,11 @@ class Driving:
                 self._last.trains(part)
         with self._resumable.call("steps") as call:
             if checkpoint is not None:
-                self._keeping.begin(checkpoint)
+                self._checkpoints.begin(checkpoint)
             if finished := self._resumable.resume():
                 if finished.kept is not None:
                     yield from self._pass_over(held, finished.kept)
-                finished.again()
+                finished.raise_error()
                 return
             call.leaves = lambda call: {"steps": call.steps, "positions": held.positions}
             try:
@@ -72,12 +72,12 @@ class Driving:
                     if self._resumable.behind:
                         if self._job.joins or call.skipped < count or held.incomplete:
                             # Members that this worker has joined already are further on, and wait for it.
-                            with self._job.aside() if self._resumable.catches_up else nullcontext():
+                            with self._job.detached() if self._resumable.catches_up else nullcontext():
                                 yield min(call.skipped, count - 1)
                         if self._job.joins and self._resumable.join():
                             finished = self._resumable.replay()
                             held.go_to(finished.kept["positions"])
-                            finished.again()
+                            finished.raise_error()
                             return
                         call.steps = call.skipped
                         self._snapshots.restore(None, held)
@@ -101,14 +101,14 @@ class Driving:
         """
         try:
             if held.incomplete and past["steps"]:
-                with self._job.driving(), self._job.aside():
+                with self._job.driving(), self._job.detached():
                     yield 0
         finally:
             # The program may leave the loop in its first step.
             self._resumable.replay()
             held.go_to(past["positions"])
 
-    def _end_step(self, call: KerasCall, held: NamedState, count: int) -> None:
+    def _end_step(self, call: NumberedCall, held: NamedState, count: int) -> None:
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
