@@ -81,6 +81,13 @@ KERAS_LAYERS: tuple[set[str], ...] = (
 )
 
 
+def entries(package: Path) -> set[str]:
+    """Names of the modules and packages in a package."""
+    return {
+        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+
+
 def imported(path: Path) -> set[str]:
     """Absolute names of all modules that a file imports, wherever in the file but for type checking."""
     names: set[str] = set()
@@ -139,8 +146,7 @@ def test_rooms_import_only_rooms_below_them() -> None:
 
 def test_layers_of_the_keras_room_import_only_layers_above_them() -> None:
     level = {name: number for number, names in enumerate(KERAS_LAYERS) for name in names}
-    entries = {path.name.removesuffix(".py") for path in (ROOT / "keras").iterdir()}
-    assert set(level) == entries - {"__init__", "__pycache__"}
+    assert set(level) == entries(ROOT / "keras") - {"__init__"}
     for path in (ROOT / "keras").rglob("*.py"):
         own = path.relative_to(ROOT / "keras").parts[0].removesuffix(".py")
         names = (name.split(".") for name in imported(path) if name.startswith("lockstep.keras."))
@@ -155,8 +161,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_the_root_holds_rooms_and_public_modules_only() -> None:
-    entries = {path.name.removesuffix(".py") for path in ROOT.iterdir() if path.suffix in (".py", "")}
-    assert entries - {"__pycache__"} == set(ALLOWED)
+    assert entries(ROOT) == set(ALLOWED)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
