@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
-from lockstep.errors import BackendError
-from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.adapter import adapter
+from lockstep.keras.backends.contract import Kind
 from lockstep.keras.fit.loops import FitLoops
 from lockstep.keras.shared_saves import Saves
 from lockstep.keras.state.snapshots import libraries
@@ -48,7 +48,7 @@ def install(job: Job) -> FitLoops:
         UnfitError: this version of Keras lacks a method that Lockstep replaces.
     """
     if not _installed:
-        backend = _backend()
+        backend = adapter().steps()
         loops, saves = FitLoops(job, backend), Saves(job, backend)
         for name in ("compile", "fit", "evaluate", "predict", "_symbolic_build"):
             _replace(name, getattr(loops, name.lstrip("_")))
@@ -173,23 +173,3 @@ def _around(
 def _is_silent(name: str, loops: FitLoops) -> bool:
     """Whether callbacks have heard of a step, or its end, before this process began."""
     return loops.forwarding or (name == "on_train_batch_end" and loops.heard)
-
-
-def _backend() -> Backend:
-    name = keras.backend.backend()
-    if name == "jax":
-        from lockstep.keras.backends.jax import JaxBackend
-
-        return JaxBackend()
-    if name == "tensorflow":
-        from lockstep.keras.backends.tensorflow import TensorFlowBackend
-
-        return TensorFlowBackend()
-    if name == "torch":
-        from lockstep.keras.backends.torch import TorchBackend
-
-        return TorchBackend()
-    raise BackendError(
-        f"Keras runs on {name!r}, on which Lockstep does not train; set KERAS_BACKEND to jax, tensorflow or "
-        "torch, or start the script with `lockstep run --backend`"
-    )

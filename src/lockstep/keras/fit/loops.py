@@ -30,7 +30,7 @@ from lockstep.keras.input.distributed_dataset import DistributedDataset, explain
 from lockstep.keras.input.distributed_input import distributed_input
 from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.input.visits import order_seed
-from lockstep.keras.replica_run.step_loop import Driving
+from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.sidecar_evaluator import Evaluating
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
@@ -70,7 +70,7 @@ class FitLoops:
         self._keeping = Keeping(job, self._calls, self._snapshots)
         self._evaluating = Evaluating()
         self._last = LastModel(job)
-        self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
+        self.driving = StepLoops(job, backend, self._calls, self._snapshots, self._keeping, self._last)
         self._scopes = 0
         self._adopts_all = False
         self._introduced: list[str] | None = None
@@ -184,7 +184,7 @@ class FitLoops:
         """Hold the state at the end of the last step of an epoch: no other step may follow it."""
         call = self._calls.current
         if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
-            held = self._backend.held(call.model)
+            held = self._backend.training_state(call.model)
             self._snapshots.hold(lambda: self._snapshots.take(True, call.model, call.logs, held, heard=True))
 
     def decide(self, event: str) -> None:

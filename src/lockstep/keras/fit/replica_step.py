@@ -18,7 +18,7 @@ import xxhash
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import CheckpointError
-from lockstep.keras.backends.contract import Backend, Execution, Kind, Partial, Total
+from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.steps import misfits_explained
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
@@ -104,7 +104,7 @@ class ReplicaStep:
         complete = False
         while not complete:
             total = self._total(self._round(state, batch, totals), len(totals))
-            complete = self._program.complete(len(totals))
+            complete = self._program.is_last(len(totals))
             # The next reduce uses the total's memory again.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
             self._timer.lap("exchange")
@@ -239,18 +239,18 @@ class Watched:
         self._model = model
         self._calls = calls
         self._snapshots = snapshots
-        self._held = backend.held(model)
-        self._call = backend.watched(model, function, self._execute)
+        self._held = backend.training_state(model)
+        self._call = backend.intercepted(model, function, self._execute)
 
     def __call__(self, *args: Any) -> Any:
         """Do as the train function that is watched."""
         return self._call(*args)
 
-    def _execute(self, execution: Execution) -> tuple[Any, Any]:
+    def _execute(self, execution: TrainFunctionCall) -> tuple[Any, Any]:
         call, model = self._calls.current, self._model
         steps = 1 if call.at_end else model.steps_per_execution
         if call.steps < call.skipped:
-            execution.pass_over()
+            execution.skip()
             call.steps += steps
             return self._passed_over(execution.state)
         logs, state = execution.run()

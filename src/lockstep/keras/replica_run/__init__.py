@@ -1,1 +1,1 @@
-"""Functions of the program's own that replicas compute: `strategy.run`, and loops that Lockstep drives."""
+"""Runs functions of the script on replicas: `strategy.run`, and loops that Lockstep drives."""

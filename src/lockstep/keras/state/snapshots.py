@@ -13,7 +13,7 @@ from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
-from lockstep.keras.backends.contract import Backend, Held
+from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.call_stack import CallStack
 from lockstep.keras.randomness import random_states, set_random_states
@@ -104,7 +104,7 @@ class Snapshots:
         whole: bool,
         model: Any,
         logs: Any,
-        program: Held | None = None,
+        program: TrainingState | None = None,
         state: Any = None,
         *,
         heard: bool = False,
@@ -162,7 +162,7 @@ class Snapshots:
             "libraries": libraries(),
         }
 
-    def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
+    def restore(self, model: Any, program: TrainingState | None = None, state: Any = None) -> tuple[Any, Any]:
         """Restore everything from the resumption; return (logs, the state for steps of `program`)."""
         resumption = self.resumable.resumption
         assert resumption is not None
@@ -208,7 +208,7 @@ class Snapshots:
             heard = lasting(listed(call.callbacks))
             call.settings = settings_of_call(model, heard, first=self._calls.outermost == 1)
 
-    def _settings(self, model: Any, program: Held | None) -> Settings:
+    def _settings(self, model: Any, program: TrainingState | None) -> Settings:
         if model is None:
             return settings_of_parts(getattr(program, "parts", {}))
         own = self._calls.current.settings or settings_of_call(model, (), first=False)
@@ -216,7 +216,9 @@ class Snapshots:
             self._described[model] = settings_of_model(model)
         return {**own, **self._described[model]}
 
-    def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
+    def compare_settings(
+        self, step: int, facts: Mapping[str, Any], model: Any, program: TrainingState | None
+    ) -> None:
         """Reject a checkpoint with other settings; name source files that have changed.
 
         Raises:
