@@ -90,7 +90,7 @@ def main() -> None:
     install()
     assert [*PATCHES] == installed
     if backend == "tensorflow":
-        from lockstep.keras.backends.drawing import drawn_from
+        from lockstep.keras.tf_random_ops import drawn_from
 
         with drawn_from(None):
             check(before)

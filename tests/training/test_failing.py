@@ -11,7 +11,7 @@ import pytest
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import CheckpointError
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.failures import described, remade
 from lockstep.keras.state.resumable_calls import Fresh, Replay, ResumableCalls, SkipTo
 from lockstep.worker import job
@@ -91,7 +91,7 @@ class TestWhereTheTrainingResumes:
         """Make what resumes after step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
 
         def calls() -> ResumableCalls:
-            return ResumableCalls(job.alone(), CallStack())
+            return ResumableCalls(job.alone(), NumberedCalls())
 
         def begin(**changed: Any) -> ResumableCalls:
             first = calls()

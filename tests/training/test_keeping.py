@@ -179,13 +179,13 @@ class TestRefusals:
     def asking(self) -> Any:
         """A job of its own, whose first `fit` is given a callback; none of it is entered."""
         pytest.importorskip("keras")
-        from lockstep.keras.call_stack import CallStack
+        from lockstep.keras.numbered_calls import NumberedCalls
         from lockstep.keras.state.checkpoint_callback import Keeping
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
         own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
-        calls = CallStack()
+        calls = NumberedCalls()
         keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 
         def ask(folder: Path, **options: Any) -> None:

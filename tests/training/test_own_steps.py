@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 
 Launch = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def test_programs_of_others_run_with_the_same_bits_and_the_numbers_of_plain_kera
 
 
 def test_calls_within_a_call_do_not_change_the_numbers_of_the_calls_after_it() -> None:
-    with_inner, without = CallStack(), CallStack()
+    with_inner, without = NumberedCalls(), NumberedCalls()
     numbers = []
     with with_inner.enter("fit") as fit:
         for _ in range(2):

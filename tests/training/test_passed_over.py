@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
 from lockstep.observability.bus import Bus
@@ -22,7 +22,7 @@ def process() -> tuple[Snapshots, list[Any]]:
     view = place(3, (0,))
     own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
     backend: Any = SimpleNamespace(concrete=keras.ops.convert_to_numpy)
-    snapshots = Snapshots(own, backend, CallStack())
+    snapshots = Snapshots(own, backend, NumberedCalls())
     models = []
     for optimizer in ("adam", "sgd"):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

@@ -32,7 +32,7 @@ if HERE:
     from tensorflow.python.framework.auto_control_deps import LEGACY_RANDOM_OPS
     from tensorflow.python.ops import gen_random_ops, random_ops
 
-    from lockstep.keras.backends import drawing
+    from lockstep.keras import tf_random_ops
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
     from lockstep.keras.backends.tf_graphs import borrowed
 
@@ -444,15 +444,15 @@ def test_the_private_parts_are_there() -> None:
 @here
 def test_the_operations_that_count_their_runs_are_known() -> None:
     """If this fails, TensorFlow has a new operation, or calls one in another way."""
-    for module, name in drawing._WITHOUT_EQUIVALENT:
+    for module, name in tf_random_ops._WITHOUT_EQUIVALENT:
         assert callable(getattr(module, name))
-    for name in drawing._EQUIVALENTS:
+    for name in tf_random_ops._EQUIVALENTS:
         assert {"seed", "seed2"} <= inspect.signature(getattr(gen_random_ops, name)).parameters.keys()
         assert f"gen_random_ops.{name}(" in inspect.getsource(random_ops)
     assert "random_seed.get_seed(seed)" in inspect.getsource(random_ops)
     assert random_seed.get_seed(5)[1] == 5
     stateful = {name for name in LEGACY_RANDOM_OPS if op_def_registry.get(name).is_stateful}
-    replaced = {"".join(part.capitalize() for part in name.split("_")) for name in drawing._EQUIVALENTS}
+    replaced = {"".join(part.capitalize() for part in name.split("_")) for name in tf_random_ops._EQUIVALENTS}
     assert stateful - replaced == {"ParameterizedTruncatedNormal", "RandomPoisson"}
 
 

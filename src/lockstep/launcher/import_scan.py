@@ -11,7 +11,7 @@ FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
 _BACKENDS = ("jax", "tensorflow", "torch")
 _OF_KERAS = (
     "lockstep.keras.patches",
-    "lockstep.keras.state.digest",
+    "lockstep.keras.model_digest",
     "lockstep.strategy.mirrored",
 )
 _OF_BACKEND = {

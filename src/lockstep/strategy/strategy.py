@@ -7,11 +7,7 @@ from typing import Any
 
 from lockstep.errors import ModelError
 from lockstep.keras import patches
-from lockstep.keras.input.distributed_dataset import (
-    distribute,
-    distribute_from_function,
-    values_from_function,
-)
+from lockstep.keras.input.distribution import distribute, distribute_from_function, values_from_function
 from lockstep.keras.replica_run.merges import current_replica
 from lockstep.keras.replica_run.runner import runner_of
 from lockstep.strategy.options import ReduceOp
@@ -98,7 +94,7 @@ class Strategy:
             CheckpointError: the saved state has different parts.
         """
         self._job.distributes()
-        return self._loops.driving.steps(count, state, checkpoint)
+        return self._loops.step_loops.steps(count, state, checkpoint)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of a result of `run`.
@@ -131,7 +127,7 @@ class Strategy:
         """Split each batch of `dataset`, a global batch, over the replicas.
 
         Every worker reads the dataset, and all must read the same. See
-        `lockstep.keras.input.distributed_dataset`.
+        `lockstep.keras.input.distribution`.
         """
         self._job.distributes()
         return distribute(self._job, self._runner, dataset)

@@ -29,7 +29,8 @@ from lockstep.keras.backends.steps import (
     refuse_overwriting_gradients,
     replaced,
 )
-from lockstep.keras.randomness import GOLDEN_32, random_numbers
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
 
 _SHAPE = (

@@ -76,7 +76,7 @@ def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight
     followers = {
         name: value * keras.ops.cast(density, keras.backend.standardize_dtype(value.dtype))
         for name, value in partial.items()
-        if follows_the_loss(model, name)
+        if is_proportional_to_loss(model, name)
     }
     return {**partial, **followers, "density": density * keras.ops.cast(weight, "float32")}
 
@@ -91,12 +91,12 @@ def divided(model: Any, total: Mapping[str, Any]) -> Mapping[str, Any]:
     followers = {
         name: value / density.astype(value.dtype)
         for name, value in total.items()
-        if follows_the_loss(model, name)
+        if is_proportional_to_loss(model, name)
     }
     return {**total, **followers}
 
 
-def follows_the_loss(model: Any, name: str) -> bool:
+def is_proportional_to_loss(model: Any, name: str) -> bool:
     """Whether the array with a name in a partial is proportional to the loss."""
     if name.startswith("gradient/"):
         return True

@@ -175,7 +175,7 @@ def refuse_own_update(name: str) -> NoReturn:
     raise ModelError(
         f"the step assigns the variable {name!r} itself; weights and the variables of optimizers change "
         "through self.optimizer.apply, or that of another optimizer that is an attribute of the model; "
-        "limits on weights are constraints of their layers; assign a learning rate outside of the step, and "
+        "limit weights with constraints of their layers; assign a learning rate outside of the step, and "
         "create a variable that is not a weight with trainable=False"
     )
 
@@ -184,7 +184,7 @@ def _refuse_another(update: Update, known: Update | None) -> None:
     ids, known_ids = ([id(one) for one in each.variables] if each else [] for each in (update, known))
     if known is None or update.optimizer is not known.optimizer or ids != known_ids:
         raise ModelError(
-            "the step applies another optimizer than before, or applies it to different variables: compile "
+            "the step applies another optimizer than before, or applies it to other variables: compile "
             "the model again after changing which of its layers are trainable, and let all replicas make the "
             "same updates in the same order in every step"
         )

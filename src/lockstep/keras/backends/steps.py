@@ -132,7 +132,7 @@ def has_own_step(model: Any, kind: Kind) -> bool:
 
 
 @contextmanager
-def undone(model: Any) -> Iterator[None]:
+def without_effects(model: Any) -> Iterator[None]:
     """Within the block, a step may run eagerly without effects other than creating variables.
 
     Optimizers only create their variables, and assigned variables get their values from before.

@@ -5,8 +5,8 @@ variables that the step assigns. A second function around it restores them, so t
 one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -18,13 +18,13 @@ from tensorflow.python.eager import context
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends import drawing
+from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate
 from lockstep.keras.backends.losses import (
     by_density,
-    follows_the_loss,
+    is_proportional_to_loss,
     replica_step,
     weighted_gradients,
 )
@@ -36,7 +36,12 @@ from lockstep.keras.backends.multi_update import (
     hidden,
     refuse_own_update,
 )
-from lockstep.keras.backends.steps import build_by_call, has_own_step, refuse_overwriting_gradients, undone
+from lockstep.keras.backends.steps import (
+    build_by_call,
+    has_own_step,
+    refuse_overwriting_gradients,
+    without_effects,
+)
 from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,
     RoundTrace,
@@ -53,7 +58,8 @@ from lockstep.keras.backends.tf_graphs import (
     traced,
     with_custom_gradient,
 )
-from lockstep.keras.randomness import of_replica
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
 
 
@@ -221,10 +227,10 @@ class TensorFlowProgram(VariableState):
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager:
-            with drawing.eagerly(of_replica(share.seed, share.replica)):
+            with _computing_eagerly(seed_of_replica(share.seed, share.replica)):
                 partial, outputs = function(replica, weight, totals, *given)
         else:
-            drawing.set_seed(share.seed)
+            tf_random_ops.set_seed(share.seed)
             partial, outputs = function(replica, weight, totals, *given)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
@@ -285,12 +291,12 @@ class TensorFlowProgram(VariableState):
     ) -> Callable[..., Any]:
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
-        stateless = drawing.stateless(step)
+        stateless = tf_random_ops.stateless(step)
         inner = traced(stateless, self._jit, weight, earlier, *specs)
         if not self._rounds.ends_early(number) and self._trace.uses_update(inner.graph):
             self._rounds.add_after(number)
             inner = traced(stateless, self._jit, weight, earlier, *specs)
-        drawing.refuse_random_operations(inner.graph)
+        tf_random_ops.refuse_random_operations(inner.graph)
         refuse_assignments(inner.graph, self._updated(number), self._trace.operations.earlier)
         variables = self._classified(number, assigned(inner.graph))
         if self._rounds.is_last(number):
@@ -389,7 +395,7 @@ class TensorFlowProgram(VariableState):
 
         def repeat(index: int) -> None:
             update = self._updates[index]
-            with operations.of_earlier_update(), drawing.drawn_from(None):
+            with operations.of_earlier_update(), tf_random_ops.drawn_from(None):
                 update.apply(gradients_in(earlier[index], update))
             if self._eager:
                 after.update({id(v.value): (v.value, v.value.read_value()) for v in update.changed})
@@ -429,7 +435,7 @@ class TensorFlowProgram(VariableState):
         *given: Any,
     ) -> tuple[dict[str, Any], Any]:
         """Return a replica's partial and outputs; restore the variables that the step assigns."""
-        with variables.of(replica, sums_so_far=False) as changes:
+        with variables.as_replica(replica, sums_so_far=False) as changes:
             gradients, values, rest = step(weight, earlier, *given)
             partial = gradients | {name: v * tf.cast(weight, v.dtype) for name, v in values.items()}
             if self._rounds.is_last(len(earlier)):
@@ -442,7 +448,9 @@ class TensorFlowProgram(VariableState):
         """Apply the rest of a total; return the logs."""
         scale = self._scale(one, total)
         for name, variable in self._assigned.named.items():
-            variable.assign_add(copied(total[name], scale if follows_the_loss(self._model, name) else one))
+            variable.assign_add(
+                copied(total[name], scale if is_proportional_to_loss(self._model, name) else one)
+            )
         if self._log_template is None:
             return None
         return self._log_template.assembled(
@@ -461,7 +469,7 @@ def try_step(model: Any, kind: Kind, data: Any) -> None:
     step = getattr(model, f"{kind}_step")
     tensors = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
     if model.run_eagerly:
-        with undone(model):
+        with without_effects(model):
             step(keras.tree.pack_sequence_as(data, tensors))
         return
 
@@ -500,7 +508,7 @@ class TensorFlowEagerBackend:
 
     def isolated(self, seed: int) -> AbstractContextManager[None]:
         """Within the block a replica computes, with random numbers derived from `seed`."""
-        return drawing.eagerly(seed)
+        return _computing_eagerly(seed)
 
     def saved_value(self, variable: Any) -> Any:
         """Return the value of a variable."""
@@ -523,3 +531,18 @@ class TensorFlowEagerBackend:
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update from copies."""
         update.apply([None if g is None else tf.constant(g) for g in gradients])
+
+
+@contextmanager
+def _computing_eagerly(seed: int) -> Iterator[None]:
+    """Within the block a replica computes eagerly, with random numbers derived from `seed`.
+
+    Functions of TensorFlow also run eagerly, because their graphs may be older than the block.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with random_numbers(seed):
+            yield
+    finally:
+        tf.config.run_functions_eagerly(before)

@@ -20,13 +20,13 @@ from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import LockstepError, ModelError
-from lockstep.keras.backends import drawing
+from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import Kind
-from lockstep.keras.backends.drawing import is_counter
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
 from lockstep.keras.backends.steps import refuse_integer_state
-from lockstep.keras.randomness import GOLDEN_32
+from lockstep.keras.seeds import GOLDEN_32
+from lockstep.keras.tf_random_ops import is_counter
 from lockstep.keras.variables import seed_positions
 from lockstep.worker.script import keep_original
 
@@ -90,8 +90,8 @@ class UpdateOperations:
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
             raise ModelError(
                 "the step applies its optimizer, or calls all_reduce or all_gather, within a condition, a "
-                "loop or a function of TensorFlow's; replicas cannot synchronize there: do it in the step "
-                "itself, and call a tf.function as a plain function"
+                "loop or a tf.function; replicas cannot synchronize there: do it in the step itself, and "
+                "remove the tf.function decorator of functions that do it"
             )
 
 
@@ -231,7 +231,7 @@ class AssignedVariables:
         return {f"{kind}/{i}": one for kind, some in self.state.items() for i, one in enumerate(some)}
 
     @contextmanager
-    def of(self, replica: Any, *, sums_so_far: bool) -> Iterator[Callable[[Any], dict[str, Any]]]:
+    def as_replica(self, replica: Any, *, sums_so_far: bool) -> Iterator[Callable[[Any], dict[str, Any]]]:
         """Within the block, variables have a replica's values; afterwards, their values from before.
 
         Args:
@@ -249,7 +249,7 @@ class AssignedVariables:
             metric.assign(tf.where(replica == 0, metric.read_value(), zeros) if sums_so_far else zeros)
         for seed in self.state["seed"]:
             seed.assign(mixed(seed.read_value(), replica))
-        drawing.begin(self.counters, replica)
+        tf_random_ops.begin(self.counters, replica)
         starts = {
             kind: [None if kind == "metric" else variable.read_value() for variable in variables]
             for kind, variables in self.state.items()
@@ -348,7 +348,9 @@ def assigned(graph: Any) -> list[tf.Variable]:
             continue
         handle = captured[id(inside)]
         if id(handle) not in known:
-            raise ModelError(f"the step changes {handle}, which is not a variable and cannot be combined")
+            raise ModelError(
+                f"the step changes {handle}, which is no variable; its changes cannot be combined"
+            )
         found.append(known[id(handle)])
     return found
 

@@ -45,7 +45,7 @@ from lockstep.keras.backends.torch_tensors import (
     versions,
     weighted,
 )
-from lockstep.keras.randomness import GOLDEN
+from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
 from lockstep.worker.patching import PATCHES
@@ -125,7 +125,7 @@ class StateTensor:
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
-    def advances_alike(self) -> bool:
+    def changes_equally(self) -> bool:
         """Whether each replica makes the same change: to seeds and to step counters of PyTorch modules."""
         return self.is_seed or self.path.endswith("num_batches_tracked")
 
@@ -372,7 +372,7 @@ class TorchProgram(TorchState):
     def _change(self, i: int, old: torch.Tensor, share: Share) -> torch.Tensor:
         one = self._state[i]
         new = self._tensors[i].detach()
-        if one.advances_alike:
+        if one.changes_equally:
             # The change of replica 0, whose seeds are the model's own, counts.
             return new - old if share.replica == 0 else torch.zeros_like(old)
         if not old.is_floating_point():

@@ -21,20 +21,21 @@ from lockstep.keras.backends.steps import (
     refuse_stateful_layers,
     refuse_synchronized_normalization,
 )
-from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
 from lockstep.keras.fit.callbacks import hear_of_batches, on_chief, writes
 from lockstep.keras.fit.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
 from lockstep.keras.fit.replica_step import ReplicaStep, Watched
-from lockstep.keras.input.distributed_dataset import DistributedDataset, explain_sharding
+from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.distributed_input import distributed_input
+from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
 from lockstep.keras.input.visits import order_seed
+from lockstep.keras.model_digest import LastModel
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.sidecar_evaluator import Evaluating
 from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
 from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
-from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.journal import FinishedCall
 from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
@@ -54,7 +55,7 @@ class FitLoops:
     """The distributed calls of one process. Each method stands for one of Keras's, which is its `original`.
 
     Attributes:
-        driving: drives loops of the program's own.
+        step_loops: drives custom loops.
     """
 
     def __init__(self, job: Job, backend: Backend) -> None:
@@ -64,13 +65,15 @@ class FitLoops:
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
         # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
-        self._calls = CallStack(job.context.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
+        self._calls = NumberedCalls(
+            job.context.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset()
+        )
         self._snapshots = Snapshots(job, backend, self._calls)
         self._models, self._resumable = self._snapshots.models, self._snapshots.resumable
         self._keeping = Keeping(job, self._calls, self._snapshots)
         self._evaluating = Evaluating()
         self._last = LastModel(job)
-        self.driving = StepLoops(job, backend, self._calls, self._snapshots, self._keeping, self._last)
+        self.step_loops = StepLoops(job, backend, self._calls, self._snapshots, self._keeping, self._last)
         self._scopes = 0
         self._adopts_all = False
         self._introduced: list[str] | None = None
@@ -96,7 +99,7 @@ class FitLoops:
         return self._resumable.behind
 
     def next_seed(self) -> int:
-        """Return another seed for this place in the program; see `CallStack.next_seed`."""
+        """Return another seed for this place in the program; see `NumberedCalls.next_seed`."""
         return self._calls.next_seed()
 
     @contextmanager
@@ -275,7 +278,7 @@ class FitLoops:
                 self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
             return result
 
-    def _begin_batches(self, call: KerasCall, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+    def _begin_batches(self, call: NumberedCall, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
         """Do what is done once before calls for one batch: build the model, and check it."""
         if kind != "predict" and (not self._alone or self._models.awaits(model)):
             self._models.build(model, kind, batch)
@@ -381,7 +384,7 @@ class FitLoops:
         return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
 
     def _begin(
-        self, call: KerasCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
+        self, call: NumberedCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
     ) -> None:
         """Build what was left for the first batch, and refuse what replicas cannot compute."""
         if self._alone and not (self._resumable.behind or self._models.awaits(model)):
@@ -393,7 +396,7 @@ class FitLoops:
         self._introduce(call, model, data.peek)
         self._compare(call, model, facts)
 
-    def _introduce(self, call: KerasCall, model: Any, rows: Callable[[], Any]) -> None:
+    def _introduce(self, call: NumberedCall, model: Any, rows: Callable[[], Any]) -> None:
         """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
         if not self._adopts_all:
             return
@@ -421,7 +424,7 @@ class FitLoops:
         """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""
         yield 0, 0, [self._look(data, model)]
 
-    def _compare(self, call: KerasCall, model: Any, facts: Callable[[], Facts]) -> None:
+    def _compare(self, call: NumberedCall, model: Any, facts: Callable[[], Facts]) -> None:
         """Make sure that all workers begin the same call with the same model; say that it begins."""
         if self._resumable.catches_up:
             return
@@ -462,7 +465,7 @@ def past_fit(model: Any, callbacks: Any, past: FinishedCall) -> Any:
     return model.history
 
 
-def _callbacks_of(call: KerasCall) -> Any:
+def _callbacks_of(call: NumberedCall) -> Any:
     return callback_states(listeners(call.callbacks, call.model), call.marks)
 
 

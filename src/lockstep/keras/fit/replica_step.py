@@ -20,8 +20,8 @@ from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import CheckpointError
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.steps import misfits_explained
-from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.resumable_calls import Superseded
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.synchronization import (
@@ -53,7 +53,7 @@ class ReplicaStep:
         backend: Backend,
         model: Any,
         kind: Kind,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
         timer: StepTimer,
     ) -> None:
@@ -233,7 +233,7 @@ class Watched:
         function: Callable[..., Any],
         backend: Backend,
         model: Any,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
     ) -> None:
         self._model = model

@@ -10,7 +10,8 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, spec_of
+from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
+from lockstep.keras.nests import Nest, leaves_of
 from lockstep.keras.per_replica import Spec, Values
 
 

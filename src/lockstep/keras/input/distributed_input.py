@@ -10,7 +10,7 @@ from lockstep.keras.input.batches import Element
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.inputs import GlobalInput, whole_batch
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.streams import Nest, packed
+from lockstep.keras.nests import Nest, packed
 
 
 class DistributedInput(GlobalInput):

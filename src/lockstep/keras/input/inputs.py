@@ -30,8 +30,9 @@ from lockstep.data.batch import GlobalBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host, parts_of
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, Reordered, draw_as_a_loader, visits
+from lockstep.keras.nests import parts_of
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]

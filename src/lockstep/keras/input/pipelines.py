@@ -13,7 +13,8 @@ from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Element, count_examples
-from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, packed, spec_of
+from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
+from lockstep.keras.nests import Nest, leaves_of, packed
 from lockstep.keras.per_replica import Spec
 from lockstep.keras.randomness import RandomNumbers
 from lockstep.system.notes import note

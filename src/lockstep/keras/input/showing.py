@@ -12,8 +12,9 @@ from lockstep.data.reading import InputTable, Rows, input_table
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Joint, count_examples
 from lockstep.keras.input.distributed_dataset import DistributedDataset
-from lockstep.keras.input.streams import Stream, leaves_of
+from lockstep.keras.input.streams import Stream
 from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
+from lockstep.keras.nests import leaves_of
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.topology import place
 from lockstep.worker import job

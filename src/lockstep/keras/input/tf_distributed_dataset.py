@@ -16,7 +16,8 @@ from lockstep.errors import DataError, LockstepError
 from lockstep.keras.backends.tf_graphs import call_python
 from lockstep.keras.input.batches import Joint, JointPass, Pass, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
-from lockstep.keras.input.streams import Form, array_of, leaves_of, packed
+from lockstep.keras.input.streams import Form, array_of
+from lockstep.keras.nests import leaves_of, packed
 from lockstep.keras.per_replica import Registry, Spec, ValueStore
 from lockstep.keras.replica_run.runner import Runner
 from lockstep.keras.tf_per_replica import symbolic

@@ -18,8 +18,8 @@ from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, Unknown
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
 from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
-from lockstep.keras.randomness import key_of_replica, of_replica
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
+from lockstep.keras.seeds import key_of_replica, seed_of_replica
 from lockstep.keras.synchronization import SCALAR
 
 Array = npt.NDArray[Any]
@@ -51,7 +51,7 @@ class VariableChanges:
         self.assigned_new = False
 
     @contextmanager
-    def of(self, replica: int) -> Iterator[None]:
+    def as_replica(self, replica: int) -> Iterator[None]:
         """Within the block, variables have a replica's values; afterwards, their values from before."""
         try:
             for variable in self._prepared.values():
@@ -271,9 +271,9 @@ class ReplicaComputation:
         """Return a replica's partial; None if the profile has changed and the replica must compute again."""
         rounds = this.profile.rounds
         changes = VariableChanges(self._backend, this.profile.prepared)
-        seed = of_replica(this.seed, replica)
+        seed = seed_of_replica(this.seed, replica)
         with (
-            changes.of(replica),
+            changes.as_replica(replica),
             observed_by(changes),
             self._backend.isolated(seed),
             scaled_losses(self._replicas),
@@ -362,7 +362,7 @@ class ReplicaComputation:
         return keras.tree.map_structure(own, this.arguments)
 
     def _result(self, leaf: Any) -> Any:
-        """Return a leaf of a function's result, which nothing can change any more."""
+        """Return a leaf of a function's result as a value that later code cannot change."""
         if isinstance(leaf, keras.Variable):
             leaf = leaf.value
         if isinstance(leaf, UnknownValue):

@@ -20,7 +20,7 @@ from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.state_changes import holds_new_value
 from lockstep.keras.consistency import state_facts
-from lockstep.keras.input.streams import packed
+from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import (
     PerReplica,
     ReturnedValues,

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from lockstep.keras.backends import drawing
+from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.losses import scaled_losses
@@ -37,7 +37,7 @@ from lockstep.keras.backends.tf_graphs import (
     with_custom_gradient,
 )
 from lockstep.keras.consistency import CHECK_EVERY, state_facts
-from lockstep.keras.input.streams import packed
+from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import ReturnedValues, Spec, Values, ValueStore, is_empty
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
 from lockstep.keras.replica_run.run_rounds import RunRounds
@@ -117,7 +117,7 @@ class GraphRun:
         origins = [(leaf.store, leaf.leaf) for leaf in self._own]
 
         def begin(*handles: Any) -> int:
-            seed = drawing.new_seed() if self._draws else 0
+            seed = tf_random_ops.new_seed() if self._draws else 0
             self._scheduler.begin(
                 [
                     (ValueStore.numbered(store).find(int(handle)).values, leaf)
@@ -137,7 +137,7 @@ class GraphRun:
         specs = [tf.TensorSpec(leaf.shape, leaf.dtype) for leaf in (*self._own, *self._shared)]
         compute = self._traced(earlier, specs)
         if self._draws:
-            drawing.set_seed(seed)
+            tf_random_ops.set_seed(seed)
         parts, _ = compute.structured_outputs
         names = sorted(parts)
         like = {name: _zeros(parts[name]) for name in names}
@@ -226,7 +226,7 @@ class GraphRun:
             self._count.add_after(number)
         if self._merge is not None and number == len(self._merges):
             self._merges.append(self._merge)
-        drawing.refuse_random_operations(inner.graph)
+        tf_random_ops.refuse_random_operations(inner.graph)
         updates = [merge.update for merge in self._merges[:number] if merge.update is not None]
         updated = [variable for update in updates for variable in natives(update.changed)]
         # The update of this round would overwrite earlier assignments of the function.
@@ -250,7 +250,7 @@ class GraphRun:
         def step(replica: Any, earlier: Any, *given: Any) -> Any:
             return self._step(trace, replica, earlier, *given)
 
-        return traced(drawing.stateless(step), False, replica, earlier, *specs), trace
+        return traced(tf_random_ops.stateless(step), False, replica, earlier, *specs), trace
 
     def _step(self, trace: RoundTrace, replica: Any, earlier: list[Partial], *given: Any) -> Any:
         """Run the function; return (its contribution to the round's merge, its results)."""
@@ -259,7 +259,7 @@ class GraphRun:
         def repeat(index: int) -> None:
             update = self._merges[index].update
             assert update is not None
-            with trace.operations.of_earlier_update(), computing_as(None), drawing.drawn_from(None):
+            with trace.operations.of_earlier_update(), computing_as(None), tf_random_ops.drawn_from(None):
                 update.apply(self._merges[index].leaves(earlier[index]))
 
         def on_update(update: Update) -> None:
@@ -323,7 +323,7 @@ class GraphRun:
         *given: Any,
     ) -> Any:
         """Return a replica's partial and results; restore the variables that the function assigns."""
-        with variables.of(replica, sums_so_far=True) as changes:
+        with variables.as_replica(replica, sums_so_far=True) as changes:
             partial, results = inner(replica, earlier, *given)
             partial = dict(partial)
             if ended:

@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.backends.contract import Backend
-from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import CHECK_EVERY, Facts, agree, setting_facts, state_facts
+from lockstep.keras.model_digest import LastModel
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.checkpoint_callback import Checkpoint, Keeping
-from lockstep.keras.state.digest import LastModel
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import named_arrays, refuse_misfits
@@ -31,7 +31,7 @@ class StepLoops:
         self,
         job: Job,
         backend: Backend,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
         keeping: Keeping,
         last: LastModel,
@@ -58,7 +58,7 @@ class StepLoops:
             CheckpointError: the saved state has other parts.
         """
         if count < 0:
-            raise InputError(f"a loop of {count} steps")
+            raise InputError(f"strategy.steps needs a number of steps of at least 0, not {count}")
         loop = LoopState(state)
         for part in state.values():
             if isinstance(part, keras.Model):
@@ -113,7 +113,7 @@ class StepLoops:
             self._resumable.replay()
             loop.skip_to(past["positions"])
 
-    def _end_step(self, call: KerasCall, loop: "LoopState", count: int) -> None:
+    def _end_step(self, call: NumberedCall, loop: "LoopState", count: int) -> None:
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
@@ -191,7 +191,9 @@ class LoopState:
         for name, position in positions.items():
             part = self._parts.get(name)
             if not isinstance(part, Positioned):
-                raise CheckpointError(f"state[{name!r}] was an iterator, and is {type(part).__name__} now")
+                raise CheckpointError(
+                    f"state[{name!r}] was an iterator when it was saved, and is a {type(part).__name__} now"
+                )
             _skip_to(part, position, name)
 
     def published(self, state: Any) -> AbstractContextManager[None]:
@@ -277,7 +279,7 @@ def _encoded(name: str, part: Any) -> bytes:
     try:
         return msgspec.json.encode(part)
     except (TypeError, OverflowError) as error:
-        raise InputError(f"state[{name!r}] holds more than plain values: {error}") from None
+        raise InputError(f"state[{name!r}] contains values that are not plain: {error}") from None
 
 
 def _fill(part: Any, content: Any) -> None:

@@ -24,8 +24,8 @@ from lockstep.checkpoint.store_lock import FolderLock, announce
 from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError
-from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import agree
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.notes import note
@@ -98,7 +98,7 @@ class _Choice(msgspec.Struct):
 class Keeping:
     """Starts saving checkpoints when a `fit` has a `Checkpoint` callback."""
 
-    def __init__(self, job: Job, calls: CallStack, snapshots: Snapshots) -> None:
+    def __init__(self, job: Job, calls: NumberedCalls, snapshots: Snapshots) -> None:
         self._job = job
         self._calls = calls
         self._snapshots = snapshots

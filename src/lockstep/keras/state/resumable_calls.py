@@ -13,8 +13,8 @@ from typing import Any
 from lockstep.checkpoint.store import Contents
 from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, DisagreementError, LockstepError
-from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import ADVICE_ON_CALLS
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.failures import described
 from lockstep.keras.state.journal import FinishedCall, Journal
@@ -106,7 +106,7 @@ class Resumption:
 class ResumableCalls:
     """The calls of one process, from the first of its script to the one in progress."""
 
-    def __init__(self, job: Job, calls: CallStack) -> None:
+    def __init__(self, job: Job, calls: NumberedCalls) -> None:
         self._job = job
         self._calls = calls
         self._since: int | None = None
@@ -219,7 +219,7 @@ class ResumableCalls:
             ) from error
 
     @contextmanager
-    def call(self, method: str) -> Iterator[KerasCall]:
+    def call(self, method: str) -> Iterator[NumberedCall]:
         """Number a call of `method`, and make it the current one for the block; note an error that ends it.
 
         Raises:
@@ -343,7 +343,7 @@ class ResumableCalls:
         facts = unpack(contents.manifest["training"], contents.arrays)
         self._resumption = Resumption.of(contents, facts, joined=joined)
 
-    def _fail(self, call: KerasCall, error: BaseException) -> None:
+    def _fail(self, call: NumberedCall, error: BaseException) -> None:
         """Record the error that ends the call in progress: the script may catch it."""
         if self._resumption is None:
             if len(self._journal) < self._calls.outermost:
@@ -355,7 +355,7 @@ class ResumableCalls:
             elif error is not self._again:
                 self._refusal = CheckpointError(self._not_there(call, f"it has ended with {error!r}"))
 
-    def _not_there(self, call: KerasCall, how: str) -> str:
+    def _not_there(self, call: NumberedCall, how: str) -> str:
         assert self._resumption is not None
         return (
             f"training resumes after step {self._resumption.steps} of {call.name}, but in this script "

@@ -15,7 +15,7 @@ from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
 from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.logs import mapped
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import (
     callback_states,
@@ -50,7 +50,7 @@ class Snapshots:
         resumable: the finished calls of the script and the one in progress.
     """
 
-    def __init__(self, job: Job, backend: Backend, calls: CallStack) -> None:
+    def __init__(self, job: Job, backend: Backend, calls: NumberedCalls) -> None:
         self.models = CompiledModels(backend)
         self.resumable = ResumableCalls(job, calls)
         self._job = job

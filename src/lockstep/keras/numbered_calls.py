@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.keras.randomness import script_seeds, seed_of
+from lockstep.keras.randomness import script_seeds
+from lockstep.keras.seeds import seed_of
 
 
 @dataclass
-class KerasCall:
+class NumberedCall:
     """One distributed call.
 
     Attributes:
@@ -49,13 +50,13 @@ class KerasCall:
     passes: int = 0
     states: Mapping[str, Any] = field(default_factory=dict)
     inner: dict[str, int] = field(default_factory=dict)
-    leaves: "Callable[[KerasCall], Any] | None" = None
+    leaves: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
     heard: int | None = None
 
 
 @dataclass
-class CallStack:
+class NumberedCalls:
     """The calls in progress, the innermost last, and the number of calls by method.
 
     Attributes:
@@ -72,12 +73,12 @@ class CallStack:
     methods: dict[str, int] = field(default_factory=dict)
     outermost: int = 0
     taken: int = 0
-    stack: list[KerasCall] = field(default_factory=lambda: [KerasCall("no call", 0)])
+    stack: list[NumberedCall] = field(default_factory=lambda: [NumberedCall("no call", 0)])
     unnumbered: frozenset[str] = frozenset()
     asked: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
 
     @contextmanager
-    def enter(self, method: str) -> Iterator[KerasCall]:
+    def enter(self, method: str) -> Iterator[NumberedCall]:
         """Number a call of `method` and make it the current one for the block.
 
         The number depends only on the calls that the script itself has made, not on where one of them failed
@@ -88,10 +89,10 @@ class CallStack:
         counts[method] = counts.get(method, 0) + 1
         name = f"{method} {counts[method]}"
         if within:
-            call = KerasCall(f"{name} within {outer.name}", outer.number + (sum(counts.values()) << 32))
+            call = NumberedCall(f"{name} within {outer.name}", outer.number + (sum(counts.values()) << 32))
         else:
             self.outermost += 1
-            call = KerasCall(name, sum(n for method, n in counts.items() if method not in self.unnumbered))
+            call = NumberedCall(name, sum(n for method, n in counts.items() if method not in self.unnumbered))
         call.seed = seed_of(script_seeds(self.job_seed))
         self.stack.append(call)
         try:
@@ -100,7 +101,7 @@ class CallStack:
             self.stack.pop()
 
     @contextmanager
-    def again_in(self, call: KerasCall) -> Iterator[None]:
+    def again_in(self, call: NumberedCall) -> Iterator[None]:
         """Make an ended call the current one for the block."""
         self.stack.append(call)
         try:
@@ -120,7 +121,7 @@ class CallStack:
         return seed_of(script_seeds(self.job_seed), where, count)
 
     @property
-    def current(self) -> KerasCall:
+    def current(self) -> NumberedCall:
         """The innermost call in progress."""
         return self.stack[-1]
 

@@ -22,7 +22,7 @@ from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
-from lockstep.keras.randomness import GOLDEN, random_numbers, seed_of
+from lockstep.keras.seeds import GOLDEN, seed_of
 from lockstep.worker.patching import PATCHES
 
 _TIMES = 1 << 31
@@ -126,21 +126,6 @@ def drawn_from(draws: Draws | None) -> Iterator[None]:
     finally:
         _leave()
         _active.draws = before
-
-
-@contextmanager
-def eagerly(seed: int) -> Iterator[None]:
-    """Within the block a replica computes eagerly: all of its random numbers follow from `seed`.
-
-    Functions run eagerly, too, since their graphs may be older than the block.
-    """
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        with random_numbers(seed):
-            yield
-    finally:
-        tf.config.run_functions_eagerly(before)
 
 
 def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
