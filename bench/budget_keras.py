@@ -39,7 +39,7 @@ from ledger import Ledger  # noqa: E402
 from lockstep.collectives.shared.barrier import Barrier  # noqa: E402
 from lockstep.collectives.shared.communicator import SharedCommunicator  # noqa: E402
 from lockstep.keras.fit.replica_step import ReplicaStep  # noqa: E402
-from lockstep.keras.input.inputs import GlobalInput  # noqa: E402
+from lockstep.keras.input.global_inputs import GlobalInput  # noqa: E402
 from models import MODELS  # noqa: E402
 
 ledger = Ledger(KERAS)

@@ -1,4 +1,4 @@
-"""Trainings whose losses are means over something else than examples; nothing in them is random.
+"""Trainings whose losses are not means over examples; nothing in them is random.
 
     losses.py [--plain]
 

@@ -1,4 +1,4 @@
-"""Installs what Lockstep replaces in Keras and its backend, and takes it back; argument: a folder.
+"""Installs what Lockstep replaces in Keras and its backend, and restores it; argument: a folder.
 
 Ends with an error where the registry of patches does not tell what is replaced.
 """
@@ -19,7 +19,7 @@ from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import downloads, jax_cache, tf_distribute_shim
 from lockstep.worker.job import Job, JobContext, by_itself
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 LIBRARIES = ("jax", "keras", "tensorflow", "torch")
 OWN = str(Path(lockstep.__file__).parent)
@@ -66,7 +66,7 @@ def install() -> None:
     patches.install_at_compile(JOB)
     assignments.install()
     runner_of(JOB)
-    downloads.serve_downloads()
+    downloads.patch_get_file()
 
 
 def check(before: Attributes) -> None:
@@ -96,8 +96,8 @@ def main() -> None:
             check(before)
             assert len([*PATCHES]) > len(installed)
         assert [*PATCHES] == installed
-        tf_distribute_shim.serve()
-        tf_distribute_shim.refuse_theirs(3)
+        tf_distribute_shim.replace_names()
+        tf_distribute_shim.refuse_strategies(3)
         check(before)
     if backend == "jax":
         jax_cache.keep_compiled(Path(sys.argv[1]), 1)

@@ -1,4 +1,4 @@
-"""Draws random numbers in every way that a program of TensorFlow has; prints what came of them.
+"""Draws random numbers in every way that a program of TensorFlow has; prints the results.
 
 random_numbers.py IMAGES [DIES]: in the folder IMAGES are 24 images; worker 1 is killed in the loop DIES.
 If that is "driven", no other loop follows.
@@ -120,7 +120,7 @@ def runs() -> None:
 
 
 def rounds() -> None:
-    """What a function draws before an update is what it has drawn when it goes on after it."""
+    """What a function draws before an update is what it has drawn when it continues after it."""
     weight = keras.Variable(np.zeros(3, "float32"))
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([weight])

@@ -17,7 +17,7 @@ TRAININGS = [
 ]
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 TOLERANCE = {"mixed": 1e-3}
-"""How near replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
+"""How close replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
 LOSSES, ROUNDS = ["masked", "weighted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
 ROUNDS["torch"] = ROUNDS["tensorflow"]
 
@@ -27,12 +27,12 @@ def names(backend: str) -> list[str]:
 
 
 def in_ci(backend: str) -> list[str]:
-    """Of the trainings with what is random or computed per replica, those whose compiling is not slow."""
+    """The trainings with random or per-replica parts that compile quickly."""
     return names(backend) if backend == "jax" else ["cnn"]
 
 
 def divided(lines: Iterable[str]) -> list[list[str]]:
-    """What each program of `together.py` has printed of its results."""
+    """The results that each program of `together.py` printed."""
     parts: list[list[str]] = []
     for line in lines:
         if line.startswith("begins "):
@@ -43,7 +43,7 @@ def divided(lines: Iterable[str]) -> list[list[str]]:
 
 
 def results(lines: Iterable[str], name: str | None = None) -> list[str]:
-    """The lines with digests: of one training, or of all."""
+    """The lines with digests of one training, or of all."""
     mark = "result " if name is None else f"result {name} "
     return [line for line in lines if line.startswith(mark)]
 
@@ -61,7 +61,7 @@ def assert_near(found: list[str], wanted: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def trained(launch: Launch) -> Trained:
-    """Run programs together on so many workers; check that the workers agree; return what each came to."""
+    """Run programs together on several workers; check that the workers agree; return the results of each."""
 
     @functools.cache
     def run(backend: str, workers: int, *programs: str, replicas: int = 4) -> list[list[str]]:
@@ -78,7 +78,7 @@ def trained(launch: Launch) -> Trained:
 
 
 class Alone(NamedTuple):
-    """What plain Keras has printed of the programs, and where its figures are."""
+    """What plain Keras printed for the programs, and the place of its figures."""
 
     trainings: list[str]
     losses: list[str]
@@ -89,7 +89,7 @@ class Alone(NamedTuple):
 
 @pytest.fixture(scope="module")
 def alone(plain: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, backend: str) -> Alone:
-    """Plain Keras; and then, in the same process, a strategy of a script that is started by hand."""
+    """Plain Keras, and then, in the same process, a strategy in a script started by hand."""
     folder = tmp_path_factory.mktemp("plain")
     trainings = f"program --plain --exact --save {folder} {' '.join(names(backend))}"
     programs = (trainings, "losses --plain", "rounds --plain --exact", "program --exact cnn")
@@ -100,7 +100,7 @@ def alone(plain: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, b
 
 
 class Replicas(NamedTuple):
-    """What two workers with four replicas have printed, and where their figures are."""
+    """What two workers with four replicas printed, and the place of their figures."""
 
     trainings: list[str]
     losses: list[str]
@@ -110,7 +110,7 @@ class Replicas(NamedTuple):
 
 @pytest.fixture(scope="module")
 def replicas(trained: Trained, tmp_path_factory: pytest.TempPathFactory, backend: str) -> Replicas:
-    """Two workers that train what plain Keras computes too."""
+    """Two workers that train what plain Keras also computes."""
     folder = tmp_path_factory.mktemp("replicas")
     trainings = f"program --exact --save {folder} {' '.join(names(backend))}"
     return Replicas(*trained(backend, 2, trainings, "losses", "rounds --exact"), folder)

@@ -1,4 +1,4 @@
-"""Losses and metrics that replicas combine otherwise than one process, as the docs list them."""
+"""Losses and metrics that replicas combine differently from one process, as the docs list them."""
 
 import inspect
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Y = np.random.default_rng(1).normal(size=(10, 4, 1)).astype("float32")
 
 
 class Masks(keras.layers.Layer):
-    """Masks what is below a limit."""
+    """Masks values below a limit."""
 
     def __init__(self, limit: float) -> None:
         super().__init__()

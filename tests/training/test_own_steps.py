@@ -1,4 +1,4 @@
-"""What plain Keras runs of other people's programs runs on replicas too, and gives the same.
+"""Training steps that users write run on replicas as in plain Keras, with the same results.
 
 With a strategy or, as it stands, without one.
 """

@@ -1,4 +1,4 @@
-"""What a process restores whose first calls were passed over: also what only those calls would have made."""
+"""What a process restores that skipped its first calls: also what only those calls would have created."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from lockstep.worker.job import Job, JobContext
 
 
 def process() -> tuple[Snapshots, list[Any]]:
-    """What a process has at the beginning of its script: two models that are built, their optimizers not."""
+    """A process at the beginning of its script: two built models with unbuilt optimizers."""
     keras.utils.clear_session()
     view = place(3, (0,))
     own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))

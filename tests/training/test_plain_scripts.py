@@ -1,4 +1,4 @@
-"""A script that makes no strategy is trained by the job as if all of it stood in a strategy's scope."""
+"""The job trains a script without a strategy as if all of it were in a strategy's scope."""
 
 import random
 import re
@@ -44,7 +44,7 @@ def test_a_plain_script_has_the_bits_of_one_in_a_scope(
 
 
 def test_the_program_of_the_readme(environment: dict[str, str], tmp_path: Path) -> None:
-    """It has the bits of plain Keras with one replica, and its figures up to rounding with two."""
+    """One replica has the bits of plain Keras, two have its figures up to rounding."""
     program = re.search("```python\n(import keras\n.*?)```", README.read_text(), re.DOTALL)
     assert program is not None
     (tmp_path / "train.py").write_text(program[1])

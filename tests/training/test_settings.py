@@ -1,4 +1,4 @@
-"""What counts as another setting when a training goes on from a checkpoint, and what does not."""
+"""Which changes count as another setting when a training resumes from a checkpoint."""
 
 import inspect
 import sys
@@ -143,7 +143,7 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
         ChangedError, match=r"the checkpoint of step 9: net, layer dropout: rate was 0.2, and"
     ):
         snapshots.compare_settings(9, facts, None, held)
-    # Earlier versions have kept none.
+    # Earlier versions saved none.
     snapshots.compare_settings(9, {}, None, held)
     assert capsys.readouterr().err == ""
     own.checkpoints.accept_changes()

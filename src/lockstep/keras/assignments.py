@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import keras
 
-from lockstep.worker.patching import PATCHES, definer
+from lockstep.worker.patch_registry import PATCHES, definer
 
 
 class VariableObserver(Protocol):

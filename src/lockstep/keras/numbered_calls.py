@@ -1,4 +1,4 @@
-"""The numbered distributed calls of a process (`fit`, `evaluate`, ...), and its position in them."""
+"""The distributed calls of a process (`fit`, `evaluate`, `steps` ...), numbered, and its position in them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,18 +21,18 @@ class NumberedCall:
         skipped: number of its steps that another process took and that are not repeated.
         callbacks: the callbacks of the call.
         settings: how the call trains, as recorded in its checkpoints.
-        marks: of the callbacks, before and after `on_train_begin`, to detect attributes that have changed.
+        callback_hashes: of the callbacks' attributes, before and after `on_train_begin`, to detect changes.
         model: the model that a call of `fit` trains.
         by_batch: whether decisions of callbacks take effect after each batch, not only after each epoch.
         at_end: whether its state can be taken only at its end.
-        looks: number of sample batches of its data that were read before it began.
+        samples: number of sample batches of its data that were read before it began.
         passes: number of passes over its examples that have begun.
         states: the random states at the beginning of the last pass.
         inner: number of calls within it that have begun, by method.
-        leaves: the result to keep when it ends, if that is not its return value.
+        leaves: returns the result to record when it ends, if that is not its return value.
         logs: of its last step.
-        heard: the step whose end the callbacks had already processed when the restored state was taken; None
-            if they had not.
+        processed: the step whose end callbacks had processed when the restored state was taken; None if they
+            had not.
     """
 
     name: str
@@ -42,17 +42,17 @@ class NumberedCall:
     skipped: int = 0
     callbacks: Any = ()
     settings: Mapping[str, str] = field(default_factory=dict)
-    marks: list[Any] = field(default_factory=list)
+    callback_hashes: list[Any] = field(default_factory=list)
     model: Any = None
     by_batch: bool = False
     at_end: bool = False
-    looks: int = 0
+    samples: int = 0
     passes: int = 0
     states: Mapping[str, Any] = field(default_factory=dict)
     inner: dict[str, int] = field(default_factory=dict)
     leaves: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
-    heard: int | None = None
+    processed: int | None = None
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The random states that a script may draw from, as plain values."""
+"""The random states from which a script may draw, and random numbers that do not affect them."""
 
 import random
 import sys
@@ -45,8 +45,8 @@ def script_seed() -> int | None:
 def script_seeds(job_seed: int) -> tuple[Any, ...]:
     """Return the seeds that the script has set in Keras, TensorFlow and PyTorch, and the job's.
 
-    Where the script has set none in TensorFlow or PyTorch, imported or not, the job's seed counts. The seed
-    that the script has set in Keras is that of TensorFlow too, installed or not.
+    If the script has set none in TensorFlow or PyTorch, imported or not, the job's seed takes its place. The
+    seed that the script has set in Keras is also TensorFlow's, installed or not.
     """
     torch, seed = sys.modules.get("torch"), script_seed()
     return (

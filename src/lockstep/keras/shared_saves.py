@@ -61,8 +61,8 @@ def write_once(
         os.pwrite(descriptor, state, 0)
 
 
-class Saves:
-    """Saving in a job; replaces Keras's methods, which are passed as `original`."""
+class SharedSaves:
+    """The saving methods of models in a job; replaces Keras's own, which are passed as `original`."""
 
     def __init__(self, job: Job, backend: Backend) -> None:
         self._job = job

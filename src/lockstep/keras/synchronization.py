@@ -87,6 +87,7 @@ class Round:
         advice: what to do if replicas compute different things.
         sample: computes a partial that shows the layout if no replica of this worker contributes.
         layout: of the partials, once it is known.
+        entered: called in each view in which the round is synchronized, before anything is computed there.
         settle: returns once nothing reads the memory of the last total.
         catching_up: see `lockstep.worker.job.Job.exchange`.
         started: the partials of the replicas whose computation has begun on this worker.
@@ -99,6 +100,7 @@ class Round:
     advice: str = "every replica has to compute the same things"
     sample: Callable[[], Partial] = dict
     layout: PartialLayout | None = None
+    entered: Callable[[], None] = lambda: None
     settle: Callable[[], None] = lambda: None
     catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
     started: dict[int, Partial] = field(default_factory=dict)
@@ -195,6 +197,7 @@ class AllReduce:
         return self._exchange(partial(self._sum, this), this.catching_up)
 
     def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
+        this.entered()
         own = view.replicas_of(self._worker)
         layout = this.begin(own)
         # Hash the inputs while the backend is still computing.

@@ -1,6 +1,6 @@
 """TensorFlow's own checkpoints: workers that write the same state to the same path share the work.
 
-It uses private parts of TensorFlow: the objects that a checkpoint reaches, and the writer of its files.
+This uses private parts of TensorFlow: the objects that a checkpoint reaches, and the writer of its files.
 """
 
 import functools
@@ -17,7 +17,7 @@ from lockstep.keras.shared_saves import write_once
 from lockstep.keras.tf_per_replica import concrete
 from lockstep.system.paths import RunPaths
 from lockstep.worker.job import Job
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 
 def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:

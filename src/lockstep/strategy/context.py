@@ -6,7 +6,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.replica_run.merges import Replica, SingleReplicaMerger, current_replica
 from lockstep.strategy.default import default_strategy
 from lockstep.strategy.options import ReduceOp
-from lockstep.strategy.strategy import Strategy, entered
+from lockstep.strategy.strategy import Strategy, entered_strategy
 
 
 class ReplicaContext:
@@ -59,12 +59,12 @@ class ReplicaContext:
 
 def get_strategy() -> Strategy:
     """Return the strategy whose scope or `run` is active; outside of all, one with a single replica."""
-    return entered() or default_strategy()
+    return entered_strategy() or default_strategy()
 
 
 def has_strategy() -> bool:
     """Whether the scope or `run` of a strategy is active."""
-    return entered() is not None
+    return entered_strategy() is not None
 
 
 def in_cross_replica_context() -> bool:

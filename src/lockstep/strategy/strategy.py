@@ -14,11 +14,11 @@ from lockstep.strategy.options import ReduceOp
 from lockstep.worker import job
 
 
-class _Entered(threading.local):
+class _EnteredStrategies(threading.local):
     strategies: tuple["Strategy", ...] = ()
 
 
-_entered = _Entered()
+_entered = _EnteredStrategies()
 
 
 class Strategy:
@@ -29,8 +29,8 @@ class Strategy:
 
     def __init__(self) -> None:
         self._job = job.current()
-        self._loops = patches.install(self._job)
-        self._loops.adopt_in_scopes()
+        self._methods = patches.install(self._job)
+        self._methods.adopt_in_scopes()
         self._runner = runner_of(self._job)
 
     @property
@@ -41,7 +41,7 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Let the job train the models that are compiled within the block."""
-        with self._loops.scope(), self._entered():
+        with self._methods.scope(), self._entered():
             yield self
 
     def run(
@@ -94,7 +94,7 @@ class Strategy:
             CheckpointError: the saved state has different parts.
         """
         self._job.distributes()
-        return self._loops.step_loops.steps(count, state, checkpoint)
+        return self._methods.step_loops.steps(count, state, checkpoint)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of a result of `run`.
@@ -139,7 +139,9 @@ class Strategy:
         the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
         """
         self._job.distributes()
-        return distribute_from_function(self._job, self._runner, dataset_fn, lambda: self._loops.next_seed())
+        return distribute_from_function(
+            self._job, self._runner, dataset_fn, lambda: self._methods.next_seed()
+        )
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
@@ -167,6 +169,6 @@ def _refuse_within_replica(name: str) -> None:
         )
 
 
-def entered() -> Strategy | None:
+def entered_strategy() -> Strategy | None:
     """Return the strategy whose scope or run this thread is in, None outside of all."""
     return _entered.strategies[-1] if _entered.strategies else None

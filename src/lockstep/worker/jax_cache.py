@@ -24,7 +24,7 @@ from lockstep.errors import UnfitError
 from lockstep.system.files import open_in
 from lockstep.system.notes import note
 from lockstep.worker.import_hooks import when_imported
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 _SEAM = "jax._src.compilation_cache", "get_file_cache"
 """The function of JAX that creates its cache; private, see tests/training/test_private_parts.py."""
@@ -63,7 +63,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
     if theirs is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
-        cache = CompiledFiles.open(folder)
+        cache = CompilationCache.open(folder)
     except UnfitError as error:
         note(f"JAX compiles without its cache: {error}")
         return
@@ -87,7 +87,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
     jax.monitoring.register_event_duration_secs_listener(leave_when_compiled)
 
 
-class CompiledFiles:
+class CompilationCache:
     """A folder with a file for each entry; implements JAX's interface of a cache.
 
     A process that does not find an entry makes it. Other processes that request it meanwhile wait until it
@@ -105,7 +105,7 @@ class CompiledFiles:
         self._trimmed = False
 
     @classmethod
-    def open(cls, path: Path) -> "CompiledFiles":
+    def open(cls, path: Path) -> "CompilationCache":
         """Open the folder; create it if it is missing.
 
         Raises:

@@ -1,1 +1,1 @@
-"""What differs between the backends: one file per backend, behind one contract."""
+"""What differs between the backends, one file each behind one contract; nothing that exchanges data."""

@@ -44,6 +44,6 @@ def adapter() -> Adapter:
             return Adapter(TorchBackend, TorchEagerBackend)
         case name:
             raise BackendError(
-                f"Keras runs on {name!r}, on which Lockstep does not train; set KERAS_BACKEND to jax, "
+                f"Keras runs on {name!r}, which Lockstep does not support; set KERAS_BACKEND to jax, "
                 "tensorflow or torch, or start the script with `lockstep run --backend`"
             )

@@ -48,7 +48,7 @@ from lockstep.keras.backends.torch_tensors import (
 from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 
 class TorchBackend:

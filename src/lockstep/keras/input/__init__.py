@@ -1,1 +1,1 @@
-"""The input of replicas: inputs of Keras's own loops, and datasets that a program distributes itself."""
+"""The input of replicas: inputs of Keras's own loops, and distributed datasets; it computes no step."""

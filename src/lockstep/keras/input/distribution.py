@@ -8,7 +8,7 @@ import keras
 
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import Joint, Source
+from lockstep.keras.input.batches import GlobalBatchSource, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.streams import array_of, is_tensorflow, spec_of
@@ -38,7 +38,7 @@ def distribute(job: Job, runner: Runner, dataset: Any) -> Any:
     if isinstance(dataset, DistributedDataset):
         raise DataError("the dataset is already distributed")
     explain_sharding(job, dataset)
-    return _dataset(runner, Joint(dataset, job.view.replicas))
+    return _dataset(runner, GlobalBatchSource(dataset, job.view.replicas))
 
 
 def distribute_from_function(

@@ -1,8 +1,8 @@
-"""Distributed datasets within graphs of TensorFlow.
+"""Distributed datasets in graphs of TensorFlow.
 
-A graph never holds what replicas have: it takes an element, has the host keep it, and goes on with the number
-of its handle. All elements come out of an iterator of `tf.data`, the user's or one over handles of what the
-host reads: a graph that waits for it leaves the only thread for operations to whatever the reader may need.
+A graph never holds the values of replicas: it takes an element, the host stores it, and the graph continues
+with its handle. All elements come from an iterator of `tf.data`, the user's or one over the handles of what
+the host reads: while a graph waits for it, the only thread for operations is free for the reader.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from lockstep.errors import DataError, LockstepError
 from lockstep.keras.backends.tf_graphs import call_python
-from lockstep.keras.input.batches import Joint, JointPass, Pass, Source
+from lockstep.keras.input.batches import GlobalBatchPass, GlobalBatchSource, Pass, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
 from lockstep.keras.input.streams import Form, array_of
 from lockstep.keras.nests import leaves_of, packed
@@ -24,17 +24,17 @@ from lockstep.keras.tf_per_replica import symbolic
 from lockstep.worker.script import keep_original
 
 _END = -1
-"""In the place of a handle: the pass has ended."""
+"""In place of a handle: the pass has ended."""
 
 _PASSES_KEPT = 4
-"""How many passes that a graph has begun are kept, for loops within loops."""
+"""How many passes begun by graphs a dataset keeps alive, for nested loops."""
 
 
 class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  # type: ignore[misc]
-    """A distributed dataset that graphs, too, can iterate over.
+    """A distributed dataset over which graphs can iterate, too.
 
     Attributes:
-        number: names it in graphs.
+        number: identifies it in graphs.
     """
 
     def __init__(self, runner: Runner, source: Source) -> None:
@@ -47,24 +47,24 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         return self.begin(self.source.begin()) if tf.executing_eagerly() else self._begin_in_graph()
 
     def begin(self, elements: Pass) -> "TensorFlowIterator":
-        """Count a pass that begins now; return its iterator."""
+        """Count a new pass; return its iterator."""
         self._passes += 1
         return TensorFlowIterator(self, elements, self._passes)
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
+        """The known specs of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
         return _signature(self.source.form(), self.store)
 
     @property
     def in_tensors(self) -> Any:
-        """The `tf.data.Dataset` whose elements are split, if it is one."""
-        if isinstance(self.source, Joint) and self.source.stream.is_tensorflow:
+        """The `tf.data.Dataset` whose elements are split; None if the dataset is of another kind."""
+        if isinstance(self.source, GlobalBatchSource) and self.source.stream.is_tensorflow:
             return self.source.stream.dataset
         return None
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Return the last state of a pass, in which `reduce_func(state, element)` gives the next state."""
+        """Return the last state of a pass in which `reduce_func(state, element)` returns the next state."""
         if tf.executing_eagerly():
             state = initial_state
             for element in self:
@@ -81,7 +81,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         return state
 
     def _begin_in_graph(self) -> "GraphIterator":
-        """Return a pass that begins where the graph is executed."""
+        """Return a pass that begins when the graph is executed."""
         with tf.init_scope():
             form = self.source.form()
         if self.in_tensors is None:
@@ -93,16 +93,16 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         return GraphIterator(number, iter(self.in_tensors), self.number, False)
 
     def _begin_in_python(self) -> int:
-        assert isinstance(self.source, Joint)
+        assert isinstance(self.source, GlobalBatchSource)
         self._begun.append(self.begin(self.source.begun(None)))
         return self._begun[-1].number
 
 
 class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator):  # type: ignore[misc]
-    """One pass over a dataset, which graphs can go on with: as their argument, or as they find it.
+    """One pass over a dataset, which graphs can continue: as an argument, or by capturing it.
 
     Attributes:
-        number: names it in graphs.
+        number: identifies it in graphs.
     """
 
     def __init__(self, dataset: TensorFlowDataset, elements: Pass, number: int) -> None:
@@ -110,7 +110,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         self.number = _iterators.add(self)
         self._dataset_number = dataset.number
         self._symbols: list[GraphIterator] = []
-        # TensorFlow must not be left to ask for Python when there is none any more.
+        # Otherwise TensorFlow may call Python after the interpreter has ended.
         finalize(self, self._symbols.clear)
 
     def __next__(self) -> Any:
@@ -128,21 +128,21 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
             raise tf.errors.OutOfRangeError(None, None, "the distributed dataset has ended") from None
 
     def get_next_as_optional(self) -> Any:
-        """Return the next element, or that there is none."""
+        """Return the next element, or an empty optional at the end."""
         if tf.executing_eagerly():
             return super().get_next_as_optional()
         return self.in_graph().get_next_as_optional()
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
+        """The known specs of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
         return _signature(self._current.form(), self._dataset.store)
 
     def __tf_tracing_type__(self, context: Any) -> "IteratorType":
         return IteratorType(self.in_graph())
 
     def in_graph(self) -> "GraphIterator":
-        """Return what stands for the iterator in graphs; reads ahead where nothing says what it will give."""
+        """Return the iterator for graphs; read the first element ahead if the form is not known otherwise."""
         if not self._symbols:
             with tf.init_scope():
                 self._symbols.append(self._made())
@@ -150,7 +150,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
 
     def _made(self) -> "GraphIterator":
         number, dataset = tf.constant(self.number, tf.int64), self._dataset_number
-        if isinstance(self._current, JointPass) and self._current.reader is not None:
+        if isinstance(self._current, GlobalBatchPass) and self._current.reader is not None:
             iterator = self._current.reader.iterator
             if isinstance(iterator, tf.data.Iterator):
                 return GraphIterator(number, iterator, dataset, False)
@@ -159,18 +159,18 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         return GraphIterator(number, handles, dataset, True)
 
     def publish(self, leaves: Sequence[Any]) -> int:
-        """Take an element that a graph has taken from `tf.data`; return its handle."""
-        assert isinstance(self._current, JointPass)
+        """Store an element that a graph has taken from `tf.data`; return its handle."""
+        assert isinstance(self._current, GlobalBatchPass)
         nest = packed(self._current.form().nest, [array_of(leaf) for leaf in leaves])
         element = self._current.element(nest)
         self._taken += 1
         return self._dataset.store.put(element.values)
 
     def handles(self, specs: Sequence[Spec]) -> Iterator[int]:
-        """Yield the handles of the elements that are left, as they are asked for.
+        """Read the remaining elements one by one as requested; yield their handles.
 
         Raises:
-            DataError: an element is not of the `specs` for which a graph was made.
+            DataError: an element does not match the `specs` for which a graph was traced.
         """
         try:
             while True:
@@ -199,13 +199,13 @@ _iterators: Registry[TensorFlowIterator] = Registry(
 
 
 class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):  # type: ignore[misc]
-    """A pass over a dataset in a graph that is being made.
+    """A pass over a dataset in a graph that is being traced.
 
     Attributes:
         number: of the iterator on the host.
-        tensors: the iterator of `tf.data` that gives the elements, or their handles.
+        tensors: the iterator of `tf.data` that yields the elements, or their handles.
         dataset: the number of the dataset.
-        gives_handles: which of both.
+        gives_handles: whether it yields handles.
     """
 
     number: tf.Tensor
@@ -220,16 +220,16 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
         return self.get_next()
 
     def get_next(self) -> Any:
-        """Return the next element; where there is none, the graph's execution ends in OutOfRangeError."""
+        """Return the next element; at the end, the graph's execution raises OutOfRangeError."""
         return self.element(self._handle(self.tensors.get_next()))
 
     def get_next_as_optional(self) -> "GraphOptional":
-        """Return the next element, or that there is none."""
+        """Return the next element, or an empty optional at the end."""
         return GraphOptional(self, self.handle_or_end())
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements: a nest of specs of `PerReplica`."""
+        """The known specs of the elements: a nest of specs of `PerReplica`."""
         return _datasets.find(self.dataset).element_spec
 
     def handle_or_end(self) -> Any:
@@ -260,10 +260,10 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
 
 
 class GraphOptional(tf.experimental.ExtensionType):  # type: ignore[misc]
-    """An element of a graph, or none.
+    """An element in a graph, or none.
 
     Attributes:
-        iterator: that gave it.
+        iterator: that yields it.
         handle: of the element, or _END.
     """
 
@@ -280,21 +280,21 @@ class GraphOptional(tf.experimental.ExtensionType):  # type: ignore[misc]
 
 
 class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """What graphs that take an iterator are made for: any iterator of the same dataset."""
+    """The trace type of an iterator: a graph that takes one takes any iterator of the same dataset."""
 
     def __init__(self, iterator: GraphIterator) -> None:
         self._spec = tf.type_spec_from_value(iterator)
 
     def is_subtype_of(self, other: Any) -> bool:
-        """Whether it is the same type."""
+        """Whether both are the same type."""
         return bool(self == other)
 
     def most_specific_common_supertype(self, others: Sequence[Any]) -> "IteratorType | None":
-        """Return itself if all are the same."""
+        """Return this type if all are the same."""
         return self if all(self == other for other in others) else None
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
-        """Return what stands for an iterator in a graph."""
+        """Return the placeholder of an iterator in a graph."""
         return self._spec.placeholder_value(placeholder_context)
 
     def to_tensors(self, value: Any) -> Any:
@@ -302,7 +302,7 @@ class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
         return self._spec.to_tensors(value.in_graph())
 
     def from_tensors(self, tensors: Any) -> Any:
-        """Return the iterator whose tensors these are."""
+        """Return the iterator with these tensors."""
         return self._spec.from_tensors(tensors)
 
     def flatten(self) -> Any:
@@ -324,7 +324,7 @@ class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
 
 
 def dataset_of_handles(handles: Callable[[], Iterator[int]]) -> Any:
-    """Return the `tf.data.Dataset` of what `handles` yields; nothing of it is read ahead."""
+    """Return the `tf.data.Dataset` of the handles that `handles` yields; it reads nothing ahead."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 1

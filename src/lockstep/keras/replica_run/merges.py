@@ -18,7 +18,7 @@ from lockstep.errors import ModelError
 from lockstep.keras.backends.eager_contract import CustomGradient
 from lockstep.keras.backends.multi_update import EndOfRound, Update, UpdateRecorder
 from lockstep.keras.synchronization import GATHERED
-from lockstep.worker.patching import PATCHES, definer
+from lockstep.worker.patch_registry import PATCHES, definer
 
 Op = Literal["sum", "mean"]
 

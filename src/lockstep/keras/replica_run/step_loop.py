@@ -14,7 +14,7 @@ from lockstep.keras.backends.contract import Backend
 from lockstep.keras.consistency import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
-from lockstep.keras.state.checkpoint_callback import Checkpoint, Keeping
+from lockstep.keras.state.checkpoint_callback import Checkpoint, ScriptCheckpoints
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import named_arrays, refuse_misfits
@@ -33,7 +33,7 @@ class StepLoops:
         backend: Backend,
         calls: NumberedCalls,
         snapshots: Snapshots,
-        keeping: Keeping,
+        checkpoints: ScriptCheckpoints,
         last: LastModel,
     ) -> None:
         self._job = job
@@ -41,7 +41,7 @@ class StepLoops:
         self._calls = calls
         self._snapshots = snapshots
         self._resumable = snapshots.resumable
-        self._keeping = keeping
+        self._checkpoints = checkpoints
         self._last = last
 
     def steps(
@@ -65,11 +65,11 @@ class StepLoops:
                 self._last.trains(part)
         with self._resumable.call("steps") as call:
             if checkpoint is not None:
-                self._keeping.begin(checkpoint)
+                self._checkpoints.begin(checkpoint)
             if finished := self._resumable.resume():
                 if finished.kept is not None:
                     yield from self._replay(loop, finished.kept)
-                finished.again()
+                finished.raise_error()
                 return
             call.leaves = lambda call: {"steps": call.steps, "positions": loop.positions}
             try:
@@ -77,12 +77,12 @@ class StepLoops:
                     if self._resumable.behind:
                         if self._job.joins or call.skipped < count or loop.incomplete:
                             # The members that a joined worker catches up with take no part in this step.
-                            with self._job.aside() if self._resumable.catches_up else nullcontext():
+                            with self._job.detached() if self._resumable.catches_up else nullcontext():
                                 yield min(call.skipped, count - 1)
                         if self._job.joins and self._resumable.join():
                             finished = self._resumable.replay()
                             loop.skip_to(finished.kept["positions"])
-                            finished.again()
+                            finished.raise_error()
                             return
                         call.steps = call.skipped
                         self._snapshots.restore(None, loop)
@@ -106,7 +106,7 @@ class StepLoops:
         """
         try:
             if loop.incomplete and past["steps"]:
-                with self._job.driving(), self._job.aside():
+                with self._job.driving(), self._job.detached():
                     yield 0
         finally:
             # Also if the script leaves the loop in its first step.

@@ -18,7 +18,7 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
 from lockstep.keras.replica_run.merges import Op, current_replica
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 _SCOPE = "lockstep_merged"
 """The name scope of operations that assign merged values."""

@@ -107,18 +107,18 @@ class Snapshots:
         program: TrainingState | None = None,
         state: Any = None,
         *,
-        heard: bool = False,
+        callbacks_done: bool = False,
     ) -> Contents:
         """Return the state at the end of a step of `model`, or of a call without `program`.
 
-        The next step may change the arrays. If not `whole`, return only the position. With `heard`, callbacks
-        have processed the end of the step, and the state is in the variables of `model`.
+        The next step may change the arrays. If not `whole`, return only the position. With `callbacks_done`,
+        callbacks have processed the end of the step, and the state is in the variables of `model`.
         """
         call = self._calls.current
         position = {
             "journal": self.resumable.journal.packed(),
             "steps": call.steps if program is not None else 0,
-            "looks": call.looks,
+            "looks": call.samples,
             "passes": call.passes,
             "states": dict(call.states),
         }
@@ -128,7 +128,7 @@ class Snapshots:
         own = program.named_state(state) if program is not None else _values(step_state(model))
         arrays = {f"current/{name}": value for name, value in own.items()}
         arrays |= self.models.values(apart_from=model)
-        hear = listeners(call.callbacks, model) if program is not None else []
+        callbacks = listeners(call.callbacks, model) if program is not None else []
         facts = position | {
             "methods": dict(self._calls.methods),
             "inner": dict(call.inner),
@@ -136,12 +136,12 @@ class Snapshots:
             "since": self.resumable.since,
             "call": call.name,
             "logs": mapped(lambda value: np.asarray(self._backend.concrete(value)), logs or {}),
-            "callbacks": callback_states(hear, call.marks),
+            "callbacks": callback_states(callbacks, call.callback_hashes),
             "settings": self._settings(model, program),
             "sources": own_sources(),
             "random": random_states() if program is not None else self.resumable.journal.states,
-            "heard": heard,
-            "stops": heard and bool(model.stop_training),
+            "heard": callbacks_done,
+            "stops": callbacks_done and bool(model.stop_training),
         }
         packed, values = pack(facts, "training")
         concrete = {
@@ -192,7 +192,7 @@ class Snapshots:
             ) from error
         self.resumable.arrive()
         if facts.get("heard"):
-            call.heard, model.stop_training = call.steps, facts["stops"]
+            call.processed, model.stop_training = call.steps, facts["stops"]
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
@@ -205,8 +205,8 @@ class Snapshots:
             own_sources()
             self._described.pop(model, None)
             call = self._calls.current
-            heard = lasting(listed(call.callbacks))
-            call.settings = settings_of_call(model, heard, first=self._calls.outermost == 1)
+            callbacks = lasting(listed(call.callbacks))
+            call.settings = settings_of_call(model, callbacks, first=self._calls.outermost == 1)
 
     def _settings(self, model: Any, program: TrainingState | None) -> Settings:
         if model is None:
