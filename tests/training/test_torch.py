@@ -70,7 +70,7 @@ def bits(model: keras.Model) -> list[bytes]:
 def as_total(partial: Any) -> dict[str, Any]:
     """Copy a partial to read-only memory."""
     backend = TorchBackend()
-    total = {name: backend.concrete(value).copy() for name, value in partial.items()}
+    total = {name: backend.to_numpy(value).copy() for name, value in partial.items()}
     for array in total.values():
         array.flags.writeable = False
     return total
@@ -309,7 +309,7 @@ def test_tensors_over_memory_that_is_read_only() -> None:
         array.flags.writeable = False
         tensor = borrowed(array)
         assert (tensor.data_ptr(), tensor.tolist()) == (array.ctypes.data, [[0, 1, 2], [3, 4, 5]])
-        back = TorchBackend().concrete(tensor)
+        back = TorchBackend().to_numpy(tensor)
         assert (back.dtype, back.ctypes.data) == (array.dtype, array.ctypes.data)
 
 

@@ -82,7 +82,7 @@ class Round:
         compute: begins the computation of a replica; returns its partial, arrays of NumPy or of the backend
             by name, or None for a replica that contributes nothing. After an error that it raises, the round
             can be synchronized again.
-        concrete: waits for an array, and returns it as NumPy sees it.
+        to_numpy: waits for an array, and returns it as NumPy sees it.
         check: returns at most 64 bytes that must be equal on all workers, given the sorted names.
         advice: what to do if replicas compute different things.
         sample: computes a partial that shows the layout if no replica of this worker contributes.
@@ -95,7 +95,7 @@ class Round:
 
     what: str
     compute: Callable[[int], Partial | None]
-    concrete: Callable[[Any], Array]
+    to_numpy: Callable[[Any], Array]
     check: Callable[[Sequence[str]], bytes] = lambda names: b""
     advice: str = "every replica has to compute the same things"
     sample: Callable[[], Partial] = dict
@@ -117,7 +117,7 @@ class Round:
         if self.layout is None:
             shown = next(iter(self.started.values()), None)
             shown = self.sample() if shown is None else shown
-            self.layout = PartialLayout.of({name: self.concrete(value) for name, value in shown.items()})
+            self.layout = PartialLayout.of({name: self.to_numpy(value) for name, value in shown.items()})
         names = self.layout.leaves.keys()
         for computed in self.started.values():
             if computed.keys() != names:
@@ -128,12 +128,12 @@ class Round:
     def partials(self, replicas: Iterable[int]) -> dict[int, Mapping[str, Array]]:
         """Wait for the partials of replicas, which have begun or contribute nothing."""
         assert self.layout is not None
-        concrete, found = self.concrete, dict[int, Mapping[str, Array]]()
+        to_numpy, found = self.to_numpy, dict[int, Mapping[str, Array]]()
         for replica in replicas:
             if (computed := self.started.get(replica)) is None:
                 found[replica] = self.layout.zeros
             else:
-                found[replica] = {name: concrete(value) for name, value in computed.items()}
+                found[replica] = {name: to_numpy(value) for name, value in computed.items()}
         return found
 
     def refuse_other_shapes(self, partials: Mapping[int, Mapping[str, Array]]) -> None:

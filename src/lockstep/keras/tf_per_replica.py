@@ -94,7 +94,7 @@ def spec_of(tensor: Any) -> Spec:
     return Spec(tensor.dtype.name, tuple(tensor.shape))
 
 
-def concrete(array: Any) -> Any:
+def to_numpy(array: Any) -> Any:
     """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
     # TensorFlow returns a scalar of a dtype that NumPy lacks, such as bfloat16, not as an array.
     scalar = isinstance(array, tf.Tensor) and array.shape.rank == 0

@@ -121,5 +121,5 @@ class Backend(Protocol):
     def settle(self) -> None:
         """Wait until no started `apply` reads its totals."""
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it, without a copy if the backend's memory allows it."""

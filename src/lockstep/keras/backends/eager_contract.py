@@ -48,7 +48,7 @@ class EagerBackend(Protocol):
     def to_tensor(self, leaf: Any) -> Any:
         """Return an array as a tensor that nothing else writes to, and any other leaf unchanged."""
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it, without a copy if the backend's memory allows it.
 
         Raises:

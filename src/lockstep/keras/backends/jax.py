@@ -106,7 +106,7 @@ class JaxBackend:
         jax.block_until_ready(self._pending)
         self._pending.clear()
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Wait for the array; return it as NumPy sees it: in place on a CPU, otherwise a copy."""
         return np.asarray(array)
 
@@ -411,7 +411,7 @@ class JaxEagerBackend:
         array = np.asarray(leaf)
         return leaf if array.dtype.kind in "OSUM" else jnp.array(array, copy=True)
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Wait for the array; return it as NumPy sees it: in place on a CPU, otherwise a copy."""
         if isinstance(array, jax.core.Tracer):
             _refuse_tracing()

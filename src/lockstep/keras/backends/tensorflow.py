@@ -132,7 +132,7 @@ class TensorFlowBackend:
         """Wait for started updates, which read their totals in place."""
         context.async_wait()
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
         return np.asarray(array.read_value() if isinstance(array, tf.Variable) else array)
 
@@ -518,7 +518,7 @@ class TensorFlowEagerBackend:
         """Return a leaf as a tensor."""
         return leaf.read_value() if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf)
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it; gradients of embeddings become dense."""
         return np.asarray(tf.convert_to_tensor(array))
 

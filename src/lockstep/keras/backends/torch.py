@@ -93,7 +93,7 @@ class TorchBackend:
     def settle(self) -> None:
         """Do nothing, because `apply` has read its totals when it returns."""
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
         return to_numpy(array) if isinstance(array, torch.Tensor) else np.asarray(array)
 
@@ -452,7 +452,7 @@ class TorchEagerBackend:
         """Return a copy of a leaf, since the script may write to the original."""
         return copied(leaf)
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
         """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
         if not isinstance(array, torch.Tensor):
             return np.asarray(array)

@@ -434,7 +434,7 @@ class ModelMethods:
             return
         self._job.events.publish(CallStarted(call.name))
         if len(self._job.view.workers) > 1:
-            state = state_facts(self._backend.concrete, model_state(model))
+            state = state_facts(self._backend.to_numpy, model_state(model))
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
             agree(self._job, call.name, this | dict(facts()) | state)
 

@@ -158,7 +158,7 @@ class ReplicaStep:
         return Round(
             self._calls.where(),
             compute,
-            self._backend.concrete,
+            self._backend.to_numpy,
             check=lambda names: batch.check(),
             advice=_ADVICE,
             sample=lambda: computed(batch.share(0, replicas, seed)),
@@ -192,7 +192,7 @@ class ReplicaStep:
             agree(
                 self._job,
                 f"after step {call.steps} of {call.name}",
-                state_facts(self._backend.concrete, arrays),
+                state_facts(self._backend.to_numpy, arrays),
             )
         if trains and not call.at_end:
             self._snapshots.end_step(
@@ -203,7 +203,7 @@ class ReplicaStep:
         self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator
     ) -> Any:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""
-        parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
+        parts = [[self._backend.to_numpy(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
         if len(view.workers) > 1:
             packed = [[pack("", leaf) for leaf in part] for part in parts]
             facts = {"data": batch.check().hex()}

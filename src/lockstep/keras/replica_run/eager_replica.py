@@ -56,7 +56,7 @@ class VariableChanges:
         try:
             for variable in self._prepared.values():
                 self._save(variable)
-                start = np.array(self._backend.concrete(variable._value))
+                start = np.array(self._backend.to_numpy(variable._value))
                 if kind_of(variable) == "seed":
                     start = key_of_replica(start, replica)
                 elif replica:
@@ -126,7 +126,7 @@ class VariableChanges:
         """
         found = {}
         for i, (kind, variable) in enumerate(self._assigned.values()):
-            end = np.asarray(self._backend.concrete(variable._value))
+            end = np.asarray(self._backend.to_numpy(variable._value))
             found[f"{kind}/{i}/{variable.path}"] = (
                 variable,
                 self._contribution(kind, variable, end, replica, weight),
@@ -136,7 +136,7 @@ class VariableChanges:
     def _contribution(self, kind: StateKind, variable: Any, end: Array, replica: int, weight: float) -> Array:
         start = self._starts.get(id(variable))
         if start is None:
-            start = np.asarray(self._backend.concrete(self._before[id(variable)][1]))
+            start = np.asarray(self._backend.to_numpy(self._before[id(variable)][1]))
         return np.array(contribution(kind, start, end, replica, np.asarray(weight, start.dtype), np))
 
     def _save(self, variable: Any) -> None:

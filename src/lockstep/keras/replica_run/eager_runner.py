@@ -54,8 +54,8 @@ class EagerRunner:
         self._job = job
         self._replicas = job.view.replicas
         self._backend = adapter().functions()
-        self._rounds = RunRounds(job, self._backend.concrete)
-        self._combiner = ResultCombiner(self._rounds, self._backend.concrete, self._replicas)
+        self._rounds = RunRounds(job, self._backend.to_numpy)
+        self._combiner = ResultCombiner(self._rounds, self._backend.to_numpy, self._replicas)
         self._replica = ReplicaComputation(self._backend, self._replicas)
         self._profiles: OrderedDict[Any, FunctionProfile] = OrderedDict()
         self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -140,7 +140,7 @@ class EagerRunner:
         if new and not self._job.driven and len(self._job.view.workers) > 1:
             weights = [variable for update in new for variable in update.variables]
             arrays = named_arrays(weights, [variable.value for variable in weights])
-            self._rounds.agree(what, state_facts(self._backend.concrete, arrays))
+            self._rounds.agree(what, state_facts(self._backend.to_numpy, arrays))
         self._compared.update(update.optimizer for update in new)
 
     def _apply(self, this: EagerExecution, totals: Sequence[Total]) -> None:
@@ -149,7 +149,7 @@ class EagerRunner:
             if merge.update is not None:
                 self._backend.apply(merge.update, merge.leaves(total))
         for name, variable in this.changed.items():
-            start = 0 if holds_new_value(name) else self._backend.concrete(variable._value)
+            start = 0 if holds_new_value(name) else self._backend.to_numpy(variable._value)
             variable.assign(np.array(start + totals[-1][name]))
 
     def _returned(self, this: EagerExecution, last: Round, total: Total) -> Any:
@@ -161,7 +161,7 @@ class EagerRunner:
         for i, leaf in enumerate(like):
             column = {r: leaves[i] for r, leaves in outputs.items()}
             if (bits := total.get(f"{SCALAR}{i}")) is not None:
-                dtype = self._backend.concrete(leaf).dtype
+                dtype = self._backend.to_numpy(leaf).dtype
                 column = dict(enumerate(gathered_scalars(bits, dtype))) | column
             columns.append(column)
         specs = tuple(self._spec(leaf) for leaf in like)
@@ -188,7 +188,7 @@ class EagerRunner:
         return recompute
 
     def _spec(self, leaf: Any) -> Spec:
-        array = self._backend.concrete(leaf) if is_array(leaf) else np.array(str(leaf))
+        array = self._backend.to_numpy(leaf) if is_array(leaf) else np.array(str(leaf))
         return Spec("string" if array.dtype.kind in "OSU" else array.dtype.name, array.shape)
 
     def _leaf_of(self, leaf: Any, replica: int) -> Any:

@@ -109,7 +109,7 @@ class GraphRun:
             updates = [merge.update for merge in self._merges if merge.update is not None]
             variables = [variable for update in updates for variable in natives(update.changed)]
             arrays = {f"{variable.name} ({i})": variable.read_value() for i, variable in enumerate(variables)}
-            self._rounds.agree(f"after {self._scheduler.what}", state_facts(self._rounds.concrete, arrays))
+            self._rounds.agree(f"after {self._scheduler.what}", state_facts(self._rounds.to_numpy, arrays))
         return self._scheduler.finish(self._outputs)
 
     def _begin(self) -> Any:

@@ -36,13 +36,13 @@ class RunRounds:
     """Makes and synchronizes the rounds of `strategy.run`.
 
     Attributes:
-        concrete: returns an array of the backend as NumPy sees it.
+        to_numpy: returns an array of the backend as NumPy sees it.
     """
 
-    def __init__(self, job: Job, concrete: Callable[[Any], Array]) -> None:
+    def __init__(self, job: Job, to_numpy: Callable[[Any], Array]) -> None:
         self._job = job
         self._synchronization = AllReduce(self._exchange, job.worker)
-        self.concrete = concrete
+        self.to_numpy = to_numpy
 
     @property
     def owned(self) -> range:
@@ -83,7 +83,7 @@ class RunRounds:
             return xxhash.xxh3_128_digest(b"".join(parts))
 
         layout = None if like is None else PartialLayout.of(like)
-        return Round(what, compute, self.concrete, check, _ADVICE, layout=layout)
+        return Round(what, compute, self.to_numpy, check, _ADVICE, layout=layout)
 
     def total(self, this: Round) -> Total:
         """Return the total of a round of a function, valid until the next call.
@@ -130,13 +130,13 @@ class ResultCombiner:
 
     Args:
         rounds: between the workers.
-        concrete: returns an array of the backend as NumPy sees it.
+        to_numpy: returns an array of the backend as NumPy sees it.
         replicas: R.
     """
 
-    def __init__(self, rounds: RunRounds, concrete: Any, replicas: int) -> None:
+    def __init__(self, rounds: RunRounds, to_numpy: Any, replicas: int) -> None:
         self._rounds = rounds
-        self._concrete = concrete
+        self._to_numpy = to_numpy
         self._replicas = replicas
 
     def reduce(self, op: Op, source: Values, leaf: int, axis: int | None) -> Array:
@@ -203,7 +203,7 @@ class ResultCombiner:
     def _owned(self, source: Values, leaf: int, replica: int) -> Array:
         """Return one leaf of a replica that this worker owns."""
         if isinstance(source, ReturnedValues):
-            array: Array = self._concrete(source.owned_leaf(leaf, replica))
+            array: Array = self._to_numpy(source.owned_leaf(leaf, replica))
             return array
         if replica not in (known := self._known(source, leaf)):
             refuse_lost_value(replica)
@@ -213,7 +213,7 @@ class ResultCombiner:
         known = {}
         for replica in range(self._replicas):
             try:
-                known[replica] = self._concrete(source.leaf(leaf, replica))
+                known[replica] = self._to_numpy(source.leaf(leaf, replica))
             except DataError:
                 continue
         return known

@@ -128,7 +128,7 @@ class StepLoops:
 
     def _compare(self, what: str, loop: "LoopState", settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:
-            state = state_facts(self._backend.concrete, loop.named_state(None))
+            state = state_facts(self._backend.to_numpy, loop.named_state(None))
             agree(self._job, what, {**(settings or {}), **state})
 
 

@@ -19,7 +19,7 @@ from lockstep.keras.replica_run.eager_runner import EagerRunner
 from lockstep.keras.replica_run.graph_run import GraphRun
 from lockstep.keras.replica_run.merges import Op
 from lockstep.keras.replica_run.run_rounds import ResultCombiner, RunRounds, dtype_of, reduced_along
-from lockstep.keras.tf_per_replica import SymbolicPerReplica, concrete, per_replica
+from lockstep.keras.tf_per_replica import SymbolicPerReplica, per_replica, to_numpy
 from lockstep.worker.job import Job
 
 _MAX_GRAPHS = 32
@@ -31,8 +31,8 @@ class TensorFlowRunner:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._replicas = job.view.replicas
-        self._rounds = RunRounds(job, concrete)
-        self._combiner = ResultCombiner(self._rounds, concrete, self._replicas)
+        self._rounds = RunRounds(job, to_numpy)
+        self._combiner = ResultCombiner(self._rounds, to_numpy, self._replicas)
         self._graphs: OrderedDict[Any, Any] = OrderedDict()
         self._eager: EagerRunner | None = None
         tf_merged_variables.install()

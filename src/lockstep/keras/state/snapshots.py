@@ -135,7 +135,7 @@ class Snapshots:
             "taken": self._calls.taken,
             "since": self.resumable.since,
             "call": call.name,
-            "logs": mapped(lambda value: np.asarray(self._backend.concrete(value)), logs or {}),
+            "logs": mapped(lambda value: np.asarray(self._backend.to_numpy(value)), logs or {}),
             "callbacks": callback_states(callbacks, call.callback_hashes),
             "settings": self._settings(model, program),
             "sources": own_sources(),
@@ -144,12 +144,12 @@ class Snapshots:
             "stops": callbacks_done and bool(model.stop_training),
         }
         packed, values = pack(facts, "training")
-        concrete = {
-            name: value if isinstance(value, np.ndarray) else self._backend.concrete(value)
+        converted = {
+            name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
             for name, value in arrays.items()
         }
         manifest = {"job": self.facts(), "training": packed}
-        return Contents(self._calls.taken, manifest, {**concrete, **values})
+        return Contents(self._calls.taken, manifest, {**converted, **values})
 
     def facts(self) -> dict[str, Any]:
         """Return the facts, besides the script, on which the bits of the training depend."""
