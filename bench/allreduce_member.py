@@ -2,8 +2,8 @@
 
     allreduce_member.py PROGRAM MEMBERS TURNS [POSITION ...]
 
-In each turn it sums each case's arrays some times and answers how long each sum took, and with a digest of
-the last total. The arrays are written anew before each sum, as a backend would. A time counts from a barrier
+In each turn it sums the arrays of each case several times, and answers with the time of each sum and a digest
+of the last total. Before each sum it writes the arrays, as a backend does. A time is measured from a barrier
 until this process has its total.
 """
 
@@ -33,7 +33,7 @@ Array = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class Case:
-    """Arrays to sum, and how often in a turn: `skipped` times before it counts, then `rounds` times."""
+    """Arrays to sum, and how often in a turn: `skipped` times without and `rounds` times with measurement."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
@@ -51,7 +51,7 @@ CASES = (
 
 
 class Exchange(Protocol):
-    """A program's way to sum."""
+    """The sum of a program."""
 
     def barrier(self) -> None:
         """Return once all members have called it."""
@@ -91,7 +91,7 @@ class Gloo:
         self._torch.distributed.barrier()
 
     def sum(self, arrays: list[Array]) -> Sequence[Array]:
-        """One after the other; all at once, with `async_op`, is no faster."""
+        """Sum one array after the other; all at once, with `async_op`, is no faster."""
         for array in arrays:
             self._torch.distributed.all_reduce(self._torch.from_numpy(array))
         return arrays
@@ -114,7 +114,7 @@ class Mpi:
 
 
 class Member:
-    """What one process does in its turns."""
+    """The turns of one process."""
 
     def __init__(self, exchange: Exchange, position: int, members: int) -> None:
         self._exchange = exchange
@@ -124,7 +124,7 @@ class Member:
             if members == 2:
                 sources = [random.standard_normal(shape, dtype=np.float32) for shape in case.shapes]
             else:
-                # The sum of small integers is exact, so that every order of additions gives the same bits.
+                # Sums of small integers are exact, so every order of additions gives the same bits.
                 sources = [random.integers(-99, 99, shape).astype(np.float32) for shape in case.shapes]
             self._cases.append((case, sources, [np.empty_like(leaf) for leaf in sources]))
 
@@ -147,7 +147,7 @@ class Member:
 
 
 def start_lockstep(members: int, turns: int) -> None:
-    """Start the members of Lockstep, which inherit the memory that they share, and wait for them."""
+    """Start the members of Lockstep, which inherit their shared memory, and wait for them."""
     segment, pool = ControlSegment.create(members), SharedPool.create()
     children = []
     for position in range(members):
@@ -171,10 +171,10 @@ def main(program: str, members: int, turns: int, position: int = -1, *descriptor
         exchange = Mpi()
         position = exchange.position
     member = Member(exchange, position, members)
-    line = Turns(program, position)
+    driver = Turns(program, position)
     for _ in range(turns):
-        line.wait()
-        line.send(member.turn())
+        driver.wait()
+        driver.send(member.turn())
 
 
 if __name__ == "__main__":

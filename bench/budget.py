@@ -1,10 +1,10 @@
-"""The budget of a step: what each part of it takes, with two workers of Lockstep.
+"""The budget of a step: the time of each part, with two workers of Lockstep.
 
     budget.py [jax | tensorflow | torch] [MODEL] [--turns N] [--workers N] [--replicas N]
 
-The parts add up to the step of the program in which each of them is waited for. Beside it, the step of the
-same workers as they are, and that of plain Keras in as many processes without an exchange: what is between
-them is what remains to be won. Pinned, one thread a worker.
+Each part finishes before the next one starts, so the parts add up to a step. Other rows show a step of the
+same workers without this division, and a step of plain Keras in as many processes that exchange nothing: the
+difference is the possible gain. Workers are pinned and have one thread each.
 """
 
 import argparse
@@ -14,30 +14,30 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from budget_parts import PARTS
+from budget_ledger import PARTS
 from models import MODELS
-from rows import print_row
-from turns import FailedError, Program, print_regime, take_turns
-from ways import CEILING, HERE, LOCKSTEP, Work, directly, plain_keras, run_lockstep, through_lockstep
+from programs import CEILING, HERE, LOCKSTEP, Work, peer_programs, plain_keras, run_lockstep, train_lockstep
+from report import print_regime, print_row
+from turns import FailedError, Program, take_turns
 
 TURNS = 12
-WATCHED = "lockstep, watched"
+DIVIDED = "lockstep, divided"
 
 
 def measure(backend: str, work: Work, workers: int, replicas: int) -> None:
-    script = [str(HERE / "budget_keras.py"), WATCHED, work.model, *work.words]
+    script = [str(HERE / "budget_keras.py"), DIVIDED, work.model, *work.arguments]
     (ceiling,) = [way for way in plain_keras(backend) if way.name == CEILING]
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         folder = Path(name)
         programs = [
-            run_lockstep(WATCHED, script, workers, replicas, backend, folder / "watched"),
-            through_lockstep(LOCKSTEP, workers, replicas, backend, work, folder / "as-is"),
-            # Of PyTorch's variants, the one with the memory kept.
-            directly(replace(ceiling, processes=workers), work)[-1],
+            run_lockstep(DIVIDED, script, workers, replicas, backend, folder / "divided"),
+            train_lockstep(LOCKSTEP, workers, replicas, backend, work, folder / "as-is"),
+            # For PyTorch, the variant that reuses memory.
+            peer_programs(replace(ceiling, processes=workers), work)[-1],
         ]
         regime = take_turns(folder, programs, work.turns)
     print(
-        f"the budget of a step: {MODELS[work.model].title} on {backend}, {workers} workers, {replicas} "
+        f"budget of a step: {MODELS[work.model].title} on {backend}, {workers} workers, {replicas} "
         f"replicas of {work.batch} examples, {work.turns} turns of {work.steps} steps"
     )
     print_regime(regime)
@@ -45,14 +45,14 @@ def measure(backend: str, work: Work, workers: int, replicas: int) -> None:
 
 
 def report(programs: list[Program], steps: int) -> None:
-    watched, *others = programs
+    divided, *others = programs
     for part in PARTS:
         each = [
-            statistics.fmean(answer["parts"].get(part, 0.0) for answer in turn) for turn in watched.answers
+            statistics.fmean(answer["parts"].get(part, 0.0) for answer in turn) for turn in divided.answers
         ]
         print_row(part, each, "ms")
-    whole = [statistics.fmean(sum(answer["parts"].values()) for answer in turn) for turn in watched.answers]
-    print_row("together: a step, each part waited for", whole, "ms")
+    whole = [statistics.fmean(sum(answer["parts"].values()) for answer in turn) for turn in divided.answers]
+    print_row("sum of the parts", whole, "ms")
     for program in others:
         slowest = [max(answer["seconds"] for answer in turn) / steps for turn in program.answers]
         print_row(f"a step of {program.name}", slowest, "ms")

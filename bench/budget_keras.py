@@ -1,9 +1,9 @@
-"""One worker that trains a model through Lockstep, and tells what each part of its steps takes.
+"""One worker that trains a model through Lockstep and reports the time of each part of its steps.
 
     budget_keras.py PROGRAM MODEL BATCH TURNS STEPS
 
-The parts are found by wrapping Lockstep's own seams. Each is waited for before the next begins: what runs in
-the background of another part would be charged to that.
+Wrapped functions of Lockstep delimit the parts. Each part finishes before the next one starts: otherwise
+work in the background of another part would be charged to that part.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ pin(WORKER)
 import keras  # noqa: E402
 
 import lockstep  # noqa: E402
-from budget_parts import (  # noqa: E402
+from budget_ledger import (  # noqa: E402
     APPLYING,
     CALLBACKS,
     CHECKING,
@@ -32,12 +32,15 @@ from budget_parts import (  # noqa: E402
     LOCKSTEP,
     PUBLISHING,
     SUMMING,
-    WAITING_FIRST,
-    WAITING_LAST,
+    WAITING_TO_ENTER,
+    WAITING_TO_RETURN,
+    WAITING_TO_SUM,
+    Ledger,
 )
-from ledger import Ledger  # noqa: E402
 from lockstep.collectives.shared.barrier import Barrier  # noqa: E402
 from lockstep.collectives.shared.communicator import SharedCommunicator  # noqa: E402
+from lockstep.collectives.shared.packed_reduce import PackedReduce  # noqa: E402
+from lockstep.collectives.shared.slice_reduce import SliceReduce  # noqa: E402
 from lockstep.keras.fit.replica_step import ReplicaStep  # noqa: E402
 from lockstep.keras.input.global_inputs import GlobalInput  # noqa: E402
 from models import MODELS  # noqa: E402
@@ -81,24 +84,48 @@ def wrap_exchange(original: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def wrap_meeting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Charge the meetings of a sum: the first ends the publishing, and the last the sum."""
-    waits = {PUBLISHING: WAITING_FIRST, SUMMING: WAITING_LAST}
+class ReduceParts:
+    """Charges the parts of a reduce: publishing, summing, and the waits at its barriers."""
 
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        part = waits.get(ledger.innermost)
-        if part is None:
-            return original(self, *args, **kwargs)
-        with ledger.within(part):
-            result = original(self, *args, **kwargs)
-        ledger.turn(PUBLISHING, SUMMING)
-        return result
+    def __init__(self) -> None:
+        self._wait: str | None = None
 
-    return wrapped
+    def reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            self._wait = WAITING_TO_ENTER
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._wait = None
+
+        return wrapped
+
+    def publish(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._charged(original, PUBLISHING, WAITING_TO_SUM)
+
+    def sum(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return self._charged(original, SUMMING, WAITING_TO_RETURN)
+
+    def barrier(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if self._wait is None:
+                return original(*args, **kwargs)
+            with ledger.within(self._wait):
+                return original(*args, **kwargs)
+
+        return wrapped
+
+    def _charged(self, original: Callable[..., Any], part: str, wait: str) -> Callable[..., Any]:
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with ledger.within(part):
+                original(*args, **kwargs)
+            self._wait = wait
+
+        return wrapped
 
 
 class Turn(keras.callbacks.Callback):
-    """Waits before each epoch but the first, which compiles, and tells after it what the parts have taken."""
+    """Waits before each epoch except the first, which compiles, and reports the parts after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,9 +147,13 @@ for kind in GlobalInput.__subclasses__():
     replace(kind, "batches", wrap_input)
 replace(ReplicaStep, "__init__", wrap_exchange)
 replace(ReplicaStep, "advance", lambda advance: ledger.timed(LOCKSTEP, advance))
-replace(SharedCommunicator, "reduce", lambda reduce: ledger.timed(PUBLISHING, reduce))
-for meeting in ("meet", "sync"):
-    replace(Barrier, meeting, wrap_meeting)
+parts = ReduceParts()
+replace(SharedCommunicator, "reduce", parts.reduce)
+for name in ("arrive_and_compare", "arrive_and_wait"):
+    replace(Barrier, name, parts.barrier)
+for reduce in (SliceReduce, PackedReduce):
+    replace(reduce, "publish", parts.publish)
+    replace(reduce, "sum", parts.sum)
 for name in ("on_train_batch_begin", "on_train_batch_end"):
     replace(keras.callbacks.CallbackList, name, lambda call: ledger.timed(CALLBACKS, call))
 

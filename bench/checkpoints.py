@@ -1,10 +1,10 @@
-"""How long a checkpoint of 200 MB holds training up: Lockstep, Keras's `model.save`, PyTorch's `async_save`.
+"""How long a checkpoint of 200 MB delays training: Lockstep, Keras's `model.save`, PyTorch's `async_save`.
 
     checkpoints.py [--turns N]
 
-Every program trains the same large model, and keeps one checkpoint in the middle of each of its turns; the
-turn ends when it is on disk. Lockstep and PyTorch train in two processes, plain Keras in one. All pinned, one
-thread a core.
+Every program trains the same large model and writes one checkpoint in the middle of each turn; the turn ends
+when the checkpoint is on the disk. Lockstep and PyTorch train in two processes, plain Keras in one. All
+processes are pinned and have one thread per core.
 """
 
 import argparse
@@ -12,25 +12,25 @@ import sys
 import tempfile
 from pathlib import Path
 
-from blocked import STEPS
+from checkpoint_cost import STEPS
 from large_model import BYTES
-from rows import print_row
+from programs import environment
+from report import print_row
 from turns import FailedError, Program, take_turns
-from ways import environment
 
 HERE = Path(__file__).parent
 TURNS = 15
 LOCKSTEP = "lockstep"
 KERAS = "keras, model.save"
 TORCH = "torch, async_save"
-TORCH_KEPT = "torch, async_save, stager kept"
+TORCH_REUSED = "torch, async_save, stager reused"
 
 
 def through_lockstep(folder: Path, turns: int) -> Program:
-    kept = folder / "kept"
+    checkpoints = folder / "checkpoints"
     options = ["-n", "2", "--replicas", "2", "--threads-per-worker", "1", "--run-dir", str(folder / "run")]
-    options += ["--checkpoint", str(kept), "--checkpoint-every", str(STEPS), "--keep", "1"]
-    script = [str(HERE / "checkpoints_keras.py"), LOCKSTEP, "lockstep", "-1", str(turns), str(kept)]
+    options += ["--checkpoint", str(checkpoints), "--checkpoint-every", str(STEPS), "--keep", "1"]
+    script = [str(HERE / "checkpoints_keras.py"), LOCKSTEP, "lockstep", "-1", str(turns), str(checkpoints)]
     command = [sys.executable, "-m", "lockstep", "run", *options, *script]
     return Program(LOCKSTEP, [command], 2, 2, environment("jax", 1))
 
@@ -42,30 +42,34 @@ def plain(folder: Path, turns: int) -> Program:
 
 def torch(name: str, stager: str, folder: Path, turns: int) -> Program:
     script = [sys.executable, str(HERE / "checkpoints_torch.py"), name, stager]
-    kept = str(folder / stager)
-    commands = [[*script, str(process), str(turns), kept] for process in (0, 1)]
+    checkpoints = str(folder / stager)
+    commands = [[*script, str(process), str(turns), checkpoints] for process in (0, 1)]
     return Program(name, commands, 2, 2, environment("torch", 1))
 
 
 def report(programs: list[Program]) -> None:
-    print(f"a checkpoint of a state of 203 MB, {len(programs[0].answers)} each: median (p10-p90)")
+    print(f"a checkpoint of a state of 203 MB, {len(programs[0].answers)} of each program: median (p10-p90)")
     for program in programs:
         print_row(f"{program.name}: a step", values(program, "step"), "ms")
     for program in programs:
         to_reach = "20" if program.name == LOCKSTEP else ""
-        print_row(f"{program.name}: has the training's thread", values(program, "call"), "ms", to_reach)
+        print_row(
+            f"{program.name}: the thread of the training is occupied", values(program, "call"), "ms", to_reach
+        )
     for program in programs:
-        print_row(f"{program.name}: the two steps there, longer by", values(program, "late"), "ms")
+        print_row(
+            f"{program.name}: the two steps at the checkpoint take longer by", values(program, "late"), "ms"
+        )
     for program in programs:
-        print_row(f"{program.name}: all steps from there, longer by", values(program, "slowed"), "ms")
+        print_row(f"{program.name}: all steps after it take longer by", values(program, "slowed"), "ms")
     ours, *others = programs
     for other in others:
         pairs = zip(values(other, "call"), values(ours, "call"), strict=True)
-        print_row(f"{other.name} / lockstep", [their / our for their, our in pairs], "times")
+        print_row(f"{other.name} / lockstep", [other / own for other, own in pairs], "times")
 
 
 def values(program: Program, name: str) -> list[float]:
-    """Return a figure of each turn; of two processes it is that of the slower one."""
+    """Return a measurement of each turn, that of the slower process."""
     return [max(answer[name] for answer in turn) for turn in program.answers]
 
 
@@ -76,12 +80,12 @@ def measure(turns: int) -> list[Program]:
             through_lockstep(folder, turns),
             plain(folder, turns),
             torch(TORCH, "default", folder, turns),
-            torch(TORCH_KEPT, "kept", folder, turns),
+            torch(TORCH_REUSED, "reused", folder, turns),
         ]
         take_turns(folder, programs, turns)
     for program in programs:
         if min(values(program, "bytes")) < BYTES:
-            raise FailedError(f"{program.name}: a checkpoint has less than {BYTES / 1e6:.0f} MB")
+            raise FailedError(f"{program.name}: a checkpoint is smaller than {BYTES / 1e6:.0f} MB")
     return programs
 
 

@@ -1,9 +1,9 @@
-"""One process that trains a large model in Keras on JAX and keeps a checkpoint in each turn.
+"""One process that trains a large model in Keras on JAX and writes a checkpoint in each turn.
 
     checkpoints_keras.py PROGRAM KIND PROCESS TURNS FOLDER
 
-KIND is `lockstep`, which keeps its own (PROCESS -1 takes the worker's number from its job), or `plain`: Keras
-in one process, whose callback calls `model.save`.
+KIND is `lockstep`, with Lockstep's own checkpoints (PROCESS -1 takes the worker's number from its job), or
+`plain`: Keras in one process, with a callback that calls `model.save`.
 """
 
 import contextlib
@@ -29,26 +29,26 @@ import jax  # noqa: E402
 import keras  # noqa: E402
 
 import lockstep  # noqa: E402
-from blocked import AT, PATIENCE_SECONDS, STEPS, figures  # noqa: E402
+from checkpoint_cost import AT, PATIENCE_SECONDS, STEPS, figures  # noqa: E402
 from large_model import BATCH, examples, keras_model  # noqa: E402
 from lockstep.checkpoint.scheduler import CheckpointScheduler  # noqa: E402
 from lockstep.worker import job  # noqa: E402
 
 
-def timed(keep: Callable[..., None]) -> Callable[..., None]:
-    """Return a `CheckpointScheduler.after_step` that notes how long it takes where a checkpoint is due."""
+def timed(write: Callable[..., None]) -> Callable[..., None]:
+    """Return a `CheckpointScheduler.after_step` that measures its time if a checkpoint is due."""
 
     def after_step(scheduler: CheckpointScheduler, taken: int, *rest: Any) -> None:
         if taken % STEPS == 0:
-            turn.call = seconds(lambda: keep(scheduler, taken, *rest))
+            turn.call = seconds(lambda: write(scheduler, taken, *rest))
         else:
-            keep(scheduler, taken, *rest)
+            write(scheduler, taken, *rest)
 
     return after_step
 
 
 def seconds(act: Callable[[], object]) -> float:
-    """Return how long `act` takes from when the step is computed; that happens in the background."""
+    """Return how long `act` takes, without the computation of the step in the background."""
     jax.block_until_ready(jax.live_arrays())
     begun = time.perf_counter()
     act()
@@ -56,7 +56,7 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 class Turn(keras.callbacks.Callback):
-    """Waits before each epoch but the first, and tells after it what its checkpoint has cost."""
+    """Waits before each epoch except the first, and reports the cost of its checkpoint after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class Turn(keras.callbacks.Callback):
         if job.is_chief() and LOCKSTEP:
             scheduler = job.current().checkpoints.scheduler
             if scheduler is None or not scheduler.close(PATIENCE_SECONDS):
-                sys.exit("the checkpoint is not on disk")
+                sys.exit("the checkpoint is not on the disk")
         if self._turns is not None:
             self._turns.send(figures(self._times, self.call, self._bytes()))
 
     def _bytes(self) -> int:
-        """Return the size of what was written in this epoch; 0 if somebody else writes."""
+        """Return the bytes that this process has written in this epoch."""
         if not LOCKSTEP:
             return (FOLDER / "model.keras").stat().st_size
         if not job.is_chief():
@@ -105,6 +105,6 @@ x, y = examples(STEPS * BATCH * replicas)
 turn = Turn()
 CheckpointScheduler.after_step = timed(CheckpointScheduler.after_step)  # type: ignore[method-assign]
 options = {"batch_size": BATCH * replicas, "shuffle": False, "verbose": 0}
-# Checkpoints are due every STEPS steps: this moves them into the middle of the epochs that follow.
+# Checkpoints are due every STEPS steps: this call moves them to the middle of the following epochs.
 model.fit(x, y, steps_per_epoch=STEPS - AT, **options)
 model.fit(x, y, epochs=TURNS + 1, callbacks=[turn], **options)

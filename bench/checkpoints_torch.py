@@ -1,9 +1,9 @@
-"""One of two processes of a large model in DistributedDataParallel that keep a checkpoint in each turn.
+"""One of two processes that train a large model in DistributedDataParallel and write a checkpoint per turn.
 
     checkpoints_torch.py PROGRAM STAGER PROCESS TURNS FOLDER
 
-The checkpoints are PyTorch's distributed asynchronous ones. STAGER is `default`, as they come, or `kept`: one
-that copies into the same memory each time.
+The checkpoints are PyTorch's distributed asynchronous ones. STAGER is `default`, or `reused`: a stager that
+copies to the same memory each time.
 """
 
 import os
@@ -24,13 +24,13 @@ from torch.distributed.checkpoint import async_save  # noqa: E402
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_state_dict  # noqa: E402
 
-from blocked import AT, STEPS, figures  # noqa: E402
+from checkpoint_cost import AT, STEPS, figures  # noqa: E402
 from large_model import BATCH, LEARNING_RATE, examples, torch_model  # noqa: E402
 
 torch.set_num_threads(1)
-meeting = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
-torch.distributed.init_process_group("gloo", init_method=meeting, rank=PROCESS, world_size=2)
-# While training goes on, whoever writes needs a group of its own.
+rendezvous = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
+torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=PROCESS, world_size=2)
+# The writers need a group of their own, since training uses the other group meanwhile.
 writers = torch.distributed.new_group(backend="gloo")
 model = torch_model()
 model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
@@ -38,11 +38,11 @@ optimizer = torch.optim.Adam(model.parameters(), LEARNING_RATE, fused=True)
 loss_of = torch.nn.CrossEntropyLoss()
 inputs, labels = examples(STEPS * BATCH * 2)
 x, y = torch.from_numpy(inputs), torch.from_numpy(labels)
-stager = DefaultStager(StagingOptions(False, False, False, False)) if STAGER == "kept" else None
+stager = DefaultStager(StagingOptions(False, False, False, False)) if STAGER == "reused" else None
 
 
 def epoch(number: int) -> dict[str, float]:
-    """Return what a checkpoint in the middle of an epoch has cost."""
+    """Train an epoch with a checkpoint in its middle; return the cost of the checkpoint."""
     folder = FOLDER / str(number)
     times = [time.perf_counter()]
     for step in range(STEPS):

@@ -2,8 +2,8 @@
 
     events.py [--turns N] [--steps N]
 
-One process, in turns of many steps. A step makes every call that a step of `fit` makes of its timer. Nothing
-in it waits, so the figures are CPU time of the thread, which other processes do not change.
+One process, with turns of many steps. Each step makes the calls of the timer that a step of `fit` makes. None
+of them waits, so the figures are CPU time of the thread, which other processes do not affect.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from lockstep.observability.event_log import EventLog
 from lockstep.observability.events import StepEnded
 from lockstep.observability.step_timer import StepTimer
 from lockstep.system.clock import SystemClock
-from rows import print_row
+from report import print_row
 
 TURNS = 20
 STEPS = 10_000
@@ -27,7 +27,7 @@ SHARE = int
 
 
 def steps(timer: StepTimer, count: int) -> float:
-    """Return the CPU seconds of a step that only measures and publishes itself."""
+    """Return the CPU seconds per step of steps that only measure and publish themselves."""
     begun = time.thread_time()
     for number in range(count):
         timer.begin("fit 1")
@@ -62,9 +62,9 @@ def to_a_file(timer: StepTimer, bus: Bus, log: EventLog, count: int) -> float:
         unsubscribe()
 
 
-WAYS: dict[str, Callable[[StepTimer, Bus, EventLog, int], float]] = {
+SUBSCRIBERS: dict[str, Callable[[StepTimer, Bus, EventLog, int], float]] = {
     "a step, without a subscriber": without_subscriber,
-    "a step, with a feed, which is full": to_a_feed,
+    "a step, with a full feed": to_a_feed,
     "a step, as a line of events.jsonl": to_a_file,
 }
 
@@ -72,14 +72,14 @@ WAYS: dict[str, Callable[[StepTimer, Bus, EventLog, int], float]] = {
 def main(turns: int = TURNS, count: int = STEPS) -> None:
     bus = Bus(SystemClock(), worker=0)
     timer = StepTimer(bus, lambda: 0.0)
-    seconds: dict[str, list[float]] = {name: [] for name in WAYS}
+    seconds: dict[str, list[float]] = {name: [] for name in SUBSCRIBERS}
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder,
         EventLog.open(Path(folder) / "events.jsonl", sys.exit) as log,
     ):
         for turn in range(turns):
-            for name in list(WAYS)[:: 1 if turn % 2 else -1]:
-                seconds[name].append(WAYS[name](timer, bus, log, count))
+            for name in list(SUBSCRIBERS)[:: 1 if turn % 2 else -1]:
+                seconds[name].append(SUBSCRIBERS[name](timer, bus, log, count))
     print(f"events: measuring and publishing a step, {turns} turns of {count:,} steps: median (p10-p90)")
     for name, each in seconds.items():
         print_row(name, each, "us", "20")
@@ -90,6 +90,6 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--turns", type=int, default=TURNS, help="at least 2")
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each turn")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per turn")
     options = parser.parse_args()
     main(options.turns, options.steps)

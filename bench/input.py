@@ -1,10 +1,10 @@
-"""What Lockstep's input costs beyond its source: arrays and all kinds of datasets.
+"""The cost of Lockstep's input beyond that of its source: arrays and all kinds of datasets.
 
     input.py [--turns N] [--only WORD]
 
-One worker's view of two replicas, on one core, without training: what a step reads of each global batch, and
-what it checks. Beside it the same source by hand: of arrays the rows of the worker's replica, of datasets
-whole batches, since each worker reads them whole. Both take turns, a pass each, and must give the same.
+One of two workers, on one core, without training: a step reads and checks its part of each global batch.
+Another row shows the same source read directly: of arrays the rows of the worker's replica, of datasets whole
+batches, since each worker reads them entirely. Both take turns of one pass, and must give equal data.
 """
 
 import argparse
@@ -16,20 +16,20 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from rows import print_row
+from report import print_row
 from turns import FailedError, pin
 
 TURNS = 15
 BATCH = 64
-"""Images a replica."""
+"""Images per replica."""
 SEED = (0, 0, 1)
 REPLICAS = 2
-MINE = 1
+OWN_REPLICA = 1
 """The replica of this worker."""
 GLOBAL_BATCH = BATCH * REPLICAS
-ROWS = slice(MINE * BATCH, (MINE + 1) * BATCH)
+ROWS = slice(OWN_REPLICA * BATCH, (OWN_REPLICA + 1) * BATCH)
 SHAPES = {"28x28": ((28, 28), 468), "96x96x3": ((96, 96, 3), 16)}
-"""Of images, and the steps of a pass over them."""
+"""Shapes of images, and the number of steps per pass."""
 DTYPES = ("uint8", "float32")
 AIM = "0.90"
 
@@ -38,22 +38,22 @@ Pass = Callable[[int], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """A source, read by hand and through Lockstep.
+    """A source, read directly and through Lockstep.
 
     Attributes:
         name: of the source.
-        steps: of a pass.
-        images: that are read in a step.
-        by_hand: gives, for the number of a pass, (x, y) of each step, of which Lockstep gives `rows`.
-        through: gives the global batches of the same pass.
-        rows: of what is read by hand, those of the worker's replica.
+        steps: the number of steps of a pass.
+        images: the number of images that a step reads.
+        directly: yields (x, y) of each step of a pass with a number; Lockstep yields `rows` of it.
+        through: yields the global batches of the same pass.
+        rows: the rows of the worker's replica in the data that is read directly.
         aim: the ratio to reach, if any.
     """
 
     name: str
     steps: int
     images: int
-    by_hand: Pass
+    directly: Pass
     through: Pass
     rows: slice
     aim: str = ""
@@ -62,7 +62,7 @@ class Case:
 def main(turns: int = TURNS, only: str = "") -> None:
     pin(0)
     os.environ |= {"KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "3", "NPROC": "1", "OMP_NUM_THREADS": "1"}
-    print(f"input, {BATCH} images a replica, {turns} turns of a pass: median (p10-p90)")
+    print(f"input, {BATCH} images per replica, {turns} turns of one pass: median (p10-p90)")
     try:
         for case in cases():
             if only in case.name:
@@ -72,32 +72,32 @@ def main(turns: int = TURNS, only: str = "") -> None:
 
 
 def measure(case: Case, turns: int) -> None:
-    compare(case, list(case.by_hand(0)), list(taken(case.through(0))))
-    sides: list[Pass] = [case.by_hand, lambda number: taken(case.through(number))]
+    compare(case, list(case.directly(0)), list(taken(case.through(0))))
+    sides: list[Pass] = [case.directly, lambda number: taken(case.through(number))]
     seconds = []
     for turn in range(1, turns + 1):
         measured = {side: timed(sides[side], turn) for side in ((0, 1) if turn % 2 else (1, 0))}
         compare(case, [measured[0][1]], [measured[1][1]])
         seconds.append([measured[side][0] for side in (0, 1)])
     images = case.steps * case.images
-    print_row(f"{case.name}, by hand", [images / hand for hand, _ in seconds], "images/s")
+    print_row(f"{case.name}, directly", [images / hand for hand, _ in seconds], "images/s")
     print_row(f"{case.name}, Lockstep", [images / ours for _, ours in seconds], "images/s")
-    print_row("  Lockstep / by hand", [hand / ours for hand, ours in seconds], "times", case.aim)
+    print_row("  Lockstep / directly", [hand / ours for hand, ours in seconds], "times", case.aim)
     added = [(ours - hand) / case.steps for hand, ours in seconds]
     print_row("  added to a step", added, "us")
 
 
 def taken(batches: Iterable[Any]) -> Iterator[Any]:
-    """Do with each global batch what a step of two workers does with it."""
+    """Use each global batch as a step of two workers does."""
     for batch in batches:
-        share = batch.share(MINE, REPLICAS, 1)
+        share = batch.share(OWN_REPLICA, REPLICAS, 1)
         data = share.data()
         batch.check()
         yield data
 
 
 def timed(begin_pass: Pass, number: int) -> tuple[float, Any]:
-    """Return how long a pass takes, with its beginning and its end, and what its last step has given."""
+    """Return the seconds of a pass, including its begin and end, and the data of its last step."""
     last = None
     begin = time.perf_counter()
     for data in begin_pass(number):
@@ -113,7 +113,7 @@ def compare(case: Case, hand: list[Any], ours: list[Any]) -> None:
         for (mine, given) in zip(leaves(hand), leaves(ours), strict=True)
     )
     if not same:
-        raise FailedError(f"{case.name}: by hand and through Lockstep the examples differ")
+        raise FailedError(f"{case.name}: the examples read directly and through Lockstep differ")
 
 
 def leaves(steps: list[Any]) -> list[Any]:
@@ -147,12 +147,12 @@ def given(x: Any, y: Any = None, *, shuffle: bool = False, batch_size: int | Non
 
 
 def arrays(x: Any, y: Any, steps: int, what: str) -> Case:
-    """Arrays, shuffled, as by `fit`."""
+    """Shuffled arrays, as in `fit`."""
     import numpy as np
 
     source = given(x, y, shuffle=True, batch_size=GLOBAL_BATCH)
 
-    def by_hand(number: int) -> Iterator[Any]:
+    def directly(number: int) -> Iterator[Any]:
         generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([*SEED, number])))
         order = generator.permutation(len(x))
         for start in range(ROWS.start, len(x), GLOBAL_BATCH):
@@ -160,25 +160,25 @@ def arrays(x: Any, y: Any, steps: int, what: str) -> Case:
             yield x[rows], y[rows]
 
     return Case(
-        f"arrays {what}", steps, BATCH, by_hand, lambda _: source.get_jax_iterator(), slice(None), AIM
+        f"arrays {what}", steps, BATCH, directly, lambda _: source.get_jax_iterator(), slice(None), AIM
     )
 
 
 def in_order(x: Any, y: Any, steps: int, what: str) -> Case:
-    """Arrays in their order, as by `evaluate` and `predict`: by hand nothing is copied."""
+    """Arrays in order, as in `evaluate` and `predict`; read directly, they are not copied."""
     source = given(x, y, batch_size=GLOBAL_BATCH)
 
-    def by_hand(number: int) -> Iterator[Any]:
+    def directly(number: int) -> Iterator[Any]:
         for start in range(ROWS.start, len(x), GLOBAL_BATCH):
             yield x[start : start + BATCH], y[start : start + BATCH]
 
     return Case(
-        f"arrays {what} in order", steps, BATCH, by_hand, lambda _: source.get_jax_iterator(), slice(None)
+        f"arrays {what} in order", steps, BATCH, directly, lambda _: source.get_jax_iterator(), slice(None)
     )
 
 
 def py_dataset(x: Any, y: Any, steps: int, what: str, *, scaled: bool) -> Case:
-    """Batches that are gathered, and perhaps mirrored and scaled."""
+    """Batches of gathered rows, mirrored and scaled if `scaled`."""
     import keras
     import numpy as np
 
@@ -207,7 +207,7 @@ def py_dataset(x: Any, y: Any, steps: int, what: str, *, scaled: bool) -> Case:
 
 
 def tf_data(x: Any, y: Any, steps: int, what: str, *, tuned: bool) -> Case:
-    """As it is, which TensorFlow tunes while it runs; or so that it need not, which is faster on one core."""
+    """A pipeline that TensorFlow tunes while it runs, or without tuning, which is faster on one core."""
     import tensorflow as tf
 
     def dataset() -> Any:
@@ -231,7 +231,7 @@ def tf_data(x: Any, y: Any, steps: int, what: str, *, tuned: bool) -> Case:
 
 
 def stream(x: Any, y: Any, steps: int, what: str) -> Case:
-    """A generator that has no end."""
+    """An endless generator."""
     import numpy as np
 
     def examples() -> Iterator[Any]:

@@ -1,11 +1,11 @@
-"""How long a worker that joins holds the others up, and how soon one that was killed is replaced.
+"""How long a joining worker delays the others, and how soon a killed worker is replaced.
 
     joining.py [BACKEND] [--joins N] [--model MODEL]
 
-The tutorial's CNN, whose state is 33 MB, and a model whose state is 203 MB. In turn, `lockstep scale` makes
-three workers of two, and one of two is killed, the chief or the other, and replaced. The newcomer starts
-while the others train: without a core of its own, as a third one on two cores, it slows them down before it
-joins, so their steps of that time are shown as well. Nobody is pinned; one thread a process.
+The tutorial's CNN, whose state is 33 MB, and a model whose state is 203 MB. In turn, `lockstep scale` adds a
+third worker to two, and one of two workers, the chief or the other, is killed and replaced. The joiner starts
+while the others train. Without a core of its own, as a third worker on two cores, it slows them down before
+it joins, so the steps of that time are shown as well. Processes are not pinned and have one thread each.
 """
 
 import argparse
@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from programs import environment
 from recovery import kill
-from rows import print_row
+from report import print_row
 from steps import Step, Watch, gaps, of, usual, watching
 from turns import FailedError
-from ways import environment
 
 HERE = Path(__file__).parent
 JOINS = 5
 MODELS = {"cnn": "33 MB", "large": "203 MB"}
-"""Their states."""
+"""The sizes of their states."""
 WORKERS = 2
 STEPS = 200
-"""Of an epoch: more than are taken, so that no epoch ends."""
+"""The steps of an epoch: more than are measured, so that no epoch ends."""
 BEFORE = 30
 AFTER = 30
 CHANCE_SECONDS = 0.3
@@ -41,15 +41,15 @@ LOCKSTEP = [sys.executable, "-m", "lockstep"]
 
 @dataclass(frozen=True)
 class Join:
-    """What one join has cost, in seconds.
+    """The measurements of one join, in seconds.
 
     Attributes:
-        before: a step before anything happened.
-        starting: a step while the newcomer starts.
-        after: a step with the newcomer.
-        change: from the end of the last step without it to the end of the first step with it.
-        longest: the longest step from when it was asked for to the first step with it.
-        wait: from the order, or from the kill, to the end of the newcomer's first step.
+        before: a step before the request or the kill.
+        starting: a step while the joiner starts.
+        after: a step with the joiner.
+        change: from the end of the last step without the joiner to the end of the first step with it.
+        longest: the longest step from the request or the kill to the first step with the joiner.
+        wait: from the request or the kill to the end of the joiner's first step.
     """
 
     before: float
@@ -63,13 +63,13 @@ class Join:
 def join(
     backend: str, model: str, replicas: int, cause: Callable[[Watch, str], float], chance: random.Random
 ) -> Join:
-    """Start a job of two workers, do at a random instant what makes another join, and wait until it has.
+    """Start a job of two workers, let another worker join at a random instant, and wait for its steps.
 
     Args:
         backend: of Keras.
-        model: what is trained.
+        model: the name of the model.
         replicas: of the job.
-        cause: makes a worker join the job of this name; returns when that was.
+        cause: makes a worker join the job of this name; returns the time of that.
         chance: chooses the instant.
     """
     with (
@@ -81,28 +81,28 @@ def join(
         script = [str(HERE / "recovery_lockstep.py"), model, str(STEPS)]
         watch.start([*LOCKSTEP, "run", *options, "--run-dir", str(Path(name) / job), *script])
         watch.until(lambda: watch.have_taken(WORKERS, BEFORE), "starting")
-        watch.hear_for(chance.uniform(0, CHANCE_SECONDS))
+        watch.receive_for(chance.uniform(0, CHANCE_SECONDS))
         pids = {step.pid for step in watch.steps}
         caused = cause(watch, job)
 
-        def of_newcomer(step: Step) -> bool:
+        def of_joiner(step: Step) -> bool:
             return step.pid not in pids and step.view > 1
 
-        watch.until(lambda: watch.have_taken(1, AFTER, of_newcomer), "joining")
-    return analysed(watch.steps, list(filter(of_newcomer, watch.steps)), caused)
+        watch.until(lambda: watch.have_taken(1, AFTER, of_joiner), "joining")
+    return analyze(watch.steps, list(filter(of_joiner, watch.steps)), caused)
 
 
 def scale(watch: Watch, job: str) -> float:
-    asked = time.monotonic()
+    requested = time.monotonic()
     command = [*LOCKSTEP, "scale", job, "3"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
     if result.returncode:
         raise FailedError(f"lockstep scale: {result.stderr}")
-    return asked
+    return requested
 
 
 def lose(place: int) -> Callable[[Watch, str], float]:
-    """Kill the worker at this place of the view."""
+    """Kill the worker at this position of the view."""
 
     def cause(watch: Watch, job: str) -> float:
         pids = {step.worker: step.pid for step in watch.steps}
@@ -112,33 +112,33 @@ def lose(place: int) -> Callable[[Watch, str], float]:
     return cause
 
 
-def analysed(steps: list[Step], newcomers: list[Step], caused: float) -> Join:
-    view = newcomers[0].view
+def analyze(steps: list[Step], joiner_steps: list[Step], caused: float) -> Join:
+    view = joiner_steps[0].view
     chief = min((step for step in steps if step.view == view), key=lambda step: step.worker).pid
     ours = of(chief, steps)
-    with_it = [step for step in ours if step.view == view]
+    with_joiner = [step for step in ours if step.view == view]
     without = [step for step in ours if step.view == view - 1 and step.time > caused]
     last = without[-1]
-    change = with_it[0].time - last.time
+    change = with_joiner[0].time - last.time
     return Join(
         before=usual([step for step in ours if step.time < caused][SETTLED:]),
         starting=usual(without),
-        after=usual(with_it[SETTLED:]),
+        after=usual(with_joiner[SETTLED:]),
         change=change,
         longest=max([*gaps(without), change]),
-        wait=next(step.time for step in newcomers if step.number > last.number) - caused,
+        wait=next(step.time for step in joiner_steps if step.number > last.number) - caused,
     )
 
 
 def report(kind: str, joins: list[Join], wait: str, to_reach: str) -> None:
-    print_row(f"{kind}: a step before", [one.before for one in joins], "ms")
-    print_row(f"{kind}: a step while the newcomer starts", [one.starting for one in joins], "ms")
-    print_row(f"{kind}: a step after", [one.after for one in joins], "ms")
-    beyond = [one.change - one.before for one in joins]
-    print_row(f"{kind}: the step at which it joins, beyond one before", beyond, "ms", "100")
-    longest = [one.longest - one.before for one in joins]
-    print_row(f"{kind}: the longest until then, beyond one before", longest, "ms")
-    print_row(f"{kind}: {wait}", [one.wait for one in joins], "s", to_reach)
+    print_row(f"{kind}: a step before", [join.before for join in joins], "ms")
+    print_row(f"{kind}: a step while the joiner starts", [join.starting for join in joins], "ms")
+    print_row(f"{kind}: a step after", [join.after for join in joins], "ms")
+    added = [join.change - join.before for join in joins]
+    print_row(f"{kind}: the step at which it joins, minus one before", added, "ms", "100")
+    longest = [join.longest - join.before for join in joins]
+    print_row(f"{kind}: the longest step until then, minus one before", longest, "ms")
+    print_row(f"{kind}: {wait}", [join.wait for join in joins], "s", to_reach)
 
 
 def measure(backend: str, model: str, count: int) -> None:
@@ -149,8 +149,8 @@ def measure(backend: str, model: str, count: int) -> None:
         scaled.append(join(backend, model, 3, scale, chance))
         replaced.append(join(backend, model, WORKERS, lose(number % 2), chance))
     print(f"a worker joins on {backend}, state of {MODELS[model]}, {count} times each: median (p10-p90)")
-    report("2 workers to 3", scaled, "order to the newcomer's first step", "")
-    report("1 of 2 killed", replaced, "kill to full strength", "1.00")
+    report("2 workers to 3", scaled, "request to the joiner's first step", "")
+    report("1 of 2 killed", replaced, "kill to the joiner's first step", "1.00")
 
 
 def main(backend: str = "jax", models: Iterable[str] = MODELS, count: int = JOINS) -> None:
@@ -167,6 +167,6 @@ if __name__ == "__main__":
     )
     parser.add_argument("backend", nargs="?", default="jax", help="jax, tensorflow or torch")
     parser.add_argument("--model", choices=MODELS, help="both by default")
-    parser.add_argument("--joins", type=int, default=JOINS, help="of each kind; at least 2")
+    parser.add_argument("--joins", type=int, default=JOINS, help="joins of each kind; at least 2")
     given = parser.parse_args()
     main(given.backend, [given.model] if given.model else MODELS, given.joins)

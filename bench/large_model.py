@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 BATCH = 8
-"""Examples a replica: few, so that steps are short."""
+"""Examples per replica: few, so that steps are short."""
 BYTES = 200e6
-"""Less than the state has."""
+"""A lower bound of the size of the state."""
 FEATURES = 64
 WIDTH = 2048
 HIDDEN = 5

@@ -1,12 +1,12 @@
-"""How long it takes from the command to the end of the first step: Lockstep, cold and warm, and torchrun.
+"""The time from the command to the end of the first step: Lockstep, cold and warm, and torchrun.
 
     launching.py [BACKEND ...] [--launches N]
 
-The tutorial's CNN with two processes, one thread each, nobody is pinned. Cold is with an empty folder for
-what is compiled, warm the same command once more; only JAX compiles. Beside them the same script by itself,
-in one process of plain Keras. The files of all libraries have been read before. Each job takes a few steps
-and ends; the jobs take turns, in alternating order. A row counts only if both workers, cold and warm, end
-with the same weights, bit for bit.
+The tutorial's CNN with two processes of one thread each, not pinned. "Cold" is with an empty cache of
+compiled code, "warm" is the same command again; only JAX compiles. Other rows show the same script in one
+process of plain Keras. The files of all libraries have been read before. Each job takes a few steps and ends;
+the jobs take turns, in alternating order. The weights of both workers, cold and warm, must be equal, bit for
+bit.
 """
 
 import argparse
@@ -16,28 +16,28 @@ import tempfile
 import time
 from pathlib import Path
 
-from rows import print_row
+from programs import environment
+from report import print_row
 from steps import watching
 from turns import FailedError, ended
-from ways import environment
 
 HERE = Path(__file__).parent
 LAUNCHES = 4
 END_SECONDS = 60.0
 TORCHRUN = "torchrun, ddp"
-ALONE = "keras by itself, {}"
+ALONE = "plain keras, {}"
 ROWS = {
     "jax": ("jax, cold", "jax, warm"),
     "tensorflow": ("tensorflow",),
     "torch": ("torch",),
 }
-"""The jobs of each backend, one after the other."""
+"""The jobs of each backend, in order."""
 
 
 def launch(
     command: list[str], variables: dict[str, str], folder: Path, processes: int = 2
 ) -> tuple[float, str]:
-    """Start a job; return seconds until all its processes have taken a step, and what they came to."""
+    """Start a job; return the seconds until all processes have taken a step, and their common result."""
     with watching(folder, variables) as watch:
         begun = time.monotonic()
         process = watch.start(command)
@@ -48,7 +48,7 @@ def launch(
             raise FailedError(f"{command}: ended with {process.returncode}")
     results = {file.read_text() for file in folder.glob("result-*")}
     if len(results) != 1:
-        raise FailedError(f"{command}: the processes have come to {len(results)} results")
+        raise FailedError(f"{command}: the processes have {len(results)} different results")
     return seconds, results.pop()
 
 
@@ -92,7 +92,7 @@ def round_of(backend: str, seconds: dict[str, list[float]]) -> None:
             results.append(result)
     seconds[ALONE.format(backend)].append(alone(backend))
     if len(set(results)) > 1:
-        raise FailedError(f"{backend}: what was compiled before gives other results")
+        raise FailedError(f"{backend}: the results with cached code differ")
 
 
 def measure(backends: list[str], count: int) -> None:
@@ -100,7 +100,7 @@ def measure(backends: list[str], count: int) -> None:
     others = [TORCHRUN, *map(ALONE.format, backends)]
     seconds: dict[str, list[float]] = {name: [] for name in (*names, *others)}
     for backend in backends:
-        # Everything is read from the disk once.
+        # This reads all files from the disk.
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
             lockstep(backend, Path(name))
     torchrun()
@@ -110,15 +110,17 @@ def measure(backends: list[str], count: int) -> None:
                 seconds[TORCHRUN].append(torchrun())
             else:
                 round_of(backend, seconds)
-    print(f"the command to the end of the first step, two processes, {count} times each: median (p10-p90)")
+    print(
+        f"from the command to the end of the first step, two processes, {count} times each: median (p10-p90)"
+    )
     for name, values in seconds.items():
         print_row(name, values, "s")
     for name in names:
         pairs = zip(seconds[TORCHRUN], seconds[name], strict=True)
-        print_row(f"torchrun / Lockstep on {name}", [their / our for their, our in pairs], "times", "1.5")
+        print_row(f"torchrun / Lockstep on {name}", [other / own for other, own in pairs], "times", "1.5")
     for backend in backends:
         pairs = zip(seconds[ALONE.format(backend)], seconds[ROWS[backend][0]], strict=True)
-        print_row(f"keras by itself / Lockstep on {ROWS[backend][0]}", [a / b for a, b in pairs], "times")
+        print_row(f"plain keras / Lockstep on {ROWS[backend][0]}", [a / b for a, b in pairs], "times")
 
 
 def main(backends: list[str] | None = None, count: int = LAUNCHES) -> None:
@@ -135,6 +137,6 @@ if __name__ == "__main__":
     parser.add_argument(
         "backends", nargs="*", metavar="BACKEND", help="jax, tensorflow, torch; all by default"
     )
-    parser.add_argument("--launches", type=int, default=LAUNCHES, help="of each; at least 2")
+    parser.add_argument("--launches", type=int, default=LAUNCHES, help="launches of each job; at least 2")
     given = parser.parse_args()
     main(given.backends, given.launches)

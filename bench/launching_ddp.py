@@ -1,8 +1,8 @@
-"""One process of a short training in DistributedDataParallel that tells of each step.
+"""One process of a short training in DistributedDataParallel that reports each step.
 
     torchrun ... launching_ddp.py FOLDER
 
-What it has come to it leaves in the folder.
+It writes a digest of the weights to a file in FOLDER.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from models import LEARNING_RATE, MODELS
-from steps import tell
+from steps import report_step
 
 STEPS = 3
 RANK = int(os.environ["RANK"])
@@ -32,7 +32,7 @@ for step in range(STEPS):
     optimizer.zero_grad(set_to_none=False)
     loss_of(model(x[start : start + cnn.batch]), y[start : start + cnn.batch]).backward()
     optimizer.step()
-    tell(RANK, step)
+    report_step(RANK, step)
 digest = hashlib.sha256()
 for parameter in model.parameters():
     digest.update(parameter.detach().numpy().tobytes())

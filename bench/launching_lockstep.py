@@ -1,6 +1,8 @@
-"""One worker that tells of each step of a short training, and leaves in a folder what it has come to.
+"""One worker of a short training that reports each step.
 
-lockstep run ... launching_lockstep.py FOLDER
+    lockstep run ... launching_lockstep.py FOLDER
+
+It writes a digest of the model to a file in FOLDER.
 """
 
 import sys
@@ -11,12 +13,12 @@ import keras
 import lockstep
 from lockstep.worker import job
 from models import MODELS
-from steps import Steps
+from steps import StepReports
 
 STEPS = 3
 
 
-class Tell(Steps, keras.callbacks.Callback):
+class StepReporter(StepReports, keras.callbacks.Callback):
     pass
 
 
@@ -27,5 +29,5 @@ with strategy.scope():
 batch = cnn.batch * strategy.num_replicas_in_sync
 x, y = cnn.examples(STEPS * batch)
 worker = job.current().worker
-model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[Tell(worker, STEPS)])
+model.fit(x, y, batch_size=batch, shuffle=False, verbose=0, callbacks=[StepReporter(worker, STEPS)])
 Path(sys.argv[1], f"result-{worker}").write_text(lockstep.digest(model))

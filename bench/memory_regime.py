@@ -1,4 +1,4 @@
-"""How fast the memory is at this moment: on a virtual machine that changes within seconds."""
+"""The current speed of the memory, which changes within seconds on a virtual machine."""
 
 import os
 import threading
@@ -10,8 +10,8 @@ BYTES = 64 << 20
 COPIES = 3
 
 
-class Probe:
-    """Copies on every core at once, from memory to memory, as workers do."""
+class MemoryProbe:
+    """Copies from memory to memory on every core at once, as workers do."""
 
     def __init__(self) -> None:
         shape = (2, BYTES)

@@ -1,13 +1,13 @@
-"""Pipelines of TensorFlow that do not idle.
+"""Pipelines of TensorFlow without tuning.
 
-The thread that tunes a pipeline is awaited where the pipeline ends, which takes seconds on a pinned core.
+When a pipeline ends, it waits for the thread that tunes it, which takes seconds on a pinned core.
 """
 
 from typing import Any
 
 
 def without_tuning(dataset: Any) -> Any:
-    """Return the dataset, which is left as it is while it is read."""
+    """Return the dataset without automatic tuning."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -17,7 +17,7 @@ def without_tuning(dataset: Any) -> Any:
 
 
 def of_arrays(x: Any, y: Any, batch: int) -> Any:
-    """Return what Keras makes of arrays for `fit`, without tuning."""
+    """Return the dataset that Keras makes of arrays for `fit`, without automatic tuning."""
     import tensorflow as tf
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 

@@ -1,9 +1,9 @@
-"""What it costs that replicas are computed elsewhere, or by a loop of the program's own: the tutorial's CNN.
+"""The cost of several replicas per worker, workers that share cores, and custom loops: the tutorial's CNN.
 
     placement.py [--turns N]
 
-On JAX, with two cores: four replicas on two workers against two with the same global batch; eight workers
-that share the cores against two, with eight replicas both. On TensorFlow: a loop of the program's own, with
+On JAX, with two cores: four replicas on two workers against two replicas with the same global batch; eight
+workers that share the cores against two workers, both with eight replicas. On TensorFlow: a custom loop, with
 `strategy.run` in a `tf.function`, against `fit`.
 """
 
@@ -13,32 +13,32 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from measured import Measured, losses, require, states
 from models import MODELS
-from rows import print_row
-from turns import FailedError, Program, print_regime, take_turns
-from ways import HERE, Work, run_lockstep, through_lockstep
+from programs import HERE, Work, run_lockstep, train_lockstep
+from report import print_regime, print_row
+from results import Results, losses, require, states
+from turns import FailedError, Program, take_turns
 
 TURNS = 10
 NEAR = 1e-3
-"""By which part the losses of programs may differ that add up the same sum in another order."""
+"""The relative difference of losses that another order of additions may cause."""
 WORK = Work.of("cnn", TURNS)
 
 
 def pair(
     programs: list[Program], folder: Path, label: str, works: tuple[Work, Work], to_reach: str, *, equal: bool
 ) -> None:
-    """Print how fast the first of two programs is against the second; with `equal`, their bits are."""
+    """Print the speed of the first program relative to the second; if `equal`, their bits must be equal."""
     ours, other = programs
     regime = take_turns(folder, programs, works[0].turns)
     for turn, (our, their) in enumerate(zip(losses(ours), losses(other), strict=True)):
         same = {state for program in programs for state in states(program.answers[turn])}
         require(len(same) == 1 or not equal, f"{ours.name} and {other.name} differ in turn {turn}")
-        require(abs(our - their) <= NEAR * their or turn > 0, f"{ours.name} trains something else")
+        require(abs(our - their) <= NEAR * their or turn > 0, f"{ours.name} computes something else")
     print(label)
     print_regime(regime)
     rates = [
-        Measured("", programs, work).rates(program) for program, work in zip(programs, works, strict=True)
+        Results("", programs, work).rates(program) for program, work in zip(programs, works, strict=True)
     ]
     for program, each in zip(programs, rates, strict=True):
         print_row(program.name, each, "examples/s")
@@ -49,8 +49,8 @@ def more_replicas(folder: Path, turns: int) -> None:
     whole = replace(WORK, turns=turns)
     half = replace(whole, batch=whole.batch // 2)
     programs = [
-        through_lockstep("four replicas", 2, 4, "jax", half, folder / "four"),
-        through_lockstep("two replicas", 2, 2, "jax", whole, folder / "two"),
+        train_lockstep("four replicas", 2, 4, "jax", half, folder / "four"),
+        train_lockstep("two replicas", 2, 2, "jax", whole, folder / "two"),
     ]
     title = f"{MODELS['cnn'].title} on jax, 2 workers, a global batch of {2 * whole.batch}"
     pair(programs, folder, title, (half, whole), "0.95", equal=False)
@@ -59,8 +59,8 @@ def more_replicas(folder: Path, turns: int) -> None:
 def more_workers(folder: Path, turns: int) -> None:
     work = replace(WORK, turns=turns, steps=WORK.steps // 2)
     programs = [
-        through_lockstep("eight workers", 8, 8, "jax", work, folder / "eight"),
-        through_lockstep("two workers", 2, 8, "jax", work, folder / "two"),
+        train_lockstep("eight workers", 8, 8, "jax", work, folder / "eight"),
+        train_lockstep("two workers", 2, 8, "jax", work, folder / "two"),
     ]
     title = f"{MODELS['cnn'].title} on jax, 2 cores, 8 replicas of {work.batch}"
     pair(programs, folder, title, (work, work), "0.85", equal=True)
@@ -68,11 +68,11 @@ def more_workers(folder: Path, turns: int) -> None:
 
 def own_loop(folder: Path, turns: int) -> None:
     work = replace(WORK, turns=turns)
-    name = "a loop of its own"
-    script = [str(HERE / "training_loop.py"), name, work.model, *work.words]
+    name = "a custom loop"
+    script = [str(HERE / "training_loop.py"), name, work.model, *work.arguments]
     programs = [
         run_lockstep(name, script, 2, 2, "tensorflow", folder / "loop"),
-        through_lockstep("fit", 2, 2, "tensorflow", work, folder / "fit"),
+        train_lockstep("fit", 2, 2, "tensorflow", work, folder / "fit"),
     ]
     title = f"{MODELS['cnn'].title} on tensorflow, 2 workers, 2 replicas of {work.batch}"
     pair(programs, folder, title, (work, work), "", equal=False)
@@ -91,5 +91,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=TURNS, help="of each pair; at least 2")
+    parser.add_argument("--turns", type=int, default=TURNS, help="turns per pair; at least 2")
     main(parser.parse_args().turns)

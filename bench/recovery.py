@@ -1,15 +1,16 @@
-"""How long training pauses when one of its processes is killed: Lockstep, torchrun and TensorFlow's strategy.
+"""How long training pauses when a process is killed: Lockstep, torchrun and TensorFlow's strategy.
 
     recovery.py [--losses N]
 
-The tutorial's CNN on JAX with three workers, of which one is killed and not replaced, against programs of two
-processes that begin anew from a checkpoint of their own: DistributedDataParallel under torchrun, and tf_keras
-with MultiWorkerMirroredStrategy and BackupAndRestore, whose processes are all ended and started again here as
-soon as one is seen to be gone. (Else the one that is left fails after 4 to 16 seconds, even if the other one
-comes back, and has to be started again as well.)
+The tutorial's CNN on JAX with three workers, one of which is killed and not replaced, against programs of two
+processes that restart from their own checkpoints: DistributedDataParallel under torchrun, and tf_keras with
+MultiWorkerMirroredStrategy and BackupAndRestore. This program ends and restarts all processes of the latter
+as soon as one has ended. (Otherwise the remaining one fails after 4 to 16 seconds, even if the other one
+restarts, and must restart as well.)
 
-The programs take turns, a loss each, of the first worker and of another in turn, at a random instant. Nobody
-is pinned, for whoever is left has all cores; one thread a process, 64 images a replica.
+The programs take turns of one loss, alternately of the first and of another worker, at a random instant.
+Processes are not pinned, so that the remaining ones can use all cores; each has one thread and 64 images per
+replica.
 """
 
 import argparse
@@ -25,35 +26,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from rows import print_row
+from programs import environment
+from report import print_row
 from steps import Step, of, usual, watching
 from turns import FailedError, free_ports
-from ways import environment
 
 HERE = Path(__file__).parent
 LOSSES = 10
 STEPS = 200
-"""Of an epoch: more than are taken, so that no epoch ends."""
+"""The steps of an epoch: more than are measured, so that no epoch ends."""
 EVERY = 25
 """Steps between two checkpoints of the peers."""
 BEFORE = 40
 AFTER = 40
 CHANCE_SECONDS = 0.3
 SETTLED = 3
-"""Steps after which a program is back at its usual pace."""
+"""Steps after which a program has its usual speed."""
 
 
 @dataclass(frozen=True)
-class Way:
-    """A program.
+class RecoveringProgram:
+    """A program that recovers from the loss of a process.
 
     Attributes:
         name: for the report.
-        processes: how many train.
-        left: how many train after one was lost.
-        commands: start it in a folder of its own.
-        variables: its own part of the environment.
-        again: whether it has to be started again when a process is gone.
+        processes: the number of processes that train.
+        left: the number of processes that train after a loss.
+        commands: returns the commands that start it, with its own folder.
+        variables: its environment variables.
+        must_restart: whether this program must restart it after a loss.
     """
 
     name: str
@@ -61,20 +62,20 @@ class Way:
     left: int
     commands: Callable[[Path], list[list[str]]]
     variables: dict[str, str]
-    again: bool = False
+    must_restart: bool = False
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What one loss has cost.
+    """The measurements of one loss, in seconds.
 
     Attributes:
-        chief: whether it was the first worker's.
-        before: seconds of a step before it.
-        after: seconds of a step after it.
-        gone: seconds from the kill until the kernel shows that the process has ended.
-        pause: seconds from the kill to the end of the next step, taken without that process.
-        new: seconds from the kill to the end of the next step that had not been taken before.
+        chief: whether the first worker was killed.
+        before: a step before the loss.
+        after: a step after the loss.
+        gone: from the kill until the kernel reports the end of the process.
+        pause: from the kill to the end of the next step, without that process.
+        new: from the kill to the end of the next step that had not been taken before.
     """
 
     chief: bool
@@ -104,35 +105,37 @@ def mwms(folder: Path) -> list[list[str]]:
 
 
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Without it, processes that torchrun has started again sometimes never meet (pytorch/pytorch#135712)."""
+"""Without it, processes that torchrun restarts sometimes never connect (pytorch/pytorch#135712)."""
 
-LOCKSTEP = Way("lockstep", 3, 2, lockstep, environment("jax", 1))
-TORCHRUN = Way("torchrun, ddp", 2, 2, torchrun, environment("torch", 1) | OWN_STORE)
-MWMS = Way("tf_keras, MWMS", 2, 2, mwms, environment("tensorflow", 1), again=True)
+LOCKSTEP = RecoveringProgram("lockstep", 3, 2, lockstep, environment("jax", 1))
+TORCHRUN = RecoveringProgram("torchrun, ddp", 2, 2, torchrun, environment("torch", 1) | OWN_STORE)
+MWMS = RecoveringProgram("tf_keras, MWMS", 2, 2, mwms, environment("tensorflow", 1), must_restart=True)
 PEERS = (TORCHRUN, MWMS)
 
 
-def lose(way: Way, chief: bool, chance: random.Random) -> Loss:
-    """Start a program, kill one of its processes, and see how it goes on."""
+def lose(program: RecoveringProgram, chief: bool, chance: random.Random) -> Loss:
+    """Start a program, kill one of its processes, and measure the recovery."""
     with (
         tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name,
-        watching(Path(name), way.variables) as watch,
+        watching(Path(name), program.variables) as watch,
     ):
-        for command in way.commands(Path(name)):
+        for command in program.commands(Path(name)):
             watch.start(command)
-        watch.until(lambda: watch.have_taken(way.processes, BEFORE), f"{way.name}: starting")
-        watch.hear_for(chance.uniform(0, CHANCE_SECONDS))
+        watch.until(lambda: watch.have_taken(program.processes, BEFORE), f"{program.name}: starting")
+        watch.receive_for(chance.uniform(0, CHANCE_SECONDS))
         pids = {step.pid: step.worker for step in watch.steps}
         victim = sorted(pids, key=pids.__getitem__)[0 if chief else 1]
         killed, gone = kill(victim)
-        if way.again:
-            watch.start_again()
+        if program.must_restart:
+            watch.restart()
 
         def without_victim(step: Step) -> bool:
-            """Whether a step is of a new view, or of a new process."""
+            """Whether a step belongs to a new view or to a new process."""
             return step.view > 1 or step.pid not in pids
 
-        watch.until(lambda: watch.have_taken(way.left, AFTER, without_victim), f"{way.name}: going on")
+        watch.until(
+            lambda: watch.have_taken(program.left, AFTER, without_victim), f"{program.name}: recovery"
+        )
     later = list(filter(without_victim, watch.steps))
     earlier = list(itertools.filterfalse(without_victim, watch.steps))
     observed = of(min(later, key=lambda step: step.worker).pid, later)
@@ -148,7 +151,7 @@ def lose(way: Way, chief: bool, chance: random.Random) -> Loss:
 
 
 def kill(pid: int) -> tuple[float, float]:
-    """Kill a process; return when that was and when it had ended."""
+    """Kill a process; return the time of the kill and the time of its end."""
     descriptor = os.pidfd_open(pid)
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
@@ -161,32 +164,32 @@ def kill(pid: int) -> tuple[float, float]:
 def report(losses: dict[str, list[Loss]]) -> None:
     ours = losses[LOCKSTEP.name]
     print(f"one process of the tutorial's CNN killed, {len(ours)} times each: median (p10-p90)")
-    for way in (LOCKSTEP, *PEERS):
-        print_row(f"{way.name}: a step", [loss.before for loss in losses[way.name]], "ms")
-    print_row("lockstep: a step of those who are left", [loss.after for loss in ours], "ms")
+    for program in (LOCKSTEP, *PEERS):
+        print_row(f"{program.name}: a step", [loss.before for loss in losses[program.name]], "ms")
+    print_row("lockstep: a step of the remaining workers", [loss.after for loss in ours], "ms")
     print_row("lockstep: kill to next step", [loss.pause for loss in ours], "ms")
-    print_row("lockstep: of it, until the process has ended", [loss.gone for loss in ours], "ms")
-    beyond = [loss.pause - loss.after for loss in ours]
-    print_row("lockstep: the same, beyond a step of those who are left", beyond, "ms", "50")
-    for kind, chief in (("the chief", True), ("another", False)):
+    print_row("lockstep: part of it until the process has ended", [loss.gone for loss in ours], "ms")
+    added = [loss.pause - loss.after for loss in ours]
+    print_row("lockstep: kill to next step, minus a step of the remaining workers", added, "ms", "50")
+    for kind, chief in (("the chief", True), ("another worker", False)):
         some = [loss.pause - loss.after for loss in ours if loss.chief == chief]
-        print_row(f"lockstep: the same, where {kind} is lost", some, "ms")
-    for way in PEERS:
-        theirs = losses[way.name]
-        print_row(f"{way.name}: kill to next step", [loss.pause for loss in theirs], "s")
-        print_row(f"{way.name}: kill to next step not taken before", [loss.new for loss in theirs], "s")
-    for way in PEERS:
-        pairs = zip(losses[way.name], ours, strict=True)
-        print_row(f"{way.name} / lockstep", [their.pause / our.pause for their, our in pairs], "times")
+        print_row(f"lockstep: the same if {kind} is killed", some, "ms")
+    for program in PEERS:
+        peer = losses[program.name]
+        print_row(f"{program.name}: kill to next step", [loss.pause for loss in peer], "s")
+        print_row(f"{program.name}: kill to next step not taken before", [loss.new for loss in peer], "s")
+    for program in PEERS:
+        pairs = zip(losses[program.name], ours, strict=True)
+        print_row(f"{program.name} / lockstep", [other.pause / own.pause for other, own in pairs], "times")
 
 
 def measure(count: int) -> dict[str, list[Loss]]:
     chance = random.Random(0)
-    ways = (LOCKSTEP, *PEERS)
-    losses: dict[str, list[Loss]] = {way.name: [] for way in ways}
+    programs = (LOCKSTEP, *PEERS)
+    losses: dict[str, list[Loss]] = {program.name: [] for program in programs}
     for number in range(count):
-        for way in ways if number % 4 < 2 else reversed(ways):
-            losses[way.name].append(lose(way, number % 2 == 0, chance))
+        for program in programs if number % 4 < 2 else reversed(programs):
+            losses[program.name].append(lose(program, number % 2 == 0, chance))
     return losses
 
 
@@ -201,5 +204,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--losses", type=int, default=LOSSES, help="of each program; at least 4")
+    parser.add_argument("--losses", type=int, default=LOSSES, help="losses of each program; at least 4")
     main(parser.parse_args().losses)

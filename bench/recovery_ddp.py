@@ -1,8 +1,8 @@
-"""One process of the tutorial's CNN in DistributedDataParallel that tells of each step, until it is ended.
+"""One process that trains the tutorial's CNN in DistributedDataParallel and reports each step, until killed.
 
     torchrun ... recovery_ddp.py STEPS FOLDER EVERY
 
-It keeps a checkpoint in FOLDER every so many steps, and goes on from the one that is there.
+It writes a checkpoint to FOLDER every EVERY steps, and resumes from an existing one.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from models import LEARNING_RATE, MODELS
-from steps import tell
+from steps import report_step
 
 STEPS, EVERY = int(sys.argv[1]), int(sys.argv[3])
 CHECKPOINT = Path(sys.argv[2]) / "checkpoint"
@@ -40,7 +40,7 @@ for step in itertools.count(taken):
     optimizer.zero_grad(set_to_none=False)
     loss_of(model(x[rows]), y[rows]).backward()
     optimizer.step()
-    tell(RANK, step)
+    report_step(RANK, step)
     if RANK == 0 and (step + 1) % EVERY == 0:
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "taken": step + 1}
         torch.save(state, CHECKPOINT.with_suffix(".new"))

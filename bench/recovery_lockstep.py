@@ -1,4 +1,4 @@
-"""One worker that tells of each step, until it is ended.
+"""One worker that trains and reports each step, until killed.
 
     lockstep run ... recovery_lockstep.py MODEL STEPS
 
@@ -14,7 +14,7 @@ import large_model
 import lockstep
 from lockstep.worker import job
 from models import MODELS
-from steps import Steps
+from steps import StepReports
 
 MODEL, STEPS = sys.argv[1], int(sys.argv[2])
 REPEATED = 10
@@ -25,7 +25,7 @@ size, examples, make = {
 }[MODEL]
 
 
-class Tell(Steps, keras.callbacks.Callback):
+class StepReporter(StepReports, keras.callbacks.Callback):
     pass
 
 
@@ -33,7 +33,7 @@ strategy = lockstep.MultiWorkerMirroredStrategy()
 with strategy.scope():
     model = make(keras)
 batch = size * strategy.num_replicas_in_sync
-# A few batches again and again: to make up more would be a large part of a worker's start.
+# A few batches, repeated: more random numbers would take much of a worker's start.
 x, y = (np.concatenate([part] * (STEPS // REPEATED)) for part in examples(REPEATED * batch))
-tell = Tell(job.current().worker, STEPS, lambda: job.current().view.number)
-model.fit(x, y, batch_size=batch, epochs=1000, shuffle=False, verbose=0, callbacks=[tell])
+reporter = StepReporter(job.current().worker, STEPS, lambda: job.current().view.number)
+model.fit(x, y, batch_size=batch, epochs=1000, shuffle=False, verbose=0, callbacks=[reporter])

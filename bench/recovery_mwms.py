@@ -1,8 +1,8 @@
-"""One of two processes of the tutorial's CNN in Keras 2 that tells of each step, until it is ended.
+"""One of two processes that train the tutorial's CNN in Keras 2 and report each step, until killed.
 
     recovery_mwms.py STEPS FOLDER EVERY PROCESS PORT PORT
 
-`tf.distribute.MultiWorkerMirroredStrategy`, with Keras's BackupAndRestore every so many steps.
+The strategy is `tf.distribute.MultiWorkerMirroredStrategy`, with Keras's BackupAndRestore every EVERY steps.
 """
 
 import json
@@ -18,10 +18,10 @@ import tensorflow as tf  # noqa: E402
 import tf_keras  # noqa: E402
 
 from models import MODELS  # noqa: E402
-from steps import Steps  # noqa: E402
+from steps import StepReports  # noqa: E402
 
 
-class Tell(Steps, tf_keras.callbacks.Callback):
+class StepReporter(StepReports, tf_keras.callbacks.Callback):
     pass
 
 
@@ -35,5 +35,5 @@ with strategy.scope():
 batch = cnn.batch * 2
 x, y = cnn.examples(STEPS * batch)
 backup = tf_keras.callbacks.BackupAndRestore(f"{sys.argv[2]}/backup", save_freq=EVERY)
-callbacks = [backup, Tell(PROCESS, STEPS)]
+callbacks = [backup, StepReporter(PROCESS, STEPS)]
 model.fit(x, y, batch_size=batch, epochs=1000, shuffle=False, verbose=0, callbacks=callbacks)

@@ -1,4 +1,4 @@
-"""All rows: what `make bench` prints. BACKENDS names Keras backends, or all; JAX alone by default."""
+"""All measurements of `make bench`. BACKENDS names Keras backends, or all; by default only JAX."""
 
 import os
 
@@ -6,7 +6,7 @@ import allreduce
 import budget
 import checkpoints
 import events
-import input as reading
+import input as input_cost
 import joining
 import launching
 import overhead
@@ -15,7 +15,7 @@ import recovery
 import scaling
 import training
 from models import COMPARED
-from ways import PEERS
+from programs import PEERS
 
 
 def main() -> None:
@@ -32,8 +32,8 @@ def main() -> None:
         training.main(backend, further=True)
     print()
     launching.main(backends)
-    # The last one pins this process.
-    for other in (placement, scaling, overhead, events, recovery, joining, checkpoints, reading):
+    # The last measurement pins this process.
+    for other in (placement, scaling, overhead, events, recovery, joining, checkpoints, input_cost):
         print()
         other.main()
 

@@ -2,7 +2,7 @@
 
     scaling.py [--turns N]
 
-A model of the cost is fitted to the measured points, and stands beside each of them.
+The report shows each measured point and the prediction of a model that is fitted to all points.
 """
 
 import argparse
@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
-from measured import require, states
 from models.dense import MILLIONS
-from turns import FailedError, Program, Spread, print_regime, take_turns
-from ways import Work, through_lockstep
+from programs import Work, train_lockstep
+from report import Spread, print_regime
+from results import require, states
+from turns import FailedError, Program, take_turns
 
 CORES = 2
 TURNS = 5
@@ -26,7 +27,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Point:
-    """A training whose steps are measured; `batch` is of a replica."""
+    """A training whose steps are measured; `batch` is the number of examples per replica."""
 
     workers: int
     replicas: int
@@ -38,7 +39,7 @@ class Point:
 
     @property
     def factors(self) -> tuple[float, ...]:
-        """With what each of the model's costs is multiplied, on one core; see `COSTS`."""
+        """The factors of the model's costs on one core; see `COSTS`."""
         busy = min(self.workers, CORES)
         workers, replicas = self.workers / busy, self.replicas / busy
         size = self.millions
@@ -53,7 +54,7 @@ COSTS = (
     "a replica, a million parameters and an example (forward and backward)",
 )
 SHARED = [Point(workers, 8, 3, 16) for workers in (1, 2, 4, 8)]
-"""The same computation, by more and more workers."""
+"""The same computation with different numbers of workers."""
 POINTS = (
     [Point(2, 2, millions, 64) for millions in MILLIONS]
     + [Point(2, 2, 3, batch) for batch in (16, 256)]
@@ -64,11 +65,11 @@ POINTS = (
 def program(point: Point, turns: int, folder: Path) -> Program:
     work = Work(f"dense-{point.millions:g}", point.batch, turns, STEPS)
     name = str(point)
-    return through_lockstep(name, point.workers, point.replicas, "jax", work, folder / name)
+    return train_lockstep(name, point.workers, point.replicas, "jax", work, folder / name)
 
 
 def fitted(measured: list[float]) -> np.ndarray:
-    """Return the costs, none below zero, that miss the measured milliseconds by the least parts."""
+    """Return the costs, at least zero, with the least relative errors of the measured milliseconds."""
     factors = np.array([point.factors for point in POINTS]) / np.array(measured)[:, None]
     return nnls(factors, np.ones(len(POINTS)))[0]
 

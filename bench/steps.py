@@ -1,7 +1,7 @@
-"""Programs that tell of every step they take, and what is needed to watch them lose a process.
+"""Programs that report each step, and a watch that starts them and observes the loss of a process.
 
-All processes of a program write a line a step into one named pipe. They are started here, and all of them and
-of their children are gone when the watch ends, however it ends.
+All processes of a program write one line per step to one named pipe. When the watch ends, all processes that
+it has started, and their children, have ended.
 """
 
 import functools
@@ -38,20 +38,20 @@ class Step(NamedTuple):
 
 @functools.cache
 def _pipe() -> int:
-    # An error, not a wait, if whoever listens has gone.
+    # If the reader has ended, this raises an error instead of waiting.
     descriptor = os.open(os.environ[PIPE], os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(descriptor, True)
     return descriptor
 
 
-def tell(worker: int, number: int, view: int = 0) -> None:
-    """Say that this process has just ended a step."""
-    # One write of less than PIPE_BUF bytes: lines of several processes do not mix.
+def report_step(worker: int, number: int, view: int = 0) -> None:
+    """Report the end of a step of this process."""
+    # A write of less than PIPE_BUF bytes is atomic: lines of several processes do not mix.
     os.write(_pipe(), f"{worker} {os.getpid()} {number} {view} {time.monotonic()!r}\n".encode())
 
 
-class Steps:
-    """A Keras callback, but for its base class: tells of each step."""
+class StepReports:
+    """A Keras callback without its base class: reports each step."""
 
     def __init__(self, worker: int, steps: int, view: Callable[[], int] = int) -> None:
         super().__init__()
@@ -64,21 +64,21 @@ class Steps:
         self.epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        tell(self._worker, self.epoch * self._steps + batch, self._view())
+        report_step(self._worker, self.epoch * self._steps + batch, self._view())
 
 
 class Watch:
-    """Starts the processes of one program and hears of their steps.
+    """Starts the processes of one program and receives their reports.
 
     Attributes:
-        variables: what they find in their environment.
-        steps: heard so far.
+        variables: environment variables of the processes.
+        steps: the steps reported so far.
     """
 
     def __init__(self, folder: Path, variables: dict[str, str]) -> None:
         path = folder / "steps"
         os.mkfifo(path)
-        # For writing too, so that it has no end while nobody writes.
+        # Also opened for writing, so that it does not end while no process writes.
         self._pipe = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._rest = b""
         self._log = folder / "log"
@@ -94,8 +94,8 @@ class Watch:
         self.processes.append(process)
         return process
 
-    def start_again(self) -> None:
-        """End all processes, and start them anew."""
+    def restart(self) -> None:
+        """End all processes, and start them again."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -105,48 +105,50 @@ class Watch:
         for command in commands:
             self.start(command)
 
-    def hear(self, seconds: float) -> list[Step]:
-        """Return steps that have not been heard of, after waiting for one for so long."""
+    def receive(self, seconds: float) -> list[Step]:
+        """Wait for reports, at most for `seconds`; return the new ones."""
         if not select.select([self._pipe], [], [], seconds)[0]:
             return []
         *lines, self._rest = (self._rest + os.read(self._pipe, 2**16)).split(b"\n")
-        heard = [parsed(line) for line in lines]
-        self.steps += heard
-        return heard
+        reports = [parse(line) for line in lines]
+        self.steps += reports
+        return reports
 
-    def hear_for(self, seconds: float) -> None:
+    def receive_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            self.hear(left)
+            self.receive(left)
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
-        """Hear until `reached()`; the processes that were started have to live as long."""
+        """Receive reports until `reached()`; raise FailedError if a process ends earlier."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not reached():
-            self.hear(LOOK_SECONDS)
+            self.receive(LOOK_SECONDS)
             if any(process.poll() is not None for process in self.processes):
                 raise FailedError(f"{what}: a process ended early\n{self._end_of_log()}")
             if time.monotonic() > deadline:
-                raise FailedError(f"{what}: not in {PATIENCE_SECONDS:.0f} s\n{self._end_of_log()}")
+                raise FailedError(
+                    f"{what}: not reached within {PATIENCE_SECONDS:.0f} s\n{self._end_of_log()}"
+                )
 
     def have_taken(
         self, processes: int, least: int, which: Callable[[Step], bool] = lambda step: True
     ) -> bool:
-        """Tell whether so many processes have taken at least `least` steps of these."""
+        """Whether at least `processes` processes have taken `least` of the steps that `which` selects."""
         counts = Counter(step.pid for step in self.steps if which(step))
         return sum(count >= least for count in counts.values()) >= processes
 
     def end(self) -> None:
-        """End all processes, and those that they have started."""
-        everybody = [child for process in self.processes for child in descendants(process.pid)]
+        """End all processes and their children."""
+        children = [child for process in self.processes for child in descendants(process.pid)]
         for process in self.processes:
             process.terminate()
         for process in self.processes:
             stop(process)
-        for child in everybody:
+        for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        psutil.wait_procs(everybody, STOP_SECONDS)
+        psutil.wait_procs(children, STOP_SECONDS)
         os.close(self._pipe)
 
     def _end_of_log(self) -> str:
@@ -162,7 +164,7 @@ def watching(folder: Path, variables: dict[str, str]) -> Iterator[Watch]:
         watch.end()
 
 
-def parsed(line: bytes) -> Step:
+def parse(line: bytes) -> Step:
     worker, pid, number, view, when = line.split()
     return Step(int(worker), int(pid), int(number), int(view), float(when))
 

@@ -1,11 +1,12 @@
-"""A model trained by two workers: Lockstep on a backend against the backend's own ways.
+"""A model trained by two workers: Lockstep on a backend against the backend's own strategies.
 
     training.py [jax | tensorflow | torch] [MODEL] [--further] [--turns N] [--steps N]
 
-The peers are what the backend itself offers for two processes. Beside them: the same computation without an
-exchange, each program's own ceiling; one process on the cores of two workers; one worker through Lockstep
-against plain Keras. With `--further`, the tutorial's CNN instead against PyTorch's DistributedDataParallel of
-a PyTorch model, and against the fastest single process. All pinned, one thread a core.
+The peers are the strategies of the backend for two processes. Other rows show the same computation without an
+exchange, which is the ceiling of a program; one process on the cores of two workers; and one worker of
+Lockstep against plain Keras. With `--further`, the peers are instead PyTorch's DistributedDataParallel with a
+PyTorch model, and the fastest single process, with the tutorial's CNN. All processes are pinned and have one
+thread per core.
 """
 
 import argparse
@@ -14,10 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from measured import Measured, Ratio
 from models import COMPARED, MODELS
-from turns import FailedError, print_regime, take_turns
-from ways import (
+from programs import (
     BOTH_CORES,
     CEILING,
     DATA_PARALLEL,
@@ -32,17 +31,20 @@ from ways import (
     PLAIN,
     SEAM,
     TF_BOTH_CORES,
-    Way,
+    PeerProgram,
     Work,
-    beyond,
-    directly,
+    beyond_keras,
+    peer_programs,
     plain_keras,
-    through_lockstep,
+    train_lockstep,
 )
+from report import print_regime
+from results import Ratio, Results
+from turns import FailedError, take_turns
 
 TURNS = 5
 TRIAL_TURNS = 2
-"""After which the slower variant of a program that runs in two leaves."""
+"""The turns after which the slower variant of a program is stopped."""
 RATIOS = [
     Ratio("two workers against keras DataParallel", LOCKSTEP, DATA_PARALLEL, "1.00"),
     Ratio("two workers against tf_keras, MWMS", LOCKSTEP, MWMS, "1.00"),
@@ -51,34 +53,34 @@ RATIOS = [
     Ratio("two workers against ddp", LOCKSTEP, DDP, "1.80"),
     Ratio("two workers against one process, both cores", LOCKSTEP, BOTH_CORES, "1.20"),
     Ratio("two workers against tensorflow, both cores", LOCKSTEP, TF_BOTH_CORES),
-    Ratio("two workers against own ceiling", LOCKSTEP, CEILING, "0.95"),
-    Ratio("ddp against own ceiling", DDP, DDP_CEILING),
+    Ratio("two workers against their ceiling", LOCKSTEP, CEILING, "0.95"),
+    Ratio("ddp against its ceiling", DDP, DDP_CEILING),
     Ratio("one worker, two replicas, against keras", ONE_WORKER, PLAIN),
     Ratio("one replica against keras", SEAM, PLAIN, "0.95"),
 ]
 
 
-def measure(backend: str, work: Work, others: list[Way], folder: Path) -> None:
-    if MWMS in [way.name for way in others] and importlib.util.find_spec("tf_keras") is None:
-        # Not in the extra `bench`: it asks for `tensorflow`, whose files would replace tensorflow-cpu's.
-        raise FailedError("needs Keras 2: pip install --no-deps tf_keras, of TensorFlow's minor version")
+def measure(backend: str, work: Work, others: list[PeerProgram], folder: Path) -> None:
+    if MWMS in [peer.name for peer in others] and importlib.util.find_spec("tf_keras") is None:
+        # Not in the extra `bench`: it requires `tensorflow`, which would replace files of tensorflow-cpu.
+        raise FailedError("this needs Keras 2: pip install --no-deps tf_keras, of TensorFlow's minor version")
     programs = [
-        through_lockstep(name, workers, replicas, backend, work, folder / name)
+        train_lockstep(name, workers, replicas, backend, work, folder / name)
         for name, workers, replicas in ((LOCKSTEP, 2, 2), (ONE_WORKER, 1, 2), (SEAM, 1, 1))
-        if name == LOCKSTEP or PLAIN in [way.name for way in others]
+        if name == LOCKSTEP or PLAIN in [peer.name for peer in others]
     ]
-    programs += [program for way in others for program in directly(way, work)]
+    programs += [program for peer in others for program in peer_programs(peer, work)]
     regime = take_turns(
         folder,
         programs,
         work.turns,
         TRIAL_TURNS,
-        lambda: Measured(backend, programs, work).without_slower_variants(),
+        lambda: Results(backend, programs, work).without_slower_variants(),
     )
-    measured = Measured(backend, [each for each in programs if len(each.answers) == work.turns], work)
+    measured = Results(backend, [each for each in programs if len(each.answers) == work.turns], work)
     measured.check()
     print(
-        f"{MODELS[work.model].title} on {backend}, {work.batch} examples a replica, {work.turns} turns of "
+        f"{MODELS[work.model].title} on {backend}, {work.batch} examples per replica, {work.turns} turns of "
         f"{work.steps} steps: median (p10-p90)"
     )
     print_regime(regime)
@@ -90,7 +92,7 @@ def measure(backend: str, work: Work, others: list[Way], folder: Path) -> None:
 def main(
     backend: str, model: str = "cnn", turns: int = TURNS, steps: int | None = None, *, further: bool = False
 ) -> None:
-    others = beyond(backend) if further else plain_keras(backend) + PEERS[backend]
+    others = beyond_keras(backend) if further else plain_keras(backend) + PEERS[backend]
     try:
         with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
             measure(backend, Work.of(model, turns, steps), others, Path(folder))
@@ -105,7 +107,7 @@ if __name__ == "__main__":
     parser.add_argument("backend", nargs="?", default="jax", choices=PEERS)
     parser.add_argument("model", nargs="?", default="cnn", choices=COMPARED)
     parser.add_argument("--turns", type=int, default=TURNS, help=f"more than {TRIAL_TURNS}")
-    parser.add_argument("--steps", type=int, help="of each turn")
+    parser.add_argument("--steps", type=int, help="steps per turn")
     parser.add_argument("--further", action="store_true", help="the CNN against PyTorch's own model")
     options = parser.parse_args()
     if options.further and MODELS[options.model].torch is None:

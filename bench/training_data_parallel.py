@@ -1,9 +1,10 @@
-"""One of two processes of a model in Keras on JAX, with `keras.distribution.DataParallel`.
+"""One of two processes that train a model in Keras on JAX, with `keras.distribution.DataParallel`.
 
     training_data_parallel.py PROGRAM MODEL PROCESS BATCH TURNS STEPS
 
-The processes meet in `jax.distributed` on the loopback, and XLA sums the gradients with gloo. Keras shards
-only tf.data by itself, so each process gives its own half of every batch, from memory, as Lockstep does.
+The processes connect through `jax.distributed` on the loopback, and XLA sums the gradients with gloo. Keras
+shards only tf.data automatically, so each process passes its own half of every batch, from memory, as
+Lockstep does.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""One process of a model in PyTorch, tuned: one thread, one bucket, gradients in the bucket.
+"""One process that trains a model in PyTorch, tuned: one thread, one bucket, gradients in the bucket.
 
     training_ddp.py PROGRAM MODEL LIBRARY ADAM EXCHANGE PROCESS BATCH TURNS STEPS
 
-LIBRARY is `torch`, or `keras`: Keras's model on its PyTorch backend, which is a module of PyTorch. ADAM is
-`adam`, PyTorch's as it comes, or `fused`, one that passes over the memory once. With EXCHANGE 1 two processes
-train together in DistributedDataParallel over gloo, else each for itself.
+LIBRARY is `torch`, or `keras`: a model of Keras on its PyTorch backend, which is a module of PyTorch. ADAM is
+`adam`, the default, or `fused`, which passes over the memory once. With EXCHANGE 1, two processes train
+together in DistributedDataParallel over gloo; otherwise each trains alone.
 """
 
 import itertools
@@ -26,7 +26,7 @@ import torch  # noqa: E402
 from models import LEARNING_RATE, MODELS  # noqa: E402
 
 
-def made() -> Any:
+def build() -> Any:
     if LIBRARY == "torch":
         return measured.torch()
     import keras
@@ -36,10 +36,10 @@ def made() -> Any:
 
 torch.set_num_threads(1)
 measured = MODELS[MODEL]
-model = made()
+model = build()
 if EXCHANGE:
-    meeting = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
-    torch.distributed.init_process_group("gloo", init_method=meeting, rank=PROCESS, world_size=2)
+    rendezvous = f"file://{os.environ[SOCKET]}-{NAME.replace(' ', '-')}"
+    torch.distributed.init_process_group("gloo", init_method=rendezvous, rank=PROCESS, world_size=2)
     model = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.Adam(parameters, LEARNING_RATE, fused=ADAM == "fused" or None)
@@ -47,12 +47,12 @@ BETA, EPSILON = 0.999, 1e-7
 numbers = itertools.count(1)
 loss_of = torch.nn.CrossEntropyLoss()
 x, y = map(torch.from_numpy, measured.examples(STEPS * BATCH * 2))
-# Keras has the mode as an argument, PyTorch in the module.
+# Keras takes the mode as an argument, PyTorch stores it in the module.
 mode = {"training": True} if LIBRARY == "keras" else {}
 
 
 def epoch() -> tuple[float, Any]:
-    """Return the seconds it took and the mean loss of this process's examples."""
+    """Train an epoch; return its seconds and the mean loss of this process's examples."""
     begun = time.perf_counter()
     total = torch.zeros(())
     for step in range(STEPS):

@@ -1,9 +1,9 @@
-"""One process of a model in Keras: `fit`, an epoch a turn.
+"""One process that trains a model in Keras: `fit`, one epoch per turn.
 
     training_keras.py PROGRAM MODEL KIND PROCESS BATCH TURNS STEPS
 
 KIND is `lockstep` (PROCESS -1 takes the worker's number from TF_CONFIG), `plain`, or `both-cores`: plain
-Keras that computes the batches of two replicas on the cores of two workers. BATCH is of a replica.
+Keras that computes the batches of two replicas on the cores of two workers. BATCH is the size per replica.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""One worker of Lockstep on TensorFlow that trains a model in a loop of the program's own, an epoch a turn.
+"""One worker of Lockstep on TensorFlow that trains a model in a custom loop, one epoch per turn.
 
 training_loop.py PROGRAM MODEL BATCH TURNS STEPS
 """
@@ -54,7 +54,7 @@ def train_step(batches: Any) -> Any:
 
 
 def epoch() -> tuple[float, float]:
-    """Return the seconds it took, and the mean loss."""
+    """Train an epoch; return its seconds and the mean loss."""
     begun = time.perf_counter()
     total = tf.zeros(())
     for _ in range(STEPS):

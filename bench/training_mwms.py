@@ -1,9 +1,9 @@
-"""One of two processes of a model in Keras 2, with TensorFlow's MultiWorkerMirroredStrategy.
+"""One of two processes that train a model in Keras 2, with TensorFlow's MultiWorkerMirroredStrategy.
 
     training_mwms.py PROGRAM MODEL PROCESS BATCH TURNS STEPS
 
-Keras 3 does not run under this strategy, so it is tf_keras. The processes meet on the loopback and sum the
-gradients in a ring. Each gives its own half of every batch, from memory.
+Keras 3 does not support this strategy, so this uses tf_keras. The processes connect on the loopback and sum
+the gradients in a ring. Each passes its own half of every batch, from memory.
 """
 
 import json
@@ -32,7 +32,7 @@ class Turn(Epochs, tf_keras.callbacks.Callback):
 
 
 def own_half(context: Any) -> Any:
-    """Return this process's half of every batch, again and again."""
+    """Return this process's half of every batch, repeatedly."""
     batches = [array.reshape(STEPS, BATCH, *array.shape[1:]) for array in half]
     return without_tuning(tf.data.Dataset.from_tensor_slices(tuple(batches)).repeat())
 

@@ -39,7 +39,7 @@ model = keras.Sequential(
 optimizer = keras.optimizers.Adam(1e-3)
 optimizer.build(model.trainable_variables)
 accuracy = keras.metrics.SparseCategoricalAccuracy()
-# A replica's part of the batch's mean: the parts add up to it, however many examples each replica has.
+# A replica's part of the mean over the batch: the parts add up to the mean for any division of the batch.
 summed = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")
 
 

@@ -79,7 +79,7 @@ def is_chief(task_type, task_id, cluster):
 
 
 def folder_to_write(folder, task_type, task_id, cluster):
-    """The chief writes what counts; what the others write is thrown away."""
+    """Only the files of the chief are used; the other workers delete theirs."""
     if is_chief(task_type, task_id, cluster):
         return folder
     return f"{folder}/of_worker_{task_id}"
@@ -97,7 +97,7 @@ manager = tf.train.CheckpointManager(checkpoint, directory=own_folder, max_to_ke
 latest = tf.train.latest_checkpoint(folder)
 if latest:
     checkpoint.restore(latest)
-    print(f"goes on at step {int(step_in_epoch)} of epoch {int(epoch)}")
+    print(f"resuming at step {int(step_in_epoch)} of epoch {int(epoch)}")
 
 while epoch.numpy() < EPOCHS:
     iterator = iter(dataset)

@@ -38,7 +38,7 @@ accuracy = keras.metrics.SparseCategoricalAccuracy()
 
 def replica_step(x, y):
     logits = model(x, training=True)
-    # A replica's part of the batch's mean: the parts add up to it, however many examples each replica has.
+    # A replica's part of the mean over the batch: the parts add up to the mean for any division of the batch.
     loss = torch.nn.functional.cross_entropy(logits, y, reduction="sum") / BATCH_SIZE
     model.zero_grad()
     loss.backward()

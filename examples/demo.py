@@ -20,7 +20,7 @@ WANTED_ACCURACY = 0.95
 
 
 def train(workers: int, folder: Path, arguments: list[str], *, kill: bool = False) -> list[str]:
-    """Run the classifier, and perhaps kill its chief in the second epoch; return the log of each worker."""
+    """Run the classifier, with `kill` end its chief in the second epoch; return the log of each worker."""
     options = ["-n", str(workers), "--replicas", str(REPLICAS), "--run-dir", str(folder)]
     command = [sys.executable, "-m", "lockstep", "run", *options, str(SCRIPT), *arguments]
     print(f"\n$ lockstep {' '.join(command[3:])}", flush=True)
@@ -33,7 +33,7 @@ def train(workers: int, folder: Path, arguments: list[str], *, kill: bool = Fals
 
 
 def kill_chief(folder: Path, process: "subprocess.Popen[bytes]") -> None:
-    """Kill worker 0 when it has begun its second epoch."""
+    """Kill worker 0 in its second epoch."""
     log = folder / "worker-0.log"
     while process.poll() is None:
         _, second, progress = (log.read_text() if log.exists() else "").partition("Epoch 2/")
@@ -47,7 +47,7 @@ def kill_chief(folder: Path, process: "subprocess.Popen[bytes]") -> None:
 
 
 def find(label: str, log: str) -> str:
-    """Return what follows `label:` at the start of a line of `log`."""
+    """Return the text after `label:` at the start of a line of `log`."""
     match = re.search(rf"^{re.escape(label)}[^:\n]*: (\S+)$", log, re.MULTILINE)
     if not match:
         sys.exit(f"demo: the log has no line {label!r}")

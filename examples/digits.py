@@ -16,7 +16,7 @@ BATCH_SIZE_PER_REPLICA = 64
 
 
 def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Real handwritten digits of 8x8 pixels, enlarged to MNIST's 28x28; every fifth is held out."""
+    """Return handwritten digits of 8x8 pixels, enlarged to MNIST's 28x28; every fifth is held out."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -27,7 +27,7 @@ def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.n
 
 
 def load_mnist() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Keras's MNIST, which is downloaded when it is used for the first time."""
+    """Return Keras's MNIST, which is downloaded at the first use."""
     (x, y), (x_test, y_test) = keras.datasets.mnist.load_data()
     return (x.astype("float32") / 255, y), (x_test.astype("float32") / 255, y_test)
 
@@ -52,7 +52,7 @@ def build_and_compile_cnn_model() -> keras.Model:
 
 
 class Throughput(keras.callbacks.Callback):
-    """Counts images/s from the second epoch on: the first one compiles."""
+    """Measures images/s from the second epoch on; the first one compiles."""
 
     def __init__(self, images: int) -> None:
         super().__init__()

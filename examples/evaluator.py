@@ -19,7 +19,7 @@ BATCH_SIZE = 64
 
 
 def load_digits() -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """Real handwritten digits of 8x8 pixels; every fifth is held out."""
+    """Return handwritten digits of 8x8 pixels; every fifth is held out."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -60,7 +60,7 @@ def main() -> None:
         y,
         batch_size=BATCH_SIZE,
         epochs=arguments.epochs,
-        # Who trains leaves it to the evaluator.
+        # The tasks that train leave validation to the evaluator.
         validation_data=held_out if evaluates else None,
         callbacks=[lockstep.callbacks.Checkpoint(arguments.folder, every=every)],
         verbose=0,

@@ -61,7 +61,7 @@ def main() -> None:
         compile_for_logits(discriminator)
         compile_for_logits(adversary)
 
-    # Every worker draws the same numbers: each of them sees the whole batch.
+    # Every worker draws the same numbers, since each one sees the whole batch.
     random = np.random.default_rng(0)
     for step in range(STEPS):
         noise = random.normal(size=(BATCH, NOISE)).astype("float32")
@@ -69,7 +69,7 @@ def main() -> None:
         real = images[random.choice(len(images), BATCH, replace=False)]
         both = np.concatenate([real, drawn])
         labels = np.repeat([[0.9], [0.0]], BATCH, axis=0).astype("float32")
-        # Keras trains what is trainable at the moment: in the second step only the generator is.
+        # Keras trains the variables that are trainable now: in the second step, only the generator's.
         discriminator.trainable = True
         told_apart = discriminator.train_on_batch(both, labels)
         discriminator.trainable = False

@@ -2,9 +2,8 @@
 
     lockstep run -n 2 examples/image_folder.py [FOLDER]
 
-FOLDER holds `train/<class>/*.png` and `validation/<class>/*.png`. Without FOLDER,
-each worker first writes handwritten digits to its own temporary folder. TensorFlow reads the files; the model
-trains on any backend.
+FOLDER contains `train/<class>/*.png` and `validation/<class>/*.png`. Without FOLDER, each worker first writes
+handwritten digits to its own temporary folder. TensorFlow reads the files; the model trains on any backend.
 """
 
 import sys

@@ -34,7 +34,7 @@ def paragraphs(package: str) -> Iterator[str]:
 
 
 def encode(text: str) -> list[int]:
-    """Number the words by a hash that is the same everywhere; 0 stands for no word."""
+    """Number the words by a hash that is the same on every machine; 0 means no word."""
     words = re.findall(r"[a-z]+", text.lower())[:LENGTH]
     numbers = [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in words]
     return numbers + [0] * (LENGTH - len(numbers))

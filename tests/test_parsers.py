@@ -228,7 +228,7 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "what agents say": (packets, PacketDecoder(worker_messages.AgentMessage).decode, (ValueError,)),
     "instructions": (packets, PacketDecoder(host_messages.Instruction).decode, (ValueError,)),
     "reports": (packets, PacketDecoder(host_messages.HostReport).decode, (ValueError,)),
-    "orders": (packets, admin_messages.decode_order, (ValueError,)),
+    "orders": (packets, admin_messages.decode_request, (ValueError,)),
     "replies": (packets, show_jobs, (ValueError,)),
     "arrivals": (packets, rendezvous_messages.decode_arrival, (ValueError,)),
     "answers": (packets, rendezvous_messages.decode_answer, (ValueError,)),

@@ -1,4 +1,4 @@
-"""Models to measure with, by name: each the same in Keras 3, in tf_keras and, for some rows, in PyTorch."""
+"""The models of the measurements, by name: the same in Keras 3, in tf_keras and, for some, in PyTorch."""
 
 from models import cnn, dense, embedding, mlp, resnet, transformer
 from models.model import LEARNING_RATE, Model, halves
@@ -10,7 +10,7 @@ COMPARED: dict[str, Model] = {
     "resnet": resnet.MODEL,
     "transformer": transformer.MODEL,
 }
-"""Those that are trained in other ways too."""
+"""The models that other programs train, too."""
 MODELS = COMPARED | dense.MODELS
 
 __all__ = ["COMPARED", "LEARNING_RATE", "MODELS", "Model", "halves"]

@@ -38,7 +38,7 @@ def torch_model() -> Any:
     kernel = uniform("convolution", 0, (3, 3, 1, 32))
     hidden = uniform("hidden", 0, (26 * 26 * 32, 128))
     last = uniform("logits", 0, (128, 10))
-    # PyTorch has the channels before the image's rows and columns, and the outputs before the inputs.
+    # In PyTorch, channels come before the rows and columns of an image, and outputs before inputs.
     hidden = hidden.reshape(26, 26, 32, 128).transpose(2, 0, 1, 3).reshape(-1, 128)
     weights = (kernel.transpose(3, 2, 0, 1), hidden.T, last.T)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Dense models of some sizes, to see how cost grows with the number of parameters."""
+"""Dense models of several sizes, which show how the cost grows with the number of parameters."""
 
 import math
 from typing import Any
@@ -14,7 +14,7 @@ def examples(count: int) -> tuple[Array, Array]:
 
 
 def width(parameters: float) -> int:
-    """Return how wide two hidden layers are that make up so many parameters."""
+    """Return the width of two hidden layers with this number of parameters."""
     half = (PIXELS + CLASSES + 2) / 2
     return round(math.sqrt(half**2 + parameters) - half)
 

@@ -1,4 +1,4 @@
-"""The mean of embeddings: 3.2 million parameters, of which a step reads few rows."""
+"""The mean of embeddings: 3.2 million parameters, of which a step reads only a few rows."""
 
 from typing import Any
 

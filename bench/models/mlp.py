@@ -1,4 +1,4 @@
-"""A small MLP: 51 thousand parameters, so that an exchange is nothing but latency."""
+"""A small MLP: 51 thousand parameters, so that the cost of an exchange is its latency."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from models.model import CLASSES, Array, Model, images
 
 def examples(count: int) -> tuple[Array, Array]:
     x, y = images(count, 784)
-    # Of inputs that are all positive, units die: whether one does is decided by the last bit.
+    # With only positive inputs, units of the MLP die, and the last bit may decide whether a unit does.
     return x - x.dtype.type(0.5), y
 
 

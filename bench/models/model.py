@@ -1,6 +1,6 @@
-"""What a model to measure with consists of.
+"""The description of a model for measurements.
 
-All programs start from the same weights, so that those that compute the same mathematics can be compared.
+All programs start with the same weights, so that those that compute the same function can be compared.
 """
 
 import zlib
@@ -20,19 +20,19 @@ class Model:
     """A model and its examples.
 
     Attributes:
-        title: what reports call it.
-        batch: examples a replica.
-        steps: of a turn.
-        examples: makes so many of them, as (x, y).
-        layers: builds it with this `keras`, Keras 3 or tf_keras; every layer with weights has a name.
-        torch: builds it in PyTorch, with the same weights.
-        compared: turns in which the losses of all programs are near each other: training multiplies
-            differences of rounding.
-        near: the part of a loss by which rounding may change it.
-        batch_statistics: whether an example's output depends on the others in its batch: then a program
-            that computes a larger batch at once computes something else.
-        sparse: whether Keras on TensorFlow keeps a gradient as a list of occurrences, of which its Adam makes
-            something else than of their sum.
+        title: the name in reports.
+        batch: examples per replica.
+        steps: the number of steps per turn.
+        examples: makes a number of examples, as (x, y).
+        layers: builds the model with `keras`, Keras 3 or tf_keras; every layer with weights has a name.
+        torch: builds the model in PyTorch, with the same weights.
+        compared: the turns in which the losses of all programs are compared: training amplifies differences
+            of rounding.
+        near: the fraction of a loss by which rounding may change it.
+        batch_statistics: whether the output for an example depends on the others in its batch; then a program
+            with a larger batch computes something else.
+        sparse: whether Keras on TensorFlow represents a gradient as a list of occurrences, for which its Adam
+            computes another update than for their sum.
     """
 
     title: str
@@ -47,7 +47,7 @@ class Model:
     sparse: bool = False
 
     def compiled(self, keras: Any) -> Any:
-        """Return the model of this `keras` as all programs train it."""
+        """Return the compiled model with the common initial weights."""
         model = self.layers(keras)
         model.compile(
             optimizer=keras.optimizers.Adam(LEARNING_RATE),
@@ -56,17 +56,19 @@ class Model:
         )
         for layer in model.layers:
             if given := layer.get_weights():
-                layer.set_weights([begun(layer.name, number, weight) for number, weight in enumerate(given)])
+                layer.set_weights(
+                    [initial_weight(layer.name, number, weight) for number, weight in enumerate(given)]
+                )
         return model
 
 
-def begun(layer: str, number: int, given: Array) -> Array:
-    """Return a weight to begin with: what Keras gives if that is constant, as biases are."""
+def initial_weight(layer: str, number: int, given: Array) -> Array:
+    """Return an initial weight: that of Keras if it is constant, like a bias."""
     return given if np.ptp(given) == 0 else uniform(layer, number, given.shape)
 
 
 def uniform(layer: str, number: int, shape: Sequence[int]) -> Array:
-    """Return LeCun's uniform numbers for a layer's weight, the same in every program."""
+    """Return a weight with LeCun's uniform initialization, the same in every program."""
     generator = np.random.default_rng([zlib.crc32(layer.encode()), number])
     limit = np.sqrt(3 * shape[-1] / np.prod(shape))
     return generator.uniform(-limit, limit, shape).astype(np.float32)
@@ -86,6 +88,6 @@ def tokens(count: int, length: int, words: int) -> tuple[Array, Array]:
 
 
 def halves(examples: Sequence[Array], batch: int) -> list[list[Array]]:
-    """Return for each of two processes its half of every global batch, of `batch` examples."""
+    """Return for each of two processes its half of every global batch; a half has `batch` examples."""
     split = [array.reshape(-1, 2, batch, *array.shape[1:]) for array in examples]
     return [[array[:, process].reshape(-1, *array.shape[3:]) for array in split] for process in range(2)]

@@ -33,5 +33,5 @@ def layers(keras: Any) -> Any:
     return keras.Model(inputs, made.Dense(CLASSES, name="logits")(x))
 
 
-# Its losses fall to a hundredth within a turn, and normalisation multiplies what rounding makes of them.
+# The losses fall to a hundredth within a turn, and normalization amplifies rounding differences.
 MODEL = Model("a ResNet", 16, 3, examples, layers, compared=1, near=0.05, batch_statistics=True)

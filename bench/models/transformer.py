@@ -32,7 +32,7 @@ def layers(keras: Any) -> Any:
 
     inputs = made.Input((LENGTH,), dtype="int32")
     x = made.Embedding(WORDS, WIDTH, name="embedding")(inputs)
-    # Its bias is of a position.
+    # One bias per position.
     x = made.EinsumDense("btd,de->bte", (LENGTH, WIDTH), bias_axes="te", name="positions")(x)
     for number in range(BLOCKS):
         x = block(x, f"block{number}")

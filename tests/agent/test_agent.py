@@ -21,10 +21,9 @@ from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.endpoint import SharedMemory
 from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Failed, Finished, Started, WaitReport
+from lockstep.protocol.worker import EventReport, Failed, Finished, SharedMemory, Started, WaitReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -94,7 +93,7 @@ class FakeExchange:
         self.endpoint = SharedMemory(nothing())
         self._aborts, self._workers = aborts, workers
 
-    def leave_notice(self, notice: int) -> None:
+    def post_notice(self, notice: int) -> None:
         pass
 
     def abort(self, reason: str) -> None:
@@ -291,7 +290,7 @@ def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
     started: list[FakeHandle] = []
 
     def wait_in_vain(event: run_events.Event) -> None:
-        if isinstance(event, run_events.ProcessEnded) and started:
+        if isinstance(event, run_events.WorkerExited) and started:
             worker = started.pop()
             for seconds in (0.5, 1.0):
                 worker.say(WaitReport("barrier", (0,), seconds))

@@ -16,8 +16,7 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import PeerLostError
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.endpoint import SharedMemory
-from lockstep.protocol.worker import NewView
+from lockstep.protocol.worker import NewView, SharedMemory
 from lockstep.topology import View, place
 from lockstep.transport.packet_channel import PacketDecoder, encode
 
@@ -31,7 +30,7 @@ class FakeExchange:
     def __init__(self, members: int) -> None:
         self._hub = Hub(ReducePlan.of(place(members, tuple(range(members)))))
         self.endpoint = SharedMemory(Attachment.missing())
-        self.leave_notice = self._hub.leave_notice
+        self.post_notice = self._hub.post_notice
         self.abort = self._hub.abort
 
     def close(self) -> None:
@@ -81,7 +80,7 @@ def test_a_notice_reaches_all_members_in_the_same_call(
     kind: Kind,
 ) -> None:
     exchange, members = opened(kind)
-    exchange.leave_notice(2)
+    exchange.post_notice(2)
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda member: member.barrier(), members))
     assert [member.notice for member in members] == [2, 2]

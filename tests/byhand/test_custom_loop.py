@@ -25,7 +25,7 @@ def test_all_go_on_where_the_chief_has_kept_a_checkpoint(desk: Any) -> None:
 
     again = [start(1), start(0)]
     shown = [terminal.end() for terminal in again]
-    assert all("goes on at step 10 of epoch 0" in text for text in shown)
+    assert all("resuming at step 10 of epoch 0" in text for text in shown)
     losses = [float(loss) for loss in re.findall(r"epoch \d: .* loss ([\d.]+)", shown[0])]
     assert len(losses) == 3
     assert losses[-1] < losses[0] / 2

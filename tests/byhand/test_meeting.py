@@ -17,8 +17,8 @@ MEET = """
 import os, sys
 print("first line", flush=True)
 from lockstep.worker import job
-from lockstep.rendezvous import join
-join.take_part()
+from lockstep.rendezvous.take_part import take_part
+take_part()
 me = job.current()
 """
 TELL = """

@@ -10,14 +10,14 @@ import pytest
 
 from lockstep.errors import PeerStuckError
 from lockstep.protocol.rendezvous import Arrival, Task, refusal
-from lockstep.rendezvous.waiting import WaitNotices
+from lockstep.rendezvous.waiting import WaitMessages
 
 MEET = """
 import time
-from lockstep.rendezvous import join
+from lockstep.rendezvous.take_part import take_part
 begun = time.monotonic()
 try:
-    join.take_part()
+    take_part()
 finally:
     print(f"took {time.monotonic() - begun:.3f} s", flush=True)
 """
@@ -116,7 +116,7 @@ def test_who_does_not_fit_the_others(desk: Any) -> None:
     pid = first.process.pid
     again = refused(desk, desk.config(0))
     assert (
-        f"worker 0 (127.0.0.1:{desk.ports[0]}) already runs: process {pid}. Each process needs its own"
+        f"worker 0 (127.0.0.1:{desk.ports[0]}) is already running: process {pid}. Each process needs its own"
         in again
     )
     others = [f"127.0.0.1:{port}" for port in (desk.ports[2], desk.ports[1])]
@@ -130,7 +130,7 @@ def test_who_does_not_fit_the_others(desk: Any) -> None:
     for terminal in (first, second):
         terminal.until("stays")
     late = refused(desk, desk.config(1))
-    assert f"worker 1 (127.0.0.1:{desk.ports[1]}) already runs: process {second.process.pid}" in late
+    assert f"worker 1 (127.0.0.1:{desk.ports[1]}) is already running: process {second.process.pid}" in late
 
 
 def test_a_job_that_cannot_begin_says_why(desk: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_job_that_cannot_begin_says_why(desk: Any) -> None:
 
 def test_tf_config_comes_too_late(desk: Any) -> None:
     late = f"import os\nos.environ['TF_CONFIG'] = {json.dumps(desk.config(0))!r}\n"
-    first = f"from lockstep.rendezvous import join\njoin.take_part()\n{late}"
+    first = f"from lockstep.rendezvous.take_part import take_part\ntake_part()\n{late}"
     error = refused(desk, None, desk.script(first + MEET))
     assert (
         "TF_CONFIG was set after the first strategy was created, so this process is a job of one worker"
@@ -212,7 +212,7 @@ def test_names_of_one_host_are_one_place() -> None:
 
 
 def test_who_waits_says_so_every_few_seconds_and_not_for_ever() -> None:
-    patient = WaitNotices("worker 0", 100.0)
+    patient = WaitMessages("worker 0", 100.0)
     assert patient.line(100.0) == ""
     patient.waits_for("worker 1 (a:1), worker 2 (a:2)", 100.5)
     assert patient.left(100.5) == 0.5

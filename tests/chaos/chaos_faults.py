@@ -13,6 +13,7 @@ from lockstep.collectives.contract import Span
 from lockstep.collectives.shared import barrier, communicator, futex
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.packed_reduce import PackedReduce
+from lockstep.collectives.shared.slice_reduce import SliceReduce
 from lockstep.transport.state_memory import MemoryTransport
 from lockstep.worker.membership import AgentMembership
 
@@ -103,18 +104,19 @@ def strike(kind: str) -> None:
 
 def prepare(faults: Faults) -> None:
     """Let the protocol's own code pass the points."""
-    run = communicator.run
-    runs = [0]
 
-    def halfway(tasks: Any, *rest: Any) -> None:
-        # A reduction runs twice: it publishes, and it sums.
-        point = ("halfway through publishing", "halfway through summing")[runs[0] % 2]
-        runs[0] += 1
-        middle = len(tasks) // 2
-        run(tasks[:middle], *rest)
-        faults.passing(point)
-        run(tasks[middle:], *rest)
-        faults.passing(("published", "summed")[point.endswith("summing")])
+    def halfway(name: str, sums: str, point: str, after: str) -> None:
+        original = getattr(SliceReduce, name)
+
+        def wrapped(self: SliceReduce, *args: Any) -> None:
+            every = getattr(self, sums)
+            middle = len(every) // 2
+            original(replace(self, **{sums: every[:middle]}), *args)
+            faults.passing(point)
+            original(replace(self, **{sums: every[middle:]}), *args)
+            faults.passing(after)
+
+        setattr(SliceReduce, name, wrapped)
 
     def around(owner: Any, name: str, before: str = "", after: str = "") -> None:
         original: Callable[..., Any] = getattr(owner, name)
@@ -130,7 +132,6 @@ def prepare(faults: Faults) -> None:
         setattr(owner, name, wrapped)
 
     def restart(self: Any, *args: Any, **kwargs: Any) -> Any:
-        runs[0] = 0
         total = reduce(self, *args, **kwargs)
         faults.passing("after reduce")
         return total
@@ -165,7 +166,8 @@ def prepare(faults: Faults) -> None:
 
     reduce = communicator.SharedCommunicator.reduce
     communicator.SharedCommunicator.reduce = restart  # type: ignore[method-assign]
-    communicator.run = halfway  # type: ignore[attr-defined]
+    halfway("publish", "merges", "halfway through publishing", "published")
+    halfway("sum", "total", "halfway through summing", "summed")
     PackedReduce.publish = published  # type: ignore[method-assign]
     PackedReduce.sum = summed  # type: ignore[method-assign]
     futex.adder = arriving

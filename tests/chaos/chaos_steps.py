@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from chaos_faults import Faults
 
-from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, Span
 from lockstep.topology import View, split_evenly
 from lockstep.worker.job import Job

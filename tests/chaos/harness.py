@@ -36,24 +36,19 @@ from chaos_faults import (
     prepare,
 )
 
-from lockstep.agent.agent import Agent
-from lockstep.agent.exchange import open_shared
 from lockstep.agent.starter import LocalStarter
-from lockstep.checkpoint.store import Store, load
-from lockstep.collectives.shared.pool import SharedPool
-from lockstep.coordinator.coordinator import Coordinator
+from lockstep.checkpoint.checkpoint_files import load
+from lockstep.checkpoint.store import Store
 from lockstep.launcher.launcher import Launch, LocalHandle
+from lockstep.local_job.composition import run_job
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.observability.event_log import EventLog
-from lockstep.observability.events import RUN_EVENTS, WORKER_EVENTS, StrategyInstalled
-from lockstep.protocol.channel import Attachment
+from lockstep.observability.events import WORKER_EVENTS, StrategyInstalled
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import AgentMessage, WorkerMessage
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import Checkpoints, read_worker
-from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.topology import place
@@ -182,42 +177,20 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
         min_workers=job.workers if job.replace else 1,
         max_restarts=100 if job.replace else 0,
     )
-    person, command = LocalChannel.pair()
-    to_agent, to_coordinator = LocalChannel.pair()
+    user, command = LocalChannel.pair()
     launcher = ForkLauncher(job.faults)
-    with (
-        (folder / "out").open("wb", 0) as out,
-        EventLog.open(paths.events, print) as log,
-        EventLoop() as loop,
-    ):
-        events = Bus(SystemClock(), complain=print)
-        events.subscribe(log.append, *RUN_EVENTS)
+    with (folder / "out").open("wb", 0) as out:
         console = Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0)
-        agent = Agent(
-            job=folder.name,
-            coordinator=to_coordinator,
-            loop=loop,
-            starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
-            open_exchange=open_shared,
-            pool=Attachment(SharedPool.create().fd),
+        status = run_job(
+            spec,
+            State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
+            paths,
+            command,
             console=console,
+            starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
             descendants=Nobody(),
         )
-        coordinator = Coordinator(
-            spec=spec,
-            paths=paths,
-            pid=os.getpid(),
-            agent=to_agent,
-            command=command,
-            loop=loop,
-            console=console,
-            events=events,
-            clock=SystemClock(),
-            state=State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
-        )
-        with contextlib.closing(agent):
-            status = coordinator.run()
-    person.close()
+    user.close()
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("worker-*.log"))]
     results = [line.removeprefix("result ") for text in lines for line in text if line.startswith("result ")]
     return status, results, len(launcher.handles)

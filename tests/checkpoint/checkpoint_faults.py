@@ -1,4 +1,4 @@
-"""Disks that fail, and what happens at the n-th call that a write makes of the system."""
+"""Faults of the disk: at the n-th system call of a write, or when the space is used up."""
 
 import errno
 import os
@@ -13,14 +13,14 @@ CALLS.append((lockstep.checkpoint.checkpoint_files, "save_file"))
 
 
 class Countdown:
-    """Stands before the system's calls; `happens` is called before the one of that number, from 0."""
+    """Calls `fault` before the system call of a number, counted from 0."""
 
-    def __init__(self, number: int, happens: Callable[[], None]) -> None:
+    def __init__(self, number: int, fault: Callable[[], None]) -> None:
         self.left = number
-        self._happens = happens
+        self._fault = fault
 
     def install(self, put: Callable[[Any, str, Any], None]) -> None:
-        """Stand there from now on; `put` is setattr, or a monkeypatch's."""
+        """Wrap the system calls; `put` is `setattr`, or that of a monkeypatch."""
         for module, name in CALLS:
             put(module, name, self._counted(getattr(module, name)))
 
@@ -28,18 +28,18 @@ class Countdown:
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.left -= 1
             if self.left == -1:
-                self._happens()
+                self._fault()
             return original(*args, **kwargs)
 
         return counted
 
 
-def room_for(checkpoints: int, folder: Path, put: Callable[[Any, str, Any], None]) -> None:
-    """Let the disk of `folder` have room for so many checkpoints; `put` is setattr, or a monkeypatch's."""
+def limit_space(checkpoints: int, folder: Path, put: Callable[[Any, str, Any], None]) -> None:
+    """Limit the disk of `folder` to some checkpoints; `put` is `setattr`, or that of a monkeypatch."""
     original = lockstep.checkpoint.checkpoint_files.save_file
 
     def save_file(arrays: Any, path: Path) -> None:
-        # What is being written takes room from its beginning on, as do those that are half removed.
+        # Incomplete checkpoints take space, too.
         original(arrays, path)
         if len(list(folder.glob("*/state.safetensors"))) > checkpoints:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -6,7 +6,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.store import Store
 
 FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64", ml_dtypes.bfloat16)]
 OTHERS = ["bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
@@ -14,13 +15,13 @@ DTYPES = FLOATS + [np.dtype(name) for name in OTHERS]
 
 
 def sample(step: int, size: int = 12) -> Contents:
-    """Small contents, different for each step."""
+    """Return small contents, different for each step."""
     arrays = {"weights": np.arange(size, dtype=np.float32) + step, "taken": np.array(step)}
     return Contents(step, {"epoch": step // 2, "name": "model"}, arrays)
 
 
 def same(first: Any, second: Any) -> bool:
-    """Tell whether two nested values are the same in types and bits."""
+    """Whether two nested values have the same types and bits."""
     if type(first) is not type(second):
         return False
     if isinstance(first, np.ndarray | np.generic):
@@ -33,23 +34,23 @@ def same(first: Any, second: Any) -> bool:
 
 
 def equal(first: Contents, second: Contents) -> bool:
-    """Tell whether two checkpoints hold the same, in the same order."""
+    """Whether two checkpoints have the same contents, in the same order."""
     parts = [(contents.step, dict(contents.manifest), dict(contents.arrays)) for contents in (first, second)]
     return same(parts[0], parts[1])
 
 
 def is_sample(contents: Contents) -> bool:
-    """Tell whether these are the whole contents of a `sample`, of any size."""
+    """Whether these are the contents of a `sample` of any size."""
     return equal(contents, sample(contents.step, contents.arrays["weights"].size))
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of all checkpoints in the folder, each of which must be whole."""
+    """Return the steps of all checkpoints in the folder; each must be complete."""
     entries = Store(folder).entries()
     assert [entry.fault for entry in entries] == [None] * len(entries)
     return [entry.step for entry in entries]
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Names of what should not be in the folder."""
+    """Return the names of temporary files in the folder."""
     return sorted(path.name for path in folder.glob(".*") if path.name != ".lock")

@@ -1,4 +1,4 @@
-"""The modules that these tests share, with each other and with the processes that they start."""
+"""Makes the modules that these tests share importable."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Checkpoints come back bit for bit, or are said to be damaged."""
+"""Checkpoints are restored bit for bit, or reported as damaged."""
 
 import json
 import math
@@ -13,7 +13,8 @@ import xxhash
 from checkpoint_samples import DTYPES, FLOATS, equal, is_sample, sample, steps
 from safetensors.numpy import load_file
 
-from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError
 
 
@@ -29,7 +30,7 @@ def newest(folder: Path) -> Contents:
     return contents
 
 
-def test_all_dtypes_and_shapes_come_back(tmp_path: Path) -> None:
+def test_all_dtypes_and_shapes_are_restored(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     arrays: dict[str, Any] = {}
     for dtype in DTYPES:
@@ -42,7 +43,7 @@ def test_all_dtypes_and_shapes_come_back(tmp_path: Path) -> None:
     assert equal(load(Store(tmp_path).write(written)), written)
 
 
-def test_arrays_whose_elements_lie_apart(tmp_path: Path) -> None:
+def test_strided_arrays_are_restored(tmp_path: Path) -> None:
     base = np.arange(24.0).reshape(4, 6)
     arrays = {"rows": base[::2], "columns": base.T, "repeated": np.broadcast_to(np.float32(3), (2, 3))}
     read = load(Store(tmp_path).write(Contents(1, {}, arrays))).arrays
@@ -50,7 +51,7 @@ def test_arrays_whose_elements_lie_apart(tmp_path: Path) -> None:
     assert all(array.flags.writeable for array in read.values())
 
 
-def test_the_manifest_comes_back(tmp_path: Path) -> None:
+def test_the_manifest_is_restored(tmp_path: Path) -> None:
     manifest = {
         "none": None,
         "list": [1, -0.0, 0.1, math.nan, math.inf, -math.inf, True, 2**200],
@@ -62,7 +63,7 @@ def test_the_manifest_comes_back(tmp_path: Path) -> None:
     assert equal(newest(tmp_path), written)
 
 
-def test_another_program_reads_it_with_safetensors_alone(tmp_path: Path) -> None:
+def test_other_programs_can_read_the_arrays_with_safetensors(tmp_path: Path) -> None:
     path = Store(tmp_path).write(sample(5))
     arrays = load_file(path / "state.safetensors")
     assert np.array_equal(arrays["weights"], sample(5).arrays["weights"])
@@ -77,19 +78,19 @@ def test_another_program_reads_it_with_safetensors_alone(tmp_path: Path) -> None
     ]
 
 
-def test_everybody_may_read_what_the_folder_shows_to_everybody(tmp_path: Path) -> None:
+def test_files_are_readable_for_users_who_can_read_the_folder(tmp_path: Path) -> None:
     path = Store(tmp_path / "new" / "folder").write(sample(5))
     modes = [stat.S_IMODE(file.stat().st_mode) for file in sorted(path.iterdir())]
     assert modes == [path.stat().st_mode & 0o666] * 2
 
 
-def test_there_may_be_none(tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         assert Store(folder).newest(silent) is None
         assert Store(folder).entries() == []
 
 
-def test_entries(tmp_path: Path) -> None:
+def test_entries_are_sorted_and_name_faults(tmp_path: Path) -> None:
     store = Store(tmp_path)
     paths = [store.write(sample(step)) for step in (7, 5, 6)]
     (paths[2] / "manifest.json").unlink()
@@ -102,7 +103,7 @@ def test_entries(tmp_path: Path) -> None:
     assert entries[0].bytes == sum(file.stat().st_size for file in paths[1].iterdir())
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_older_checkpoints_are_removed(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=2)
     for step in (1, 2, 3, 10):
         store.write(sample(step))
@@ -111,7 +112,7 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [11]
 
 
-def test_the_one_just_written_stays_even_if_it_is_old(tmp_path: Path) -> None:
+def test_the_checkpoint_just_written_is_kept_even_if_it_is_old(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=2)
     for step in (100, 200, 1, 2):
         path = store.write(sample(step))
@@ -119,7 +120,7 @@ def test_the_one_just_written_stays_even_if_it_is_old(tmp_path: Path) -> None:
     assert steps(tmp_path) == [2, 100, 200]
 
 
-def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=2)
     store.write(sample(1))
     (store.write(sample(2)) / "state.safetensors").write_bytes(b"short")
@@ -129,7 +130,7 @@ def test_damaged_ones_do_not_count_as_kept(tmp_path: Path) -> None:
     assert steps(tmp_path) == [3, 4]
 
 
-def test_a_step_that_is_written_again_is_replaced(tmp_path: Path) -> None:
+def test_a_checkpoint_replaces_one_of_the_same_step(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for size in (3, 5):
         store.write(sample(1, size))
@@ -139,7 +140,7 @@ def test_a_step_that_is_written_again_is_replaced(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 2]
 
 
-def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
+def test_unsupported_arrays_are_named(tmp_path: Path) -> None:
     store = Store(tmp_path / "never")
     for name, array in [("a", np.ones(2, complex)), ("b", np.ones(2, ">f4")), ("__metadata__", np.ones(2))]:
         with pytest.raises(CheckpointError, match=f"cannot hold .*{name}"):
@@ -149,14 +150,14 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
-def test_a_manifest_that_json_cannot_hold_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_manifest_that_json_cannot_represent_leaves_no_files(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         Store(tmp_path).write(Contents(1, {"a": object()}, {}))
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
-def test_every_damaged_byte_is_noticed(name: str, tmp_path: Path) -> None:
+def test_every_damaged_byte_is_detected(name: str, tmp_path: Path) -> None:
     path = Store(tmp_path).write(sample(1))
     descriptor = os.open(path / name, os.O_RDWR)
     for position, byte in enumerate((path / name).read_bytes()):
@@ -171,7 +172,7 @@ def test_every_damaged_byte_is_noticed(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["state.safetensors", "manifest.json"])
-def test_every_missing_end_is_noticed(name: str, tmp_path: Path) -> None:
+def test_every_truncation_is_detected(name: str, tmp_path: Path) -> None:
     path = Store(tmp_path).write(sample(1))
     size = (path / name).stat().st_size
     for end in [size + 1, *range(size - 1, -1, -1)]:
@@ -190,7 +191,7 @@ def test_the_damaged_array_is_named(tmp_path: Path) -> None:
         load(path)
 
 
-def test_arrays_of_another_checkpoint_are_noticed(tmp_path: Path) -> None:
+def test_arrays_of_another_checkpoint_are_detected(tmp_path: Path) -> None:
     store = Store(tmp_path)
     first, second = store.write(sample(1)), store.write(sample(2))
     (second / "state.safetensors").replace(first / "state.safetensors")
@@ -200,7 +201,7 @@ def test_arrays_of_another_checkpoint_are_noticed(tmp_path: Path) -> None:
         load(second)
 
 
-def test_a_format_of_the_future_is_named(tmp_path: Path) -> None:
+def test_an_unknown_format_is_named(tmp_path: Path) -> None:
     path = Store(tmp_path).write(sample(1))
     text = (path / "manifest.json").read_bytes().split(b"\n", 1)[1].replace(b'"format":1', b'"format":2')
     seal = f'{{"checksum": "{xxhash.xxh3_128_hexdigest(text)}",\n'.encode()
@@ -209,7 +210,7 @@ def test_a_format_of_the_future_is_named(tmp_path: Path) -> None:
         load(path)
 
 
-def test_the_newest_whole_one_is_found_and_damaged_ones_are_reported(tmp_path: Path) -> None:
+def test_newest_skips_and_reports_damaged_checkpoints(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=9)
     paths = [store.write(sample(step)) for step in (1, 2, 3, 4)]
     (paths[1] / "manifest.json").unlink()
@@ -232,7 +233,7 @@ def test_the_newest_whole_one_is_found_and_damaged_ones_are_reported(tmp_path: P
     )
 
 
-def test_a_finished_job_is_known_by_its_last_step(tmp_path: Path) -> None:
+def test_finished_returns_the_last_step(tmp_path: Path) -> None:
     store = Store(tmp_path)
     assert store.finished() is None
     for step in (3, 5):

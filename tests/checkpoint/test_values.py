@@ -1,4 +1,4 @@
-"""Packing and unpacking gives back the same types and bits."""
+"""Packing and unpacking restore the same types and bits."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from lockstep.errors import CheckpointError
 
 
 def of_bits(shape: tuple[int, ...], dtype: "np.dtype[Any]", fill: bytes) -> Any:
-    """An array of these bits, repeated."""
+    """Return an array whose bytes repeat `fill`."""
     if dtype.kind == "b":
         fill = bytes(byte & 1 for byte in fill)
     count = math.prod(shape) * dtype.itemsize
@@ -61,7 +61,7 @@ values = st.recursive(
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(values)
-def test_values_come_back_with_the_same_types_and_bits(value: Any) -> None:
+def test_values_are_restored_with_the_same_types_and_bits(value: Any) -> None:
     packed, found = pack(value, "callbacks")
     text = json.dumps(packed, allow_nan=False)
     assert same(unpack(json.loads(text), found), value)
@@ -69,12 +69,12 @@ def test_values_come_back_with_the_same_types_and_bits(value: Any) -> None:
     assert all(name.encode() for name in found)
 
 
-def test_what_json_has_stands_for_itself() -> None:
+def test_json_values_are_stored_as_they_are() -> None:
     value = {"a": [None, True, 1, -0.5, "text"], "b": {"c": []}}
     assert pack(value, "x") == (value, {})
 
 
-def test_arrays_are_named_by_where_they_are_and_not_copied() -> None:
+def test_arrays_are_named_by_their_location_and_not_copied() -> None:
     first, second, third = np.ones(2), np.zeros(3), np.ones(())
     packed, found = pack({"a": [first], 3: {"b": second}, "a/0": third}, "x")
     assert list(found) == ["x/a/0", "x/3/b", "x/a/0#2"]
@@ -111,7 +111,7 @@ def endless() -> list[Any]:
         (endless, "x is nested too deeply"),
     ],
 )
-def test_what_cannot_be_packed_is_named(make: Callable[[], Any], message: str) -> None:
+def test_unsupported_values_are_named(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         pack(make(), "x")
 
@@ -129,6 +129,6 @@ def test_what_cannot_be_packed_is_named(make: Callable[[], Any], message: str) -
         {"$tuple": None},
     ],
 )
-def test_what_nobody_packed_is_refused(packed: Any) -> None:
+def test_invalid_packed_values_are_refused(packed: Any) -> None:
     with pytest.raises(CheckpointError, match="which is not a known value"):
         unpack([packed], {})

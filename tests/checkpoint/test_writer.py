@@ -1,4 +1,4 @@
-"""Checkpoints that are written in the background."""
+"""The background writer of checkpoints."""
 
 import threading
 from collections.abc import Callable
@@ -7,15 +7,16 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import sample, steps
 
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
 from lockstep.errors import CheckpointError
 
 PATIENCE = 300.0
 
 
-class Gate(Store):
-    """A store that waits to be let through, and then may fail."""
+class BlockedStore(Store):
+    """A store whose writes block until the test opens it, and then may fail."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -32,21 +33,21 @@ class Gate(Store):
         return super().write(contents, removed)
 
 
-class Heard:
-    """What a writer has said."""
+class Reports:
+    """The reports of a writer."""
 
     def __init__(self) -> None:
         self.done: list[tuple[Path, int, float]] = []
         self.failed: list[str] = []
         self.removed: list[Path] = []
 
-    def on(self, store: Store) -> Writer:
+    def writer(self, store: Store) -> Writer:
         return Writer(store, lambda *done: self.done.append(done), self.failed.append, self.removed.append)
 
 
-def test_it_writes(tmp_path: Path) -> None:
-    heard = Heard()
-    writer = heard.on(Store(tmp_path))
+def test_requested_checkpoints_are_written(tmp_path: Path) -> None:
+    reports = Reports()
+    writer = reports.writer(Store(tmp_path))
     assert not writer.busy()
     assert writer.close(0)
     for step in (1, 2):
@@ -54,61 +55,61 @@ def test_it_writes(tmp_path: Path) -> None:
         assert writer.close(PATIENCE)
         assert not writer.busy()
     assert steps(tmp_path) == [1, 2]
-    assert [(path.name[-2:], step) for path, step, _ in heard.done] == [("01", 1), ("02", 2)]
-    assert all(0 < seconds < PATIENCE for _, _, seconds in heard.done)
-    assert heard.failed == []
+    assert [(path.name[-2:], step) for path, step, _ in reports.done] == [("01", 1), ("02", 2)]
+    assert all(0 < seconds < PATIENCE for _, _, seconds in reports.done)
+    assert reports.failed == []
 
 
-def test_the_newest_request_waits_in_the_place_of_an_older_one(tmp_path: Path) -> None:
-    heard, gate = Heard(), Gate(tmp_path)
-    writer = heard.on(gate)
+def test_a_request_replaces_a_waiting_one(tmp_path: Path) -> None:
+    reports, store = Reports(), BlockedStore(tmp_path)
+    writer = reports.writer(store)
     writer.write(sample(1))
-    assert gate.reached.wait(PATIENCE)
+    assert store.reached.wait(PATIENCE)
     for step in (2, 3, 4):
         writer.write(sample(step))
     assert writer.busy()
     assert not writer.close(0)
-    gate.open.set()
+    store.open.set()
     assert writer.close(PATIENCE)
     assert steps(tmp_path) == [1, 4]
-    assert len(heard.done) == 2
+    assert len(reports.done) == 2
 
 
-def test_failures_are_told_and_the_next_one_is_written(tmp_path: Path) -> None:
-    heard, gate = Heard(), Gate(tmp_path)
-    writer = heard.on(gate)
-    gate.open.set()
+def test_failures_are_reported_and_the_next_checkpoint_is_written(tmp_path: Path) -> None:
+    reports, store = Reports(), BlockedStore(tmp_path)
+    writer = reports.writer(store)
+    store.open.set()
     for error in (CheckpointError("the disk is full"), ValueError("odd")):
-        gate.error = error
+        store.error = error
         writer.write(sample(1))
         assert writer.close(PATIENCE)
-    assert heard.failed == ["the disk is full", "cannot write the checkpoint of step 1: ValueError('odd')"]
+    assert reports.failed == ["the disk is full", "cannot write the checkpoint of step 1: ValueError('odd')"]
     writer.write(sample(2))
     assert writer.close(PATIENCE)
     assert steps(tmp_path) == [2]
 
 
-def test_a_failure_does_not_lose_the_request_that_waits(tmp_path: Path) -> None:
-    heard, gate = Heard(), Gate(tmp_path)
-    writer = heard.on(gate)
-    gate.error = CheckpointError("the disk is full")
+def test_a_failure_does_not_lose_the_waiting_request(tmp_path: Path) -> None:
+    reports, store = Reports(), BlockedStore(tmp_path)
+    writer = reports.writer(store)
+    store.error = CheckpointError("the disk is full")
     writer.write(sample(1))
-    assert gate.reached.wait(PATIENCE)
+    assert store.reached.wait(PATIENCE)
     writer.write(sample(2))
-    gate.open.set()
+    store.open.set()
     assert writer.close(PATIENCE)
-    assert (heard.failed, steps(tmp_path)) == (["the disk is full"], [2])
+    assert (reports.failed, steps(tmp_path)) == (["the disk is full"], [2])
 
 
-class Nowhere(Store):
-    """A store that keeps nothing, at once."""
+class EmptyStore(Store):
+    """A store that writes nothing."""
 
     def write(self, contents: Contents, removed: Callable[[Path], None] = print) -> Path:
         return Path(str(contents.step))
 
 
-class Slow(Writer):
-    """A writer whose first thread takes its time to end."""
+class SlowWriter(Writer):
+    """A writer whose first thread ends only when the test allows it."""
 
     def hold(self) -> None:
         self.ending: list[threading.Thread] = []
@@ -124,33 +125,33 @@ class Slow(Writer):
         return contents
 
 
-def test_a_request_just_when_the_thread_ends_is_waited_for(tmp_path: Path) -> None:
-    gate = Gate(tmp_path)
-    gate.open.set()
-    writer = Slow(gate, lambda *done: None, print, print)
+def test_close_waits_for_a_request_made_while_the_thread_ends(tmp_path: Path) -> None:
+    store = BlockedStore(tmp_path)
+    store.open.set()
+    writer = SlowWriter(store, lambda *done: None, print, print)
     writer.hold()
     writer.write(sample(1))
     assert writer.reached.wait(PATIENCE)
-    gate.open.clear()
-    gate.reached.clear()
+    store.open.clear()
+    store.reached.clear()
     writer.write(sample(2))
-    assert gate.reached.wait(PATIENCE)
+    assert store.reached.wait(PATIENCE)
     writer.go.set()
     writer.ending[0].join(PATIENCE)
     assert writer.busy()
     assert not writer.close(0)
-    gate.open.set()
+    store.open.set()
     assert writer.close(PATIENCE)
     assert steps(tmp_path) == [1, 2]
 
 
-def test_nobody_waits_for_a_thread_that_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_does_not_wait_for_a_failed_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def done(path: Path, seconds: float) -> None:
-        raise ValueError("a callback that is wrong")
+        raise ValueError("the callback failed")
 
     ended = threading.Semaphore(0)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: ended.release())
-    writer = Writer(Nowhere(tmp_path), done, print, print)
+    writer = Writer(EmptyStore(tmp_path), done, print, print)
     for _ in range(2):
         writer.write(sample(1))
         assert writer.close(PATIENCE)

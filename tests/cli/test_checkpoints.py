@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lockstep.checkpoint.choice import note_on_versions
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.resume import note_on_versions
+from lockstep.checkpoint.store import Store
 from lockstep.system.run_folder import claim_folder
 
 JOB = {"replicas": 4, "seed": 7, "threads": 1}

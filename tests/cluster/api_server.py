@@ -1,4 +1,4 @@
-"""A server on loopback that answers as Kubernetes's own does when asked for pods."""
+"""A server on loopback that answers requests for pods as the API server of Kubernetes does."""
 
 import json
 import ssl
@@ -21,7 +21,7 @@ def pod(name: str, address: str | None, phase: str = "Running", **labels: str) -
 
 
 class ApiServer(ThreadingHTTPServer):
-    """Holds the pods and what it was asked."""
+    """Holds the pods and records requests."""
 
     daemon_threads = True
 
@@ -30,7 +30,7 @@ class ApiServer(ThreadingHTTPServer):
         self.pods = pods
         self.refusal = refusal
         self.page: str | None = None
-        self.asked: list[tuple[str, str | None]] = []
+        self.requests: list[tuple[str, str | None]] = []
         self.answers = threading.Event()
         self.answers.set()
 
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         url = urlsplit(self.path)
         [selector] = parse_qs(url.query)["labelSelector"]
-        self.server.asked.append((f"{url.path}?{selector}", self.headers["Authorization"]))
+        self.server.requests.append((f"{url.path}?{selector}", self.headers["Authorization"]))
         self.server.answers.wait(300)
         if self.server.refusal:
             code, message = self.server.refusal

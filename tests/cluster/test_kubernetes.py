@@ -1,4 +1,4 @@
-"""The cluster of pods, asked for through the official client at a server that answers as Kubernetes does."""
+"""The cluster of pods, requested through the official client from a test server."""
 
 import shutil
 import socket
@@ -28,7 +28,7 @@ def server() -> Iterator[ApiServer]:
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, folder: Path, url: str) -> None:
-    """Write kubectl's configuration for a server, and let the client find it."""
+    """Write a configuration of kubectl for a server where the client finds it."""
     file = folder / "config"
     file.write_text(
         f"""
@@ -59,10 +59,10 @@ def test_running_pods_are_tasks_by_name(off: ApiServer) -> None:
     resolver = KubernetesClusterResolver(executable_location=OFF)
     expected = ["[fd00::1]:8470", "10.1.2.3:8470", "10.1.2.4:8470"]
     assert resolver.cluster_spec() == ClusterSpec({"worker": expected})
-    assert off.asked == [("/api/v1/pods?job-name=tensorflow", "Bearer of-kubectl")]
+    assert off.requests == [("/api/v1/pods?job-name=tensorflow", "Bearer of-kubectl")]
 
 
-def test_it_asks_each_time(off: ApiServer) -> None:
+def test_each_call_sends_a_request(off: ApiServer) -> None:
     resolver = KubernetesClusterResolver(tf_server_port=5, executable_location=OFF)
     for number in (1, 2):
         off.pods.append(pod(f"tf-{number}", f"10.1.2.{number}", **TENSORFLOW))
@@ -70,7 +70,7 @@ def test_it_asks_each_time(off: ApiServer) -> None:
     assert resolver.cluster_spec().task_address("worker", 1) == "10.1.2.2:5"
 
 
-def test_several_jobs_of_several_labels(off: ApiServer) -> None:
+def test_several_jobs_with_several_labels(off: ApiServer) -> None:
     off.pods = [
         pod("w-1", "10.0.0.1", job="b"),
         pod("w-2", "10.0.0.2", job="a"),
@@ -97,7 +97,7 @@ def test_the_address_of_this_process(off: ApiServer) -> None:
         resolver.master("worker", 3)
 
 
-def test_a_client_of_the_callers_is_asked(server: ApiServer) -> None:
+def test_the_callers_client_is_used(server: ApiServer) -> None:
     from kubernetes import client
 
     server.pods = [pod("tf-0", "10.0.0.1", **TENSORFLOW)]
@@ -107,14 +107,14 @@ def test_a_client_of_the_callers_is_asked(server: ApiServer) -> None:
 
 
 @pytest.mark.parametrize(("phase", "address"), [("Pending", None), ("Failed", "10.0.0.2"), ("Running", None)])
-def test_a_pod_that_does_not_run(off: ApiServer, phase: str, address: str | None) -> None:
+def test_a_pod_that_is_not_running_raises(off: ApiServer, phase: str, address: str | None) -> None:
     off.pods = [pod("tf-0", "10.0.0.1", **TENSORFLOW), pod("tf-1", address, phase, **TENSORFLOW)]
-    said = f"the pod 'tf-1' is {phase}, at {address or 'no address'}, expected Running: try again"
-    with pytest.raises(UnfitError, match=said):
+    expected = f"the pod 'tf-1' is {phase}, at {address or 'no address'}, expected Running: try again"
+    with pytest.raises(UnfitError, match=expected):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
-def test_no_pods(off: ApiServer) -> None:
+def test_no_pods_raise(off: ApiServer) -> None:
     off.pods = [pod("tf-0", "10.0.0.1", **TENSORFLOW)]
     resolver = KubernetesClusterResolver(
         {"worker": ["job-name=tensorflow", "job=x"]}, executable_location=OFF
@@ -126,17 +126,17 @@ def test_no_pods(off: ApiServer) -> None:
 
 
 @pytest.mark.parametrize("code", [401, 403, 500])
-def test_a_server_that_refuses(off: ApiServer, code: int) -> None:
+def test_a_refused_request_raises(off: ApiServer, code: int) -> None:
     off.refusal = (code, "pods is forbidden")
     with pytest.raises(UnfitError) as caught:
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
     assert f"'job-name=tensorflow', answered {code}: pods is forbidden. This process must" in str(
         caught.value
     )
-    assert len(off.asked) == 1
+    assert len(off.requests) == 1
 
 
-def test_a_server_of_another_kind(off: ApiServer) -> None:
+def test_an_answer_of_another_server_raises(off: ApiServer) -> None:
     off.page = "<html>a door to somewhere else</html>"
     with pytest.raises(UnfitError, match=r"gave no usable answer within 10 s: "):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
@@ -158,13 +158,13 @@ def test_a_server_of_another_kind(off: ApiServer) -> None:
     ],
     ids=lambda page: page[:60],
 )
-def test_an_answer_of_any_content(off: ApiServer, page: str) -> None:
+def test_invalid_answers_raise(off: ApiServer, page: str) -> None:
     off.page = page
     with pytest.raises(UnfitError):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
-def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unreachable_server_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     point_at(monkeypatch, tmp_path, f"http://127.0.0.1:{port}")
@@ -172,27 +172,27 @@ def test_a_server_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
-def test_a_server_that_says_nothing(monkeypatch: pytest.MonkeyPatch, off: ApiServer) -> None:
+def test_a_server_that_does_not_answer_raises(monkeypatch: pytest.MonkeyPatch, off: ApiServer) -> None:
     off.answers.clear()
     monkeypatch.setattr(resolving, "_PATIENCE", 0.1)
     with pytest.raises(UnfitError, match=r"gave no usable answer within 0.1 s: .*timed out"):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
-    assert len(off.asked) <= 1
+    assert len(off.requests) <= 1
 
 
-def test_no_configuration_of_kubectl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_configuration_of_kubectl_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "none"))
     with pytest.raises(UnfitError, match="finds no API server for OFF_CLUSTER: Invalid kube-config file"):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
-def test_a_configuration_of_kubectl_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_invalid_configuration_of_kubectl_raises(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     point_at(monkeypatch, tmp_path, '"{')
     with pytest.raises(UnfitError, match="finds no API server for OFF_CLUSTER: while scanning"):
         KubernetesClusterResolver(executable_location=OFF).cluster_spec()
 
 
-def test_no_pod_around_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_outside_a_pod_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(
         UnfitError, match="finds no API server for WITHIN_CLUSTER: Service host/port is not set"
@@ -201,7 +201,7 @@ def test_no_pod_around_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the server's certificate")
-def test_within_a_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_in_a_pod_uses_its_service_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     certificate, key, token = tmp_path / "ca.crt", tmp_path / "key", tmp_path / "token"
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     name = ("-subj", "/CN=kubernetes", "-addext", "subjectAltName=IP:127.0.0.1")
@@ -216,16 +216,16 @@ def test_within_a_pod(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(server.port))
     with serving(server):
         assert KubernetesClusterResolver().cluster_spec() == ClusterSpec({"worker": ["10.0.0.1:8470"]})
-    assert server.asked == [("/api/v1/pods?job-name=tensorflow", "bearer of-the-pod")]
+    assert server.requests == [("/api/v1/pods?job-name=tensorflow", "bearer of-the-pod")]
 
 
 @pytest.mark.parametrize("location", [None, 0, "WITHIN_CLUSTER"])
-def test_a_place_that_is_none(location: Any) -> None:
+def test_an_invalid_location_raises(location: Any) -> None:
     with pytest.raises(ValueError, match="expected a KubernetesExecutableLocation"):
         KubernetesClusterResolver(executable_location=location)
 
 
-def test_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_client_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(UnfitError, match=r"pip install 'keras-lockstep\[kubernetes\]'"):
         KubernetesClusterResolver().cluster_spec()

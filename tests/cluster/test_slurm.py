@@ -20,7 +20,7 @@ def _no_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 def step(
     monkeypatch: pytest.MonkeyPatch, rank: int, hosts: str, tasks: str, number: int, **more: str
 ) -> None:
-    """Set what `srun` sets for one task of a step."""
+    """Set the variables that `srun` sets for one task of a step."""
     variables = {
         "PROCID": rank,
         "STEP_NODELIST": hosts,
@@ -31,7 +31,7 @@ def step(
         monkeypatch.setenv(f"SLURM_{name}", str(value))
 
 
-def test_all_tasks_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_tasks_are_workers_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     step(monkeypatch, 1, "gpu[09-10],cpu1", "1(x3)", 3)
     resolver = SlurmClusterResolver()
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["gpu09:8888", "gpu10:8888", "cpu1:8888"]})
@@ -40,7 +40,7 @@ def test_all_tasks_are_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolver.environment == ""
 
 
-def test_hosts_stay_in_the_order_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_keep_the_order_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     step(monkeypatch, 0, "n[8-10]", "1(x3)", 3)
     assert SlurmClusterResolver().cluster_spec().job_tasks("worker") == ["n8:8888", "n9:8888", "n10:8888"]
 
@@ -48,7 +48,9 @@ def test_hosts_stay_in_the_order_of_slurm(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("rank", "task"), [(0, ("ps", 0)), (1, ("worker", 0)), (2, ("worker", 1)), (4, ("worker", 3))]
 )
-def test_jobs_take_the_tasks_by_name(monkeypatch: pytest.MonkeyPatch, rank: int, task: Any) -> None:
+def test_jobs_take_tasks_in_the_order_of_their_names(
+    monkeypatch: pytest.MonkeyPatch, rank: int, task: Any
+) -> None:
     step(monkeypatch, rank, "n[1-3]", "2(x2),1", 5, LOCALID=str(rank % 2))
     resolver = SlurmClusterResolver(jobs={"worker": 4, "ps": 1}, port_base=5000)
     expected = {"ps": ["n1:5000"], "worker": ["n1:5001", "n2:5000", "n2:5001", "n3:5000"]}
@@ -70,7 +72,7 @@ def test_the_address_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("given", [2, {"n1": 2, "n2": 2}])
-def test_tasks_a_node_may_be_given(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
+def test_tasks_per_node_can_be_given(monkeypatch: pytest.MonkeyPatch, given: Any) -> None:
     step(monkeypatch, 3, "n[1-2]", "3,1", 4)
     resolver = SlurmClusterResolver(tasks_per_node=given)
     expected = ["n1:8888", "n1:8889", "n2:8888", "n2:8889"]
@@ -90,7 +92,7 @@ def test_tasks_a_node_may_be_given(monkeypatch: pytest.MonkeyPatch, given: Any) 
         ("", {}, ""),
     ],
 )
-def test_a_task_is_shown_its_own_gpus(
+def test_each_task_sees_its_own_gpus(
     monkeypatch: pytest.MonkeyPatch, visible: str, options: Any, own: str
 ) -> None:
     step(monkeypatch, 1, "n[1-2]", "2,1", 3)
@@ -103,14 +105,14 @@ def test_a_task_is_shown_its_own_gpus(
     assert resolver.num_accelerators() == {"GPU": len([gpu for gpu in own.split(",") if gpu])}
 
 
-def test_gpus_are_left_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_set_gpu_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     step(monkeypatch, 0, "n1", "2", 2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert SlurmClusterResolver(auto_set_gpu=False).cluster_spec()
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-def test_outside_of_slurm() -> None:
+def test_a_process_outside_slurm_raises() -> None:
     with pytest.raises(
         ConfigError, match="SLURM_PROCID is not set: this is not a task of a Slurm job step; st"
     ):
@@ -118,7 +120,7 @@ def test_outside_of_slurm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "options", "said"),
+    ("changed", "options", "message"),
     [
         ({"STEP_NUM_TASKS": None}, {}, "SLURM_STEP_NUM_TASKS is not set"),
         ({"STEP_NODELIST": None}, {}, "SLURM_STEP_NODELIST is not set"),
@@ -147,8 +149,8 @@ def test_outside_of_slurm() -> None:
         ({}, {"gpus_per_node": 1}, r"2 tasks on a host cannot divide its 1 GPU \(0\)"),
     ],
 )
-def test_what_is_wrong_is_named(
-    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], options: Any, said: str
+def test_invalid_variables_and_arguments_are_named(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str | None], options: Any, message: str
 ) -> None:
     step(monkeypatch, 2, "n[1-2]", "2(x2)", 4)
     for name, value in changed.items():
@@ -156,5 +158,5 @@ def test_what_is_wrong_is_named(
             monkeypatch.delenv(f"SLURM_{name}")
         else:
             monkeypatch.setenv(f"SLURM_{name}", value)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         SlurmClusterResolver(**options)

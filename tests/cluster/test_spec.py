@@ -1,4 +1,4 @@
-"""The tasks of a cluster: what is answered and what is refused."""
+"""`ClusterSpec`: its methods and its errors."""
 
 import sys
 from typing import Any
@@ -15,7 +15,7 @@ CLUSTER = {
 }
 
 
-def test_all_that_it_answers() -> None:
+def test_methods_of_a_cluster() -> None:
     spec = ClusterSpec(CLUSTER)
     assert spec.as_dict() == CLUSTER
     assert list(spec.as_dict()["sparse"]) == [0, 3]
@@ -28,12 +28,12 @@ def test_all_that_it_answers() -> None:
     assert spec.job_tasks("sparse") == ["s0:2222", None, None, "s3:2222"]
 
 
-def test_its_text_is_in_the_order_of_names() -> None:
+def test_repr_is_sorted_by_name() -> None:
     spec = ClusterSpec({"worker": ["w0:1", "w1:1"], "ps": {1: "p1:1"}, "none": []})
     assert repr(spec) == "ClusterSpec({'none': {}, 'ps': {1: 'p1:1'}, 'worker': ['w0:1', 'w1:1']})"
 
 
-def test_what_is_equal() -> None:
+def test_equal_clusters() -> None:
     assert ClusterSpec({}) == ClusterSpec({})
     assert ClusterSpec({"job": {0: "a:1"}}) == ClusterSpec({"job": ["a:1"]})
     assert ClusterSpec({"job": {"0": "a:1"}}) == ClusterSpec({"job": ("a:1",)})
@@ -44,11 +44,11 @@ def test_what_is_equal() -> None:
 @pytest.mark.parametrize(
     "other", [{}, {"other": ["a:1", "b:1"]}, {"job": ["a:1", "c:1"]}, {"job": ["b:1", "a:1"]}, {"job": []}]
 )
-def test_what_is_not_equal(other: Any) -> None:
+def test_different_clusters(other: Any) -> None:
     assert ClusterSpec(other) != ClusterSpec({"job": ["a:1", "b:1"]})
 
 
-def test_a_copy_is_its_own() -> None:
+def test_a_cluster_copies_its_argument() -> None:
     tasks = ["a:1"]
     spec = ClusterSpec({"job": tasks})
     tasks.append("b:1")
@@ -56,7 +56,7 @@ def test_a_copy_is_its_own() -> None:
     assert spec.as_dict() == {"job": ["a:1"]}
 
 
-def test_only_one_without_jobs_is_false() -> None:
+def test_a_cluster_without_jobs_is_false() -> None:
     assert not ClusterSpec({})
     assert ClusterSpec({"job": []})
 
@@ -67,14 +67,14 @@ def test_a_job_may_have_no_tasks() -> None:
 
 
 @pytest.mark.parametrize("method", ["num_tasks", "task_indices", "job_tasks"])
-def test_a_job_that_is_not_there(method: str) -> None:
+def test_an_unknown_job_raises(method: str) -> None:
     with pytest.raises(
         ValueError, match=r"no job 'boss' in the cluster: it has \['worker', 'ps', 'sparse'\]"
     ):
         getattr(ClusterSpec(CLUSTER), method)("boss")
 
 
-def test_a_task_that_is_not_there() -> None:
+def test_an_unknown_task_raises() -> None:
     with pytest.raises(ValueError, match="no job 'boss' in the cluster"):
         ClusterSpec(CLUSTER).task_address("boss", 0)
     with pytest.raises(ValueError, match=r"no task 2 in job 'sparse': it has \[0, 3\]"):
@@ -82,7 +82,7 @@ def test_a_task_that_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "error", "said"),
+    ("cluster", "error", "message"),
     [
         (None, TypeError, "a cluster is NoneType, expected a dict"),
         (["a:1"], TypeError, "a cluster is list, expected a dict"),
@@ -94,12 +94,12 @@ def test_a_task_that_is_not_there() -> None:
         ({"job": {"x": "a:1"}}, ValueError, "an index in job 'job' is 'x', expected a whole number"),
     ],
 )
-def test_what_is_no_cluster(cluster: Any, error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_invalid_clusters_raise(cluster: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         ClusterSpec(cluster)
 
 
-def test_a_protocol_buffer_takes_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_protocol_buffer_needs_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "tensorflow", raising=False)
     with pytest.raises(BackendError, match="add `import tensorflow` first"):
         ClusterSpec(CLUSTER).as_cluster_def()

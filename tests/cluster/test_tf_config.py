@@ -1,4 +1,4 @@
-"""`TF_CONFIG`: what is read, and what is refused with which words."""
+"""Parsing `TF_CONFIG`, and the errors for invalid values."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def config(cluster: Any = TWO, task: Any = TASK, **more: Any) -> str:
     return json.dumps({"cluster": cluster, "task": task, **more})
 
 
-def test_all_that_it_can_say() -> None:
+def test_all_fields_are_parsed() -> None:
     cluster = {
         "chief": ["c:22"],
         "worker": ["a:1", "A:2", "[fd00::1]:65535"],
@@ -35,11 +35,11 @@ def test_all_that_it_can_say() -> None:
     )
 
 
-def test_the_least_that_it_must_say() -> None:
+def test_the_minimal_value_is_parsed() -> None:
     assert parse(config()) == TaskConfig(ClusterSpec(TWO), "worker", 0, None, None)
 
 
-def test_an_index_in_quotes_is_an_index() -> None:
+def test_an_index_may_be_in_quotes() -> None:
     assert parse(config(task={"type": "worker", "index": "1"})).task_id == 1
 
 
@@ -53,7 +53,7 @@ def test_a_job_may_have_no_tasks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("", "is '', which is not JSON (Expecting value"),
         ("{'cluster': 1}", "which is not JSON (Expecting property name"),
@@ -87,16 +87,16 @@ def test_a_job_may_have_no_tasks() -> None:
         (config(task={"type": "chief", "index": 0}), "of type 'chief', but only 'worker' in 'cluster'"),
         (config(task={"type": "worker", "index": 2}), "has 2 for the 'index' of 'task', but 'cluster' has 2"),
         (config({"ps": []} | TWO, {"type": "ps", "index": 0}), "but 'cluster' has 0 of type 'ps'"),
-        (config(rpc_layer=1), "has 1 for 'rpc_layer', expected a text"),
-        (config(environment=[]), "has [] for 'environment', expected a text"),
+        (config(rpc_layer=1), "has 1 for 'rpc_layer', expected a string"),
+        (config(environment=[]), "has [] for 'environment', expected a string"),
     ],
 )
-def test_what_is_wrong_is_named(text: str, said: str) -> None:
+def test_faults_are_named(text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     message = str(caught.value)
     assert message.startswith("TF_CONFIG ")
-    assert said in message
+    assert expected in message
     assert message.endswith(
         'Write it as {"cluster": {"worker": ["host1:2222", "host2:2222"]}, '
         + ('"task": {"type": "worker", "index": 0}}')
@@ -104,27 +104,27 @@ def test_what_is_wrong_is_named(text: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 1.0, True, None, "", "x", "-1", "²", [0], "1" * 5000])
-def test_an_index_is_a_whole_number(index: Any) -> None:
+def test_an_index_must_be_a_whole_number(index: Any) -> None:
     with pytest.raises(ConfigError, match="for the 'index' of 'task', expected a whole number, 0 or more"):
         parse(config(task={"type": "worker", "index": index}))
 
 
 @pytest.mark.parametrize("address", ["a", "", ":1", "fd00::1:2222", "grpc://a:1", "a b:1", "[]:1", "[::1]"])
-def test_an_address_has_a_host_and_a_port(address: str) -> None:
+def test_an_address_must_have_a_host_and_a_port(address: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(config({"worker": ["a:1", address]}))
     assert f"gives the address {address!r} to worker 1, expected a host and a port" in str(caught.value)
 
 
 @pytest.mark.parametrize("port", ["", "0", "65536", "-1", "x", "1" * 5000])
-def test_a_port_is_in_range(port: str) -> None:
+def test_a_port_must_be_in_range(port: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(config({"ps": ["b:1"], "worker": [f"a:{port}"]}))
     assert f"gives the port {port!r} to worker 0, in 'a:{port}', expected 1 to 65535" in str(caught.value)
 
 
 @pytest.mark.parametrize(("first", "second"), [("a:1", "a:1"), ("a:1", "A:1"), ("a:1", "a:01")])
-def test_an_address_is_listed_once(first: str, second: str) -> None:
+def test_an_address_must_be_unique(first: str, second: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(config({"chief": [first], "worker": ["b:1", second]}))
     assert f"gives {second!r} to chief 0 and to worker 1" in str(caught.value)
@@ -136,6 +136,6 @@ def test_a_long_text_is_shortened() -> None:
     assert len(str(caught.value)) < 500
 
 
-def test_what_is_nested_too_deeply_is_refused() -> None:
+def test_a_value_that_is_nested_too_deeply_raises() -> None:
     with pytest.raises(ConfigError, match="which is not JSON"):
         parse("[" * 100_000)

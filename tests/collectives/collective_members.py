@@ -9,13 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.collectives.contract import Communicator, Waiting, WaitPolicy
+from lockstep.collectives.contract import Communicator, PeerWait, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
@@ -43,38 +44,59 @@ class TickingClock(SystemClock):
 
 @dataclasses.dataclass
 class Member:
-    """What a script sees."""
+    """The argument of a script.
+
+    Attributes:
+        communicator: of this member.
+        plan: of the view.
+        position: of this member among the view's workers.
+        releases: how often the script has waited for a release.
+    """
 
     communicator: Communicator
     plan: ReducePlan
     position: int
-    proceed: Callable[[], None]
-    """Blocks until the test releases this member."""
+    _await_release: Callable[[], object]
+    releases: int = 0
+
+    def proceed(self) -> None:
+        """Wait until the test releases this member; each call needs a release of its own."""
+        self._await_release()
+        self.releases += 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a script ended on one member."""
+    """How a script ended on one member.
+
+    Attributes:
+        value: what the script returned.
+        error: what it raised, if anything.
+        message: of the error.
+        waits: the reports on waits of this member.
+        releases: how often the script waited for a release.
+    """
 
     value: Any = None
     error: type[BaseException] | None = None
     message: str = ""
-    waits: tuple[Waiting, ...] = ()
+    waits: tuple[PeerWait, ...] = ()
+    releases: int = 0
 
 
 class Control(Protocol):
-    """What a test can do while members run."""
+    """What a test can do to running members."""
 
     def release(self, position: int) -> None: ...
 
     def abort(self, reason: str) -> None: ...
 
-    def leave_notice(self, notice: int) -> None: ...
+    def post_notice(self, notice: int) -> None: ...
 
     def signal(self, position: int, number: int) -> None: ...
 
 
-Listener = Callable[[Control, int, Waiting], None]
+Listener = Callable[[Control, int, PeerWait], None]
 Script = Callable[..., Any]
 
 
@@ -96,16 +118,36 @@ def _release_last(control: Control, plan: ReducePlan, ended: Collection[int], ab
             control.release(position)
 
 
-def perform(script: Script, member: Member, args: Sequence[Any], waits: list[Waiting]) -> Outcome:
+def _check_releases(control: "_ReleaseCount", outcomes: dict[int, Outcome]) -> None:
+    """Raise an error if a member was released more often than its script waited for it.
+
+    A member process would read the surplus message as its next task.
+    """
+    for position, outcome in outcomes.items():
+        if outcome.error is not ProcessLookupError and outcome.releases != control.releases[position]:
+            raise AssertionError(
+                f"member {position} was released {control.releases[position]} times, "
+                f"but waited {outcome.releases} times"
+            )
+
+
+def perform(script: Script, member: Member, args: Sequence[Any], waits: list[PeerWait]) -> Outcome:
     try:
         value = script(member, *args)
     except BaseException as error:
-        return Outcome(None, type(error), str(error), tuple(waits))
-    return Outcome(value, waits=tuple(waits))
+        return Outcome(None, type(error), str(error), tuple(waits), member.releases)
+    return Outcome(value, None, "", tuple(waits), member.releases)
+
+
+class _ReleaseCount:
+    """Counts the releases of each member."""
+
+    def __init__(self) -> None:
+        self.releases: Counter[int] = Counter()
 
 
 class Threads:
-    """Members are threads, joined by a `Hub`."""
+    """Members are threads of this process, connected by a `Hub`."""
 
     name = "loopback"
 
@@ -118,32 +160,37 @@ class Threads:
         listen: Listener | None = None,
         absent: Sequence[int] = (),
     ) -> list[Outcome]:
-        """Run `script` on all members; release those that are `absent` when the others have ended."""
-        settings = settings or Settings()
-        told: queue.Queue[tuple[int, Waiting | Outcome]] = queue.Queue()
-        position_of = threading.local()
-        waits: list[list[Waiting]] = [[] for _ in plan.workers]
+        """Run `script` on all members; release the `absent` ones when the others have ended.
 
-        def observe(waiting: Waiting) -> None:
+        Raises:
+            AssertionError: a member was released more often than its script waited for it.
+        """
+        settings = settings or Settings()
+        events: queue.Queue[tuple[int, PeerWait | Outcome]] = queue.Queue()
+        position_of = threading.local()
+        waits: list[list[PeerWait]] = [[] for _ in plan.workers]
+
+        def observe(waiting: PeerWait) -> None:
             waits[position_of.value].append(waiting)
-            told.put((position_of.value, waiting))
+            events.put((position_of.value, waiting))
 
         clock = TickingClock(settings.clock_step) if settings.clock_step else None
         control = _ThreadControl(Hub(plan, settings.policy, observe, clock))
 
-        def go(position: int) -> None:
+        def serve_member(position: int) -> None:
             position_of.value = position
-            member = Member(control.hub.member(position), plan, position, control.go(position).acquire)
-            told.put((position, perform(script, member, args, waits[position])))
+            member = Member(control.hub.member(position), plan, position, control.gate(position).acquire)
+            events.put((position, perform(script, member, args, waits[position])))
 
         threads = [
-            threading.Thread(target=go, args=(position,), daemon=True) for position in range(plan.members)
+            threading.Thread(target=serve_member, args=(position,), daemon=True)
+            for position in range(plan.members)
         ]
         for thread in threads:
             thread.start()
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < plan.members:
-            position, event = told.get(timeout=DEADLINE)
+            position, event = events.get(timeout=DEADLINE)
             if isinstance(event, Outcome):
                 outcomes[position] = event
                 _release_last(control, plan, outcomes, absent)
@@ -151,35 +198,38 @@ class Threads:
                 listen(control, position, event)
         for thread in threads:
             thread.join()
+        _check_releases(control, outcomes)
         return [outcomes[position] for position in range(plan.members)]
 
     def close(self) -> None:
         pass
 
 
-class _ThreadControl:
+class _ThreadControl(_ReleaseCount):
     def __init__(self, hub: Hub) -> None:
+        super().__init__()
         self.hub = hub
-        self._go: dict[int, threading.Semaphore] = {}
+        self._gates: dict[int, threading.Semaphore] = {}
 
-    def go(self, position: int) -> threading.Semaphore:
-        return self._go.setdefault(position, threading.Semaphore(0))
+    def gate(self, position: int) -> threading.Semaphore:
+        return self._gates.setdefault(position, threading.Semaphore(0))
 
     def release(self, position: int) -> None:
-        self.go(position).release()
+        self.releases[position] += 1
+        self.gate(position).release()
 
     def abort(self, reason: str) -> None:
         self.hub.abort(reason)
 
-    def leave_notice(self, notice: int) -> None:
-        self.hub.leave_notice(notice)
+    def post_notice(self, notice: int) -> None:
+        self.hub.post_notice(notice)
 
     def signal(self, position: int, number: int) -> None:
-        raise NotImplementedError("a thread gets no signals")
+        raise NotImplementedError("threads receive no signals")
 
 
 class Processes:
-    """Members are processes that live as long as the world and take part in one view after another."""
+    """Members are processes that live as long as the world and join one view after another."""
 
     name = "shared memory"
 
@@ -195,7 +245,11 @@ class Processes:
         listen: Listener | None = None,
         absent: Sequence[int] = (),
     ) -> list[Outcome]:
-        """Run `script` on all members; release those that are `absent` when the others have ended."""
+        """Run `script` on all members; release the `absent` ones when the others have ended.
+
+        Raises:
+            AssertionError: a member was released more often than its script waited for it.
+        """
         while len(self._members) < plan.members:
             self._members.append(_start())
         members = self._members[: plan.members]
@@ -223,12 +277,12 @@ class Processes:
         outcomes: dict[int, Outcome] = {}
         end = time.monotonic() + DEADLINE
         while len(outcomes) < plan.members:
-            open_ones = {self._members[at][1]: at for at in range(plan.members) if at not in outcomes}
-            ready = wait(list(open_ones), timeout=end - time.monotonic())
+            running = {self._members[at][1]: at for at in range(plan.members) if at not in outcomes}
+            ready = wait(list(running), timeout=end - time.monotonic())
             if not ready:
-                raise TimeoutError(f"members {sorted(open_ones.values())} do not end")
+                raise TimeoutError(f"members {sorted(running.values())} do not end")
             for connection in ready:
-                position = open_ones[connection]
+                position = running[connection]
                 try:
                     event = connection.recv()
                 except (EOFError, ConnectionResetError):
@@ -239,6 +293,7 @@ class Processes:
                     _release_last(control, plan, outcomes, absent)
                 elif listen:
                     listen(control, position, event)
+        _check_releases(control, outcomes)
         return [outcomes[position] for position in range(plan.members)]
 
     def _replace(self, position: int) -> None:
@@ -255,27 +310,29 @@ class Processes:
         self._members.clear()
 
 
-class _ProcessControl:
+class _ProcessControl(_ReleaseCount):
     def __init__(
         self, segment: ControlSegment, members: list[tuple[subprocess.Popen[bytes], Connection]]
     ) -> None:
+        super().__init__()
         self._segment = segment
         self._members = members
 
     def release(self, position: int) -> None:
+        self.releases[position] += 1
         self._members[position][1].send("proceed")
 
     def abort(self, reason: str) -> None:
         self._segment.abort(reason)
 
-    def leave_notice(self, notice: int) -> None:
-        self._segment.leave_notice(notice)
+    def post_notice(self, notice: int) -> None:
+        self._segment.post_notice(notice)
 
     def signal(self, position: int, number: int) -> None:
         process, _ = self._members[position]
         process.send_signal(number)
         if number == signal.SIGKILL:
-            # As the agent does: a dead member is reaped before the others are notified.
+            # Like the agent, which reaps a dead member before it notifies the others.
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
@@ -292,18 +349,18 @@ def _start() -> tuple[subprocess.Popen[bytes], Connection]:
 
 
 def serve(fd: int) -> None:
-    """Take part in one view after another, until the test ends."""
+    """Join one view after another, until the test ends."""
     connection = Connection(fd)
     with contextlib.suppress(EOFError):
         while True:
-            _take_part(connection, recv_handle(connection), recv_handle(connection))
+            _join_view(connection, recv_handle(connection), recv_handle(connection))
 
 
-def _take_part(connection: Connection, fd: int, pool_fd: int) -> None:
+def _join_view(connection: Connection, fd: int, pool_fd: int) -> None:
     plan, position, settings, script, args = connection.recv()
-    waits: list[Waiting] = []
+    waits: list[PeerWait] = []
 
-    def observe(waiting: Waiting) -> None:
+    def observe(waiting: PeerWait) -> None:
         waits.append(waiting)
         connection.send(waiting)
 

@@ -1,4 +1,4 @@
-"""What members do in tests. Imported by member processes, so it is kept light."""
+"""Scripts that members run in tests. Member processes import this module, so it imports little."""
 
 import hashlib
 import random
@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from collective_members import Member
-from collective_twin import Array, blob_of, leaves_of, sha, twin
+from reference_sums import Array, blob_of, leaves_of, reference, sha
 
 from lockstep.collectives.contract import Leaves, Span
 from lockstep.collectives.plan import ReducePlan, halves
-from lockstep.collectives.summing import merge
 from lockstep.errors import DisagreementError
 
 
@@ -42,20 +41,21 @@ Operation = Reduce | Gather | Broadcast | Barrier
 
 
 def partials_of(plan: ReducePlan, position: int, case: Reduce) -> dict[Span, Leaves]:
-    """What a member gives: a partial a replica, one for each span it publishes, or something between."""
+    """Return a member's partials: one for each replica, for each span that it publishes, or a mixture."""
     owned = plan.owned[position]
-    single: dict[Span, Leaves] = {
-        Span(replica, replica + 1): leaves_of(case.seed, replica, case.shapes, case.dtypes)
+    replicas = {
+        replica: leaves_of(case.seed, replica, case.shapes, case.dtypes)
         for replica in range(owned.start, owned.stop)
     }
     if case.given == "replicas":
-        return single
-    if case.given == "merged":
-        return merge(plan, position, single)
-    coin = random.Random(case.seed * 97 + position)
-    spans = [part for span in plan.published[position] for part in _divide(span, coin)]
-    coin.shuffle(spans)
-    return {span: twin([single[Span(r, r + 1)] for r in range(span.start, span.stop)]) for span in spans}
+        spans = [Span(replica, replica + 1) for replica in replicas]
+    elif case.given == "merged":
+        spans = list(plan.published[position])
+    else:
+        coin = random.Random(case.seed * 97 + position)
+        spans = [part for span in plan.published[position] for part in _divide(span, coin)]
+        coin.shuffle(spans)
+    return {span: reference([replicas[replica] for replica in range(*span)]) for span in spans}
 
 
 def _divide(span: Span, coin: random.Random) -> list[Span]:
@@ -85,10 +85,12 @@ def _perform(member: Member, operation: Operation) -> str:
 
 
 def expected(plan: ReducePlan, operation: Operation) -> str:
-    """The digest that every member must return."""
+    """Return the digest that every member must return."""
     match operation:
         case Reduce(seed, shapes, dtypes):
-            return sha(twin([leaves_of(seed, replica, shapes, dtypes) for replica in range(plan.replicas)]))
+            return sha(
+                reference([leaves_of(seed, replica, shapes, dtypes) for replica in range(plan.replicas)])
+            )
         case Gather(seed, sizes):
             return digest([blob_of(seed, position, sizes[position]) for position in range(plan.members)])
         case Broadcast(seed, root, size):
@@ -106,7 +108,7 @@ def reduce(member: Member, case: Reduce, **options: Any) -> Leaves:
 
 
 def keep_total(member: Member, first: Reduce, second: Reduce) -> list[str]:
-    """Member 0 looks at its total again when all others are already waiting in the next call."""
+    """Member 0 hashes its total again while all other members wait in the next call."""
     total = reduce(member, first)
     digests = [sha(total)]
     if member.position == 0:
@@ -123,14 +125,14 @@ def properties_of_total(member: Member, case: Reduce) -> list[tuple[bool, bool, 
 
 
 def reduce_strided(member: Member, case: Reduce) -> str:
-    """Partials that are read-only, not contiguous and not aligned."""
-    strange: dict[Span, Leaves] = {}
+    """Reduce partials that are read-only, not contiguous and not aligned."""
+    strided: dict[Span, Leaves] = {}
     for span, leaves in partials_of(member.plan, member.position, case).items():
-        strange[span] = [_strange(leaf) for leaf in leaves]
-    return sha(member.communicator.reduce(strange))
+        strided[span] = [_strided(leaf) for leaf in leaves]
+    return sha(member.communicator.reduce(strided))
 
 
-def _strange(leaf: Array) -> Array:
+def _strided(leaf: Array) -> Array:
     wide = np.zeros((*leaf.shape, 3), dtype=leaf.dtype)
     wide[..., 1] = leaf
     view = wide[..., 1]
@@ -139,7 +141,7 @@ def _strange(leaf: Array) -> Array:
 
 
 def different_calls(member: Member, calls: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Each member makes its own call; afterwards all make the same one."""
+    """Each member makes its own call; then all members make the same call."""
     kind, options = calls[member.position]
     try:
         _call(member, kind, options)
@@ -158,7 +160,7 @@ def _call(member: Member, kind: str, options: dict[str, Any]) -> None:
 
 
 def call(member: Member, calls: Sequence[tuple[str, dict[str, Any]] | None]) -> None:
-    """Each member makes its own call, or waits to be released where it has none."""
+    """Each member makes its own call, or waits for its release if it has none."""
     mine = calls[member.position]
     if mine is None:
         member.proceed()
@@ -201,7 +203,7 @@ def leave_early(member: Member) -> None:
         member.communicator.gather(b"", what="evaluate 1")
 
 
-def too_big_then_small(member: Member, big: Reduce, small: Reduce) -> tuple[str, str]:
+def large_then_small(member: Member, big: Reduce, small: Reduce) -> tuple[str, str]:
     before = sha(reduce(member, small))
     try:
         reduce(member, big)
@@ -214,19 +216,19 @@ def too_big_then_small(member: Member, big: Reduce, small: Reduce) -> tuple[str,
 
 
 def limited_file_size(member: Member, big: Reduce, small: Reduce, limit: int) -> tuple[str, str]:
-    """The memfd cannot grow: a limit that the member which grows it has, for real."""
+    """Limit the file size of the member that grows the memfd."""
     if member.position > 0:
-        return too_big_then_small(member, big, small)
+        return large_then_small(member, big, small)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
-        return too_big_then_small(member, big, small)
+        return large_then_small(member, big, small)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def wait_for_the_last(member: Member) -> tuple[float, float]:
-    """Meet when the last member is released; return the seconds of waiting, before and after."""
+    """Call a barrier, the last member after its release; return the seconds of waiting before and after."""
     before = member.communicator.waited
     if member.position == member.plan.members - 1:
         member.proceed()
@@ -235,7 +237,7 @@ def wait_for_the_last(member: Member) -> tuple[float, float]:
 
 
 def notices(member: Member, calls: int) -> list[int]:
-    """Make calls that others wait for; the last member is released in the middle."""
+    """Make calls; the last member waits for its release before the middle one."""
     seen = [member.communicator.notice]
     for number in range(calls):
         if number == calls // 2 and member.position == member.plan.members - 1:

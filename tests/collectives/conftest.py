@@ -1,4 +1,4 @@
-"""The worlds that the contract's tests run in."""
+"""The worlds in which the tests of the contract run: threads and processes."""
 
 import sys
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# Member processes import the same modules, by their plain names.
+# Member processes import these modules by their plain names.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from collective_members import Processes, Threads

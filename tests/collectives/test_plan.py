@@ -1,4 +1,4 @@
-"""The tree, the slices and the work of each member, without members that run."""
+"""Reduce plans: the tree, the slices, and the sums of each member, computed in one process."""
 
 from collections.abc import Callable
 
@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from collective_members import plan_of
 from collective_scripts import Reduce, partials_of
-from collective_twin import DTYPES, FLOATS, leaves_of, sha, twin
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference_sums import DTYPES, FLOATS, leaves_of, reference, sha
 
+from lockstep.collectives.adder import Adder, Bytes, flat
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import ALIGNMENT, Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Step, Sum, cover, halves
 from lockstep.collectives.shared import packed_reduce
 from lockstep.collectives.shared.packed_reduce import PackedReduce
-from lockstep.collectives.shared.slice_reduce import SliceReduce, SliceWork, run
-from lockstep.collectives.summing import Adder, Bytes, flat, merge
+from lockstep.collectives.shared.slice_reduce import SlicePlacement, SliceReduce
 from lockstep.errors import InternalError
 from lockstep.topology import View
 
@@ -26,7 +26,7 @@ shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
 
 
 def subtrees(node: Span) -> list[Span]:
-    """All subtrees by definition, the larger ones first."""
+    """Return all subtrees by definition, larger ones first."""
     if node.stop - node.start == 1:
         return [node]
     left = 1
@@ -79,12 +79,12 @@ def test_a_sum_is_planned_in_tree_order() -> None:
         [Span(0, 0), Span(0, 4)],
     ],
 )
-def test_parts_that_do_not_make_up_a_span(parts: list[Span]) -> None:
+def test_parts_that_do_not_cover_a_span_raise(parts: list[Span]) -> None:
     with pytest.raises(InternalError):
         Sum.of(Span(0, 4), parts)
 
 
-def test_partials_of_others_are_refused() -> None:
+def test_partials_of_other_members_raise() -> None:
     plan = plan_of(4, 2)
     for spans in ([Span(0, 4)], [Span(2, 4)], [Span(0, 1)], [], [Span(0, 2), Span(2, 3)]):
         with pytest.raises(InternalError):
@@ -106,7 +106,7 @@ def test_the_plan_of_a_view() -> None:
     "view",
     [View(1, (0, 1), (0, 0)), View(1, (0, 1), (1, 0)), View(1, (0, 1), (0, 1, 0)), View(1, (0,), (0, 5))],
 )
-def test_views_without_a_plan(view: View) -> None:
+def test_views_with_invalid_owners_raise(view: View) -> None:
     with pytest.raises(InternalError):
         ReducePlan.of(view)
 
@@ -118,46 +118,48 @@ def nans(size: int) -> Bytes:
 
 
 def simulate_slices(plan: ReducePlan, case: Reduce) -> list[str]:
-    """Run all members' work one after the other in memory that starts as NaNs; return the totals' digests."""
+    """Execute the reduce of each member in turn, in memory full of NaNs; return the digests of the totals."""
     layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
-    places = SliceReduce.of(layout, plan)
-    memory = nans(layout.size), nans(places.size)
-    adder, works, owns = Adder(), [], []
+    placement = SlicePlacement.of(layout, plan)
+    memory = nans(layout.size), nans(placement.size)
+    adder, reduces, owns = Adder(), [], []
     for position in range(plan.members):
         partials = partials_of(plan, position, case)
-        works.append(SliceWork.of(layout, plan, places, position, tuple(partials), memory))
+        reduces.append(SliceReduce.of(layout, plan, placement, position, tuple(partials), memory))
         owns.append({span: flat(leaves) for span, leaves in partials.items()})
     with np.errstate(all="ignore"):
-        for work, own in zip(works, owns, strict=True):
-            run(work.publish, own, adder)
-        for work, own in zip(works, owns, strict=True):
-            run(work.total, own, adder)
+        for reduce, own in zip(reduces, owns, strict=True):
+            reduce.publish(own, adder)
+        for reduce, own in zip(reduces, owns, strict=True):
+            reduce.sum(own, adder)
     return [sha(layout.shaped(layout.views(memory[0])))]
 
 
-def simulate_packets(plan: ReducePlan, case: Reduce) -> list[str]:
-    """The same with packets."""
+def simulate_packed(plan: ReducePlan, case: Reduce) -> list[str]:
+    """Do the same with packed partials."""
     layout = Layout.of(leaves_of(case.seed, 0, case.shapes, case.dtypes))
-    totals, shared = [nans(layout.size) for _ in plan.workers], nans(packed_reduce.size(layout, plan))
-    adder, works = Adder(), []
+    totals, shared = [nans(layout.size) for _ in plan.workers], nans(packed_reduce.packed_size(layout, plan))
+    adder, reduces = Adder(), []
     with np.errstate(all="ignore"):
         for position, total in enumerate(totals):
             partials = partials_of(plan, position, case)
-            works.append(PackedReduce.of(layout, plan, position, tuple(partials), (total, shared)))
-            works[-1].publish({span: flat(leaves) for span, leaves in partials.items()}, adder)
-        for work in works:
-            work.sum(adder)
+            reduces.append(PackedReduce.of(layout, plan, position, tuple(partials), (total, shared)))
+            reduces[-1].publish({span: flat(leaves) for span, leaves in partials.items()}, adder)
+        for reduce in reduces:
+            reduce.sum(adder)
     return sorted({sha(layout.shaped(layout.views(total))) for total in totals})
 
 
-both_ways = pytest.mark.parametrize("simulate", [simulate_slices, simulate_packets])
+both_ways = pytest.mark.parametrize("simulate", [simulate_slices, simulate_packed])
 
 
 @both_ways
 @pytest.mark.parametrize("replicas", range(1, 17))
-def test_any_number_of_workers_gives_the_bits_of_the_twin(simulate: Simulate, replicas: int) -> None:
+def test_any_number_of_workers_gives_the_bits_of_the_reference(simulate: Simulate, replicas: int) -> None:
     case = Reduce(replicas, ((2, 67), (1,), (33,)), ("float32", "float64", "float16"))
-    want = sha(twin([leaves_of(case.seed, replica, case.shapes, case.dtypes) for replica in range(replicas)]))
+    want = sha(
+        reference([leaves_of(case.seed, replica, case.shapes, case.dtypes) for replica in range(replicas)])
+    )
     for workers in range(1, replicas + 1):
         for style in ("replicas", "merged", "mixed"):
             assert simulate(plan_of(replicas, workers), case._replace(given=style)) == [want], (
@@ -169,7 +171,7 @@ def test_any_number_of_workers_gives_the_bits_of_the_twin(simulate: Simulate, re
 @both_ways
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
-def test_any_leaves_give_the_bits_of_the_twin(simulate: Simulate, data: st.DataObject) -> None:
+def test_any_leaves_give_the_bits_of_the_reference(simulate: Simulate, data: st.DataObject) -> None:
     replicas = data.draw(st.integers(1, 16))
     workers = data.draw(st.integers(1, replicas))
     leaves = data.draw(st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=4))
@@ -177,13 +179,15 @@ def test_any_leaves_give_the_bits_of_the_twin(simulate: Simulate, data: st.DataO
     case = Reduce(
         data.draw(st.integers(0, 99)), tuple(a for a, _ in leaves), tuple(b for _, b in leaves), style
     )
-    want = sha(twin([leaves_of(case.seed, replica, case.shapes, case.dtypes) for replica in range(replicas)]))
+    want = sha(
+        reference([leaves_of(case.seed, replica, case.shapes, case.dtypes) for replica in range(replicas)])
+    )
     assert simulate(plan_of(replicas, workers), case) == [want]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("size", [1, 15, 16, 17, 100_003])
-def test_two_nans_add_up_to_the_same_one_everywhere(dtype: str, size: int) -> None:
+def test_the_sum_of_two_nans_does_not_depend_on_the_position(dtype: str, size: int) -> None:
     one, other = (leaves_of(1, replica, ((1,),), (dtype,))[0] for replica in (0, 1))
     one, other = np.full(size, np.nan, one.dtype), -np.full(size, np.nan, other.dtype)
     case_plan, out = Sum.of(Span(0, 2), [Span(0, 1), Span(1, 2)]), np.empty_like(one)
@@ -193,20 +197,9 @@ def test_two_nans_add_up_to_the_same_one_everywhere(dtype: str, size: int) -> No
     assert other.tobytes() == out.tobytes()
 
 
-def test_merge_gives_the_published_spans_and_passes_on_what_is_one() -> None:
-    plan = plan_of(7, 3)
-    case = Reduce(3, ((5, 5), ()), ("float32", "bfloat16"))
-    partials = partials_of(plan, 0, case)
-    merged = merge(plan, 0, partials)
-    assert list(merged) == [Span(0, 2), Span(2, 3)]
-    assert merged[Span(2, 3)] is partials[Span(2, 3)]
-    assert sha(merged[Span(0, 2)]) == sha(twin([partials[Span(0, 1)], partials[Span(1, 2)]]))
-    assert merge(plan, 0, merged) == merged
-
-
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(leaves=st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), max_size=6), members=st.integers(1, 9))
-def test_slices_share_out_every_element_once_and_evenly(
+def test_slices_contain_every_element_once_and_are_even(
     leaves: list[tuple[tuple[int, ...], str]], members: int
 ) -> None:
     layout = Layout.of(leaves_of(0, 0, [a for a, _ in leaves], [b for _, b in leaves]))

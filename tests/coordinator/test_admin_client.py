@@ -22,7 +22,7 @@ from lockstep.coordinator.admin_socket import AdminSocket, address
 from lockstep.errors import ConfigError
 from lockstep.protocol.admin import (
     MAX_PACKET,
-    Order,
+    AdminRequest,
     Refused,
     Reply,
     ScaleRequest,
@@ -62,7 +62,7 @@ class PlayedJob:
 
     def __init__(self, name: str, since: float) -> None:
         self.door = AdminSocket.open(name, self.answer)
-        self.orders: list[Order] = []
+        self.orders: list[AdminRequest] = []
         self.since = since
         self.wanted = 3
         self._wake, self._woken = socket.socketpair()
@@ -74,7 +74,7 @@ class PlayedJob:
         name = self.door.name
         return Status(name, "a.py", 7, f"/runs/{name}", self.since, 4, (0, 2), (), self.wanted, "fit 1")
 
-    def answer(self, order: Order) -> Reply:
+    def answer(self, order: AdminRequest) -> Reply:
         self.orders.append(order)
         match order:
             case ScaleRequest(workers) if workers > 4:
@@ -192,7 +192,7 @@ def test_a_job_that_nobody_can_reach_any_more_is_named(jobs: Jobs) -> None:
         paused.listen(0)
         crowd(jobs.name, clients)
         assert running_jobs(patience=0.01) == ((), (jobs.name,))
-        with pytest.raises(ConfigError, match=rf"{jobs.name} has not answered in 0.01 seconds; try again$"):
+        with pytest.raises(ConfigError, match=rf"{jobs.name} has not replied in 0.01 seconds; try again$"):
             send(jobs.name, StatusRequest(), patience=0.01)
 
 
@@ -236,7 +236,7 @@ def test_nothing_can_be_sent_to_nobody(jobs: Jobs) -> None:
 def test_a_job_that_does_not_answer_can_be_killed(jobs: Jobs) -> None:
     door = jobs.play_silent()
     advice = f"try again, or kill the whole job with kill -KILL {os.getpid()}"
-    with pytest.raises(ConfigError, match=f"^{door.name} has not answered in 0.01 seconds; {advice}$"):
+    with pytest.raises(ConfigError, match=f"^{door.name} has not replied in 0.01 seconds; {advice}$"):
         send(door.name, StopRequest(), patience=0.01)
 
 

@@ -21,15 +21,15 @@ from lockstep.errors import UnfitError
 from lockstep.protocol.admin import (
     MAX_PACKET,
     MAX_TEXT,
-    Order,
+    AdminRequest,
     Refused,
     Reply,
     ScaleRequest,
     Status,
     StatusRequest,
     StopRequest,
-    decode_order,
     decode_reply,
+    decode_request,
     encode,
 )
 
@@ -74,16 +74,16 @@ class AdminSockets:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.orders: list[Order] = []
+        self.orders: list[AdminRequest] = []
         self.opened: list[AdminSocket] = []
         self.clients: list[socket.socket] = []
 
-    def answer(self, order: Order) -> Reply:
+    def answer(self, order: AdminRequest) -> Reply:
         self.orders.append(order)
         return STATUS
 
     def open(
-        self, name: str | None = None, answer: Callable[[Order], Reply] | None = None, **options: Any
+        self, name: str | None = None, answer: Callable[[AdminRequest], Reply] | None = None, **options: Any
     ) -> AdminSocket:
         self.opened.append(
             AdminSocket.open(self.name if name is None else name, answer or self.answer, **options)
@@ -136,15 +136,15 @@ def descriptors() -> set[int]:
     | st.builds(Refused, texts)
     | st.builds(Status, texts, texts, counts, texts, st.floats(0, 1e10), counts, ids, ids, counts, texts)
 )
-def test_decode_inverts_encode(message: Order | Reply) -> None:
-    decode: Callable[[bytes], object] = decode_order if isinstance(message, Order) else decode_reply
+def test_decode_inverts_encode(message: AdminRequest | Reply) -> None:
+    decode: Callable[[bytes], object] = decode_request if isinstance(message, AdminRequest) else decode_reply
     assert decode(encode(message)) == message
 
 
 @given(st.binary())
 def test_no_order_is_a_value_error(packet: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        decode_order(packet)
+        decode_request(packet)
     with pytest.raises(ValueError, match=r"."):
         decode_reply(packet)
 
@@ -156,7 +156,7 @@ def test_texts_are_sent_within_bounds() -> None:
 
 
 @pytest.mark.parametrize("order", [StatusRequest(), ScaleRequest(3), StopRequest()])
-def test_an_order_is_answered(sockets: AdminSockets, order: Order) -> None:
+def test_an_order_is_answered(sockets: AdminSockets, order: AdminRequest) -> None:
     admin = sockets.open()
     assert not is_readable(admin)
     client = sockets.connect(admin, encode(order))
@@ -282,7 +282,7 @@ def test_another_user_is_a_stranger(sockets: AdminSockets) -> None:
 
 
 def test_what_the_answer_raises_is_raised_and_the_client_let_go(sockets: AdminSockets) -> None:
-    def fail(order: Order) -> Reply:
+    def fail(order: AdminRequest) -> Reply:
         raise OSError("the agent's own")
 
     admin = sockets.open(answer=fail)
@@ -300,7 +300,7 @@ def test_a_state_that_is_too_large_to_be_told_says_so(sockets: AdminSockets) -> 
     admin.serve()
     reply = decode_reply(client.recv(MAX_PACKET))
     assert isinstance(reply, Refused)
-    assert reply.reason.startswith("cannot send the answer: a message of ")
+    assert reply.reason.startswith("cannot send the reply: a message of ")
 
 
 def test_a_name_that_is_taken_gets_a_number(sockets: AdminSockets) -> None:

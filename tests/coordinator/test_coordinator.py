@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.coordinator import coordinator
 from lockstep.coordinator.admin_socket import address
 from lockstep.coordinator.coordinator import Coordinator
 from lockstep.observability.bus import Bus
@@ -18,7 +19,7 @@ from lockstep.observability.event_log import EventLog
 from lockstep.observability.events import RUN_EVENTS, StrategyInstalled
 from lockstep.protocol.admin import (
     MAX_PACKET,
-    Order,
+    AdminRequest,
     Reply,
     Status,
     StatusRequest,
@@ -30,6 +31,7 @@ from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import (
     AllReported,
     BeginView,
+    DropOutput,
     EndHost,
     HostEnded,
     HostReport,
@@ -191,6 +193,58 @@ def test_workers_are_heard_before_a_stop_counts(job: Callable[[State], Job]) -> 
     ]
 
 
+def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
+    job: Callable[[State], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_REPORT_PATIENCE", 0.01)
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case SignalProcess(worker, number):
+                # The late answer to `ReportAll` changes nothing.
+                return [AllReported(), ProcessExited(worker, -number)]
+        return ends(instruction)
+
+    made.reacts = react
+    made.command.send(Stop(signal.SIGINT))
+    assert made.coordinator.run() == 130
+    assert made.told.index(ReportAll()) < made.told.index(SignalProcess(0, signal.SIGINT))
+
+
+def test_a_job_ends_without_the_last_report_of_its_agent(
+    job: Callable[[State], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_END_PATIENCE", 0.01)
+    made = job(new_state())
+    made.reacts = lambda instruction: (
+        [ProcessExited(instruction.worker, 0)] if isinstance(instruction, StartProcess) else []
+    )
+    assert made.coordinator.run() == 0
+    assert made.told[-1] == EndHost(0.5)
+    assert b"the agent has not ended all processes within 0.01 s\n" in (made.folder / "err").read_bytes()
+
+
+def test_workers_do_not_wait_for_a_slow_terminal_once_the_job_is_stopped(
+    job: Callable[[State], Job],
+) -> None:
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case ReportAll():
+                return [AllReported()]
+            case SignalProcess(worker, number):
+                return [ProcessExited(worker, -number)]
+        return ends(instruction)
+
+    made.reacts = react
+    made.command.send(Stop(signal.SIGINT))
+    assert made.coordinator.run() == 130
+    assert made.told.index(DropOutput(True)) < made.told.index(ReportAll())
+    assert DropOutput(False) not in made.told
+
+
 @pytest.mark.parametrize(
     ("report", "message"),
     [
@@ -276,7 +330,7 @@ def test_the_status_names_the_members(job: Callable[[State], Job]) -> None:
     assert (status.workers, status.joining, status.wanted, status.replicas) == ((0, 1), (), 2, 4)
 
 
-def order(job: Job, order: Order) -> Reply:
+def order(job: Job, order: AdminRequest) -> Reply:
     """Give an order to a job, as another process would."""
     admin = job.coordinator._admin
     assert admin is not None

@@ -9,7 +9,7 @@ from lockstep.errors import InternalError
 
 
 @given(st.integers(1, 100), st.integers(1, 12))
-def test_the_shares_are_the_batch_in_order_and_their_weights_add_up(examples: int, replicas: int) -> None:
+def test_shares_cover_the_batch_in_order_and_their_weights_sum_to_one(examples: int, replicas: int) -> None:
     rows = np.arange(examples)
     batch = GlobalBatch(examples, lambda wanted: rows[wanted], lambda: b"")
     shares = [batch.share(replica, replicas) for replica in range(replicas)]
@@ -18,7 +18,7 @@ def test_the_shares_are_the_batch_in_order_and_their_weights_add_up(examples: in
     assert sum(share.weight for share in shares) == 1 or abs(sum(s.weight for s in shares) - 1) < 1e-12
 
 
-def test_only_the_rows_of_a_share_are_read() -> None:
+def test_a_share_reads_only_its_rows() -> None:
     read: list[slice] = []
     batch = GlobalBatch(10, read.append, lambda: b"")
     share = batch.share(1, 4)
@@ -28,7 +28,7 @@ def test_only_the_rows_of_a_share_are_read() -> None:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
-def test_what_replicas_bring_counts_by_its_examples(counts: list[int]) -> None:
+def test_shares_of_a_joined_batch_are_weighted_by_their_examples(counts: list[int]) -> None:
     batch = JoinedBatch.of(counts, lambda replica: replica * 10, lambda: b"c")
     shares = [batch.share(replica, len(counts)) for replica in range(len(counts))]
     assert batch.examples == sum(counts)
@@ -39,14 +39,14 @@ def test_what_replicas_bring_counts_by_its_examples(counts: list[int]) -> None:
         batch.read(slice(0, 1))
 
 
-def test_a_digest_of_strings_is_one_of_their_texts() -> None:
+def test_the_digest_of_strings_depends_on_their_text() -> None:
     texts = np.array([b"ab", b"c"], object)
     assert digest_arrays([texts]) == digest_arrays([np.array(["ab", "c"], object)])
     assert digest_arrays([texts]) != digest_arrays([np.array([b"a", b"bc"], object)])
     assert digest_arrays([np.array(["ab"])]) != digest_arrays([np.array(["cd"])])
 
 
-def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
+def test_digests_differ_by_values_shapes_and_dtypes() -> None:
     zeros = np.zeros((2, 3), np.float32)
     others = [zeros + 1, zeros.reshape(3, 2), zeros.astype(np.int32), zeros[:1]]
     digests = {digest_arrays([array]) for array in [zeros, *others]}
@@ -56,7 +56,7 @@ def test_a_digest_tells_values_shapes_and_dtypes_apart() -> None:
 
 
 @given(st.integers(1, 10_000))
-def test_sampled_rows_are_few_and_include_the_ends(count: int) -> None:
+def test_sampled_rows_are_limited_and_include_the_first_and_the_last(count: int) -> None:
     rows = sample_rows(count)
     assert rows[0] == 0
     assert rows[-1] == count - 1

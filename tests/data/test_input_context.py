@@ -6,7 +6,7 @@ from lockstep.data.input_context import InputContext
 
 
 @given(st.integers(1, 1000), st.integers(1, 64))
-def test_the_replicas_batches_make_up_the_global_batch_or_it_is_refused(batch: int, replicas: int) -> None:
+def test_batch_sizes_per_replica_add_up_or_raise(batch: int, replicas: int) -> None:
     context = InputContext(replicas, replicas - 1, replicas)
     if batch % replicas:
         with pytest.raises(ValueError, match=f"{batch} examples .* evenly over {replicas} replicas"):
@@ -15,7 +15,7 @@ def test_the_replicas_batches_make_up_the_global_batch_or_it_is_refused(batch: i
         assert context.get_per_replica_batch_size(batch) * replicas == batch
 
 
-def test_a_context_is_that_of_a_single_pipeline_unless_it_is_said() -> None:
+def test_a_context_has_one_pipeline_by_default() -> None:
     assert InputContext() == InputContext(1, 0, 1)
     assert repr(InputContext(3, 1, 3)) == (
         "InputContext(num_input_pipelines=3, input_pipeline_id=1, num_replicas_in_sync=3)"

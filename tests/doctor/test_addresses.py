@@ -1,4 +1,4 @@
-"""`TF_CONFIG` in a shell: what it does to a script, and whether its addresses serve."""
+"""`TF_CONFIG` in a shell: its effect on a script, and whether its addresses are usable."""
 
 import contextlib
 import json
@@ -16,15 +16,15 @@ import pytest
 
 from lockstep.cluster.tf_config import parse
 from lockstep.doctor import addresses
-from lockstep.doctor.addresses import LONGEST_WAIT, Place, examine_tf_config, judge
+from lockstep.doctor.addresses import LONGEST_WAIT, TaskAddress, examine_tf_config, judge
 from lockstep.doctor.finding import Finding, Rating
 from lockstep.errors import ConfigError, PeerStuckError
 from lockstep.rendezvous.addresses import check_free, resolve
-from lockstep.rendezvous.waiting import WaitNotices
+from lockstep.rendezvous.waiting import WaitMessages
 from lockstep.system.environment import tf_config
 
 HOSTS = {"localhost": "127.0.0.1", "here": "127.0.0.1", "elsewhere": "192.0.2.1", "127.0.0.1": "127.0.0.1"}
-"""192.0.2.1 is no machine's."""
+"""192.0.2.1 belongs to no machine."""
 
 
 def find(host: str) -> str:
@@ -54,7 +54,7 @@ def listening() -> Iterator[int]:
 
 @pytest.fixture
 def free() -> Callable[[], int]:
-    """Returns ports where nothing listens, each once."""
+    """Return a function that returns free ports, each once."""
     given: set[int] = set()
 
     def port() -> int:
@@ -67,12 +67,12 @@ def free() -> Callable[[], int]:
     return port
 
 
-def test_not_set() -> None:
+def test_no_findings_without_the_variable() -> None:
     assert rows(None) == {}
 
 
 @pytest.mark.parametrize("text", ["", "{'cluster'", "[1]", '{"cluster": {"worker": ["a"]}}', written({})])
-def test_a_fault_is_named_as_a_script_would(text: str) -> None:
+def test_an_invalid_value_is_a_warning_with_its_fault(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     finding = rows(text)["TF_CONFIG"]
@@ -80,7 +80,7 @@ def test_a_fault_is_named_as_a_script_would(text: str) -> None:
     assert finding.reason == str(caught.value)
 
 
-def test_two_workers_of_this_machine(free: Callable[[], int]) -> None:
+def test_two_workers_on_this_machine_are_fine(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"here:{free()}", f"here:{free()}"]}, index=1))
     assert list(found) == ["TF_CONFIG", "TF_CONFIG: addresses"]
     assert found["TF_CONFIG: addresses"].reason == "all 2 belong to this machine, and their ports are free"
@@ -93,45 +93,45 @@ def test_two_workers_of_this_machine(free: Callable[[], int]) -> None:
     assert finding.remedy.startswith("unset TF_CONFIG if it is left over")
 
 
-def test_a_script_waits_as_long_as_is_said() -> None:
-    patient = WaitNotices("worker 0", 0.0)
+def test_the_stated_limit_is_that_of_a_script() -> None:
+    patient = WaitMessages("worker 0", 0.0)
     patient.line(LONGEST_WAIT - 1)
     with pytest.raises(PeerStuckError):
         patient.line(LONGEST_WAIT)
 
 
-def test_other_addresses_of_this_machine_are_meant() -> None:
+def test_addresses_that_are_not_loopback_are_fine() -> None:
     config = parse(written({"worker": ["a:1", "b:1"]}))
-    places = [Place("worker 0", "a:1", "10.0.0.1"), Place("worker 1", "b:1", "127.0.0.1")]
+    places = [TaskAddress("worker 0", "a:1", "10.0.0.1"), TaskAddress("worker 1", "b:1", "127.0.0.1")]
     assert [finding.rating for finding in judge(config, places)] == [Rating.FINE] * 2
     assert judge(config, places)[0].reason.startswith(
         "this process is worker 0, one of 2 tasks that train: a "
     )
 
 
-def test_many_others_are_counted() -> None:
+def test_many_other_tasks_are_counted() -> None:
     config = parse(written({"chief": ["a:1"], "worker": [f"a:{port}" for port in range(2, 12)]}))
     reason = judge(config, [])[0].reason
     assert "waits for chief 0, worker 1, worker 2, worker 3 and 6 more" in reason
 
 
-def test_a_job_of_lockstep_run_has_left_it() -> None:
+def test_a_value_set_by_lockstep_run_is_a_warning() -> None:
     def never(host: str) -> str:
         raise AssertionError(host)
 
     [finding] = rows(tf_config(0, 2), resolve=never).values()
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("it was set in a job of lockstep run")
+    assert finding.reason.startswith("a job of lockstep run has set it")
 
 
-def test_a_cluster_of_one(free: Callable[[], int]) -> None:
+def test_a_single_training_task_is_a_warning(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"localhost:{free()}"]}))
     assert found["TF_CONFIG"].rating is Rating.WARNING
     assert found["TF_CONFIG"].reason.startswith("worker 0 is the only task that trains")
     assert found["TF_CONFIG: addresses"].rating is Rating.FINE
 
 
-def test_an_address_that_nobody_uses_does_no_harm() -> None:
+def test_faults_of_unused_addresses_are_fine() -> None:
     with listening() as port:
         found = rows(written({"worker": ["nowhere:1"], "ps": [f"here:{port}", "elsewhere:1"]}))
     assert [finding.rating for finding in found.values()] == [Rating.WARNING] + [Rating.FINE] * 3
@@ -149,7 +149,7 @@ def test_a_parameter_server_and_an_evaluator() -> None:
     assert finding.reason.startswith("this process is the evaluator")
 
 
-def test_a_host_without_an_address(free: Callable[[], int]) -> None:
+def test_an_unknown_host_is_a_warning(free: Callable[[], int]) -> None:
     found = rows(written({"worker": [f"here:{free()}", "nowhere:2"]}))
     finding = found["TF_CONFIG: worker 1"]
     assert finding.rating is Rating.WARNING
@@ -164,12 +164,12 @@ def test_a_reserved_name_has_no_address() -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64])
-def test_a_name_that_cannot_be_one(host: str) -> None:
+def test_an_invalid_name_of_a_host_is_a_warning(host: str) -> None:
     found = rows(written({"worker": [f"{host}:1", "127.0.0.1:2"]}), resolve=addresses.resolve_host)
     assert "the host cannot be resolved" in found["TF_CONFIG: worker 0"].reason
 
 
-def test_a_name_service_that_does_not_answer(free: Callable[[], int]) -> None:
+def test_a_name_service_that_does_not_answer_is_a_warning(free: Callable[[], int]) -> None:
     answer, port = threading.Event(), free()
 
     def slow(host: str) -> str:
@@ -188,7 +188,7 @@ def test_a_name_service_that_does_not_answer(free: Callable[[], int]) -> None:
     assert list(found) == ["TF_CONFIG", "TF_CONFIG: worker 0"]
 
 
-def test_hosts_are_asked_for_at_once_and_once() -> None:
+def test_each_host_is_resolved_once_and_in_parallel() -> None:
     together, asked = threading.Barrier(3, timeout=30), []
 
     def meet(host: str) -> str:
@@ -200,7 +200,7 @@ def test_hosts_are_asked_for_at_once_and_once() -> None:
     assert sorted(asked) == ["a", "b", "c"]
 
 
-def test_an_address_of_another_machine_is_refused_as_a_script_does() -> None:
+def test_an_address_of_another_machine_is_a_warning() -> None:
     found = rows(written({"worker": ["here:1", "elsewhere:2"]}))
     finding = found["TF_CONFIG: worker 1"]
     assert finding.rating is Rating.WARNING
@@ -213,7 +213,7 @@ def test_an_address_of_another_machine_is_refused_as_a_script_does() -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_port_that_is_taken_and_by_whom(free: Callable[[], int], index: int) -> None:
+def test_the_user_of_a_port_is_named(free: Callable[[], int], index: int) -> None:
     with listening() as port:
         found = rows(written({"worker": [f"here:{free()}", f"here:{port}"]}, index=index))
         with pytest.raises(ConfigError, match="is in use by"):
@@ -225,7 +225,7 @@ def test_a_port_that_is_taken_and_by_whom(free: Callable[[], int], index: int) -
     assert "TF_CONFIG: worker 0" not in found
 
 
-def test_a_port_that_another_process_has(free: Callable[[], int]) -> None:
+def test_another_process_that_uses_a_port_is_named(free: Callable[[], int]) -> None:
     script = (
         "import socket, sys\n"
         "server = socket.create_server(('0.0.0.0', 0))\n"
@@ -241,7 +241,7 @@ def test_a_port_that_another_process_has(free: Callable[[], int]) -> None:
     assert f"(process {process.pid})" in found["TF_CONFIG: chief 0"].reason
 
 
-def test_who_listens_there_is_named_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listening_process_is_named_before_connected_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as port:
         [own] = [found for found in psutil.net_connections("tcp") if found.laddr.port == port]
         elsewhere = own._replace(laddr=own.laddr._replace(ip="127.0.0.2"), pid=1)
@@ -251,7 +251,7 @@ def test_who_listens_there_is_named_first(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"(process {os.getpid()})" in found["TF_CONFIG: worker 0"].reason
 
 
-def test_whose_port_it_is_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_user_of_a_port_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening() as port:
         text = written({"worker": [f"here:{port}", "here:1"]})
         mine = [found._replace(pid=None) for found in psutil.net_connections("tcp")]
@@ -267,7 +267,7 @@ def test_whose_port_it_is_may_not_be_seen(monkeypatch: pytest.MonkeyPatch) -> No
         assert "by another program that is not visible" in rows(text)["TF_CONFIG: worker 0"].reason
 
 
-def test_a_port_that_was_only_left_is_free(free: Callable[[], int]) -> None:
+def test_a_port_with_a_closed_connection_is_free(free: Callable[[], int]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         client = socket.create_connection(("127.0.0.1", port))
@@ -278,7 +278,7 @@ def test_a_port_that_was_only_left_is_free(free: Callable[[], int]) -> None:
     assert "TF_CONFIG: addresses" in found
 
 
-def test_an_ipv6_address(free: Callable[[], int]) -> None:
+def test_ipv6_addresses_are_supported(free: Callable[[], int]) -> None:
     text = written({"worker": [f"[::1]:{free()}", f"[::1]:{free()}"]})
     found = rows(text, resolve=addresses.resolve_host)
     if not Path("/proc/net/if_inet6").exists():

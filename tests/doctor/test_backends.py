@@ -1,4 +1,4 @@
-"""What becomes of what a backend's process tells, however far it came."""
+"""Findings on backends, judged from complete and incomplete reports of their processes."""
 
 import json
 from dataclasses import replace
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.doctor import backends, training
-from lockstep.doctor.backends import Answer
+from lockstep.doctor import backends, trial_training
+from lockstep.doctor.backends import ProbeReport
 from lockstep.doctor.finding import Finding, Rating
 from lockstep.doctor.gpus import GpuReading
-from lockstep.doctor.programs import Ended
+from lockstep.doctor.programs import ProgramResult
 
 NO_GPU = GpuReading(None, (), "no NVIDIA driver", "")
 BUILT = {"built": {"version": "1.0", "cuda": None, "cudnn": None}}
@@ -20,24 +20,26 @@ CPU = {"devices": ["cpu"]}
 COMPUTED = {"device": "cpu", "fault": "", "same": True}
 
 
-def answer(*parts: dict[str, Any], status: int | None = 0, errors: str = "") -> Answer:
-    return Answer.of(Ended(status, "".join(json.dumps(part) + "\n" for part in parts), errors, 14.0))
+def report(*parts: dict[str, Any], status: int | None = 0, errors: str = "") -> ProbeReport:
+    return ProbeReport.of(
+        ProgramResult(status, "".join(json.dumps(part) + "\n" for part in parts), errors, 14.0)
+    )
 
 
-def judged(answer: Answer, gpus: int = 0, *, chosen: bool = True) -> list[Finding]:
-    return backends.judge("jax", answer, NO_GPU, gpus, chosen=chosen)
+def judged(report: ProbeReport, gpus: int = 0, *, chosen: bool = True) -> list[Finding]:
+    return backends.judge("jax", report, NO_GPU, gpus, chosen=chosen)
 
 
 def test_a_backend_that_computes_is_fine() -> None:
-    findings = judged(answer(BUILT, CPU, COMPUTED))
+    findings = judged(report(BUILT, CPU, COMPUTED))
     assert [finding.rating for finding in findings] == [Rating.FINE] * 2
     assert findings[-1].name == "jax computes on cpu"
     assert findings[-1].reason == "the same bits twice"
 
 
 @pytest.mark.parametrize(("chosen", "rating"), [(True, Rating.FAILURE), (False, Rating.WARNING)])
-def test_a_backend_that_cannot_be_imported(chosen: bool, rating: Rating) -> None:
-    (finding,) = judged(answer(status=1, errors="Traceback\nImportError: libfoo.so"), chosen=chosen)
+def test_a_failed_import_is_reported(chosen: bool, rating: Rating) -> None:
+    (finding,) = judged(report(status=1, errors="Traceback\nImportError: libfoo.so"), chosen=chosen)
     assert finding.rating == rating
     assert finding.reason == "during import it exited with status 1: ImportError: libfoo.so"
 
@@ -50,55 +52,55 @@ def test_a_backend_that_cannot_be_imported(chosen: bool, rating: Rating) -> None
         ([BUILT, CPU, COMPUTED], "at exit"),
     ],
 )
-def test_a_crash_is_a_row_that_says_how_far_it_came(parts: list[dict[str, Any]], where: str) -> None:
-    finding = judged(answer(*parts, status=-11))[-1]
+def test_a_crash_is_reported_with_the_last_stage(parts: list[dict[str, Any]], where: str) -> None:
+    finding = judged(report(*parts, status=-11))[-1]
     assert finding.rating == Rating.FAILURE
     assert finding.reason == f"{where} it was killed by SIGSEGV"
 
 
-def test_a_backend_that_hangs_is_told_with_the_time() -> None:
-    finding = judged(answer(BUILT, status=None))[-1]
+def test_a_hanging_backend_is_reported_with_the_time() -> None:
+    finding = judged(report(BUILT, status=None))[-1]
     assert finding.reason == "while listing its devices it was still running after 14 s"
     assert "try again" in finding.remedy
     assert finding.rating == Rating.FAILURE
 
 
 @pytest.mark.parametrize(("seconds", "slow"), [(14.0, False), (45.0, True)])
-def test_a_backend_that_is_slow_is_a_warning(seconds: float, slow: bool) -> None:
-    told = answer(BUILT, CPU, COMPUTED)
-    findings = judged(replace(told, ended=replace(told.ended, seconds=seconds)))
+def test_a_slow_backend_is_a_warning(seconds: float, slow: bool) -> None:
+    fast = report(BUILT, CPU, COMPUTED)
+    findings = judged(replace(fast, result=replace(fast.result, seconds=seconds)))
     verdicts = {finding.name: finding.rating for finding in findings}
     assert verdicts.get("jax is slow") == (Rating.WARNING if slow else None)
     assert max(verdicts.values()) == (Rating.WARNING if slow else Rating.FINE)
 
 
-def test_a_training_that_is_slow_is_a_warning(tmp_path: Path) -> None:
-    (tmp_path / training.RESULT).write_text('{"images_per_second": 5, "hash": "0"}')
+def test_a_slow_training_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / trial_training.RESULT).write_text('{"images_per_second": 5, "hash": "0"}')
     verdicts = [
-        training.judge("jax", Ended(status, "", "", seconds), tmp_path).rating
+        trial_training.judge("jax", ProgramResult(status, "", "", seconds), tmp_path).rating
         for status, seconds in ((0, 5.0), (0, 45.0), (None, 60.0))
     ]
     assert verdicts == [Rating.FINE, Rating.WARNING, Rating.FAILURE]
 
 
-def test_half_a_line_is_no_part() -> None:
-    cut = Ended(-9, json.dumps(BUILT) + "\n" + '{"devi', "", 1.0)
-    assert Answer.of(cut).devices is None
+def test_an_incomplete_line_is_ignored() -> None:
+    cut = ProgramResult(-9, json.dumps(BUILT) + "\n" + '{"devi', "", 1.0)
+    assert ProbeReport.of(cut).devices is None
 
 
-def test_a_device_that_fails_and_one_that_gives_other_bits() -> None:
+def test_a_device_that_fails_and_one_that_is_not_deterministic() -> None:
     failed = {"device": "cuda:0", "fault": "RuntimeError: no kernel image", "same": False}
     other = {"device": "cuda:1", "fault": "", "same": False}
     devices = {"devices": ["cuda:0", "cuda:1"]}
-    first, second = judged(answer(BUILT, devices, failed, other))[-2:]
+    first, second = judged(report(BUILT, devices, failed, other))[-2:]
     assert (first.rating, first.reason) == (Rating.FAILURE, "RuntimeError: no kernel image")
     assert (second.rating, second.name) == (Rating.WARNING, "jax computes on cuda:1")
 
 
-def test_a_backend_for_cuda_that_does_not_see_a_gpu_that_is_shown() -> None:
-    findings = {finding.name: finding for finding in judged(answer(FOR_CUDA, CPU, COMPUTED), 1)}
+def test_a_cuda_build_that_does_not_see_a_visible_gpu_is_a_warning() -> None:
+    findings = {finding.name: finding for finding in judged(report(FOR_CUDA, CPU, COMPUTED), 1)}
     assert findings["jax sees the GPU"].rating == Rating.WARNING
-    assert "jax sees the GPU" not in {finding.name for finding in judged(answer(FOR_CUDA, CPU, COMPUTED))}
+    assert "jax sees the GPU" not in {finding.name for finding in judged(report(FOR_CUDA, CPU, COMPUTED))}
 
 
 @pytest.mark.parametrize(
@@ -109,23 +111,21 @@ def test_a_backend_for_cuda_that_does_not_see_a_gpu_that_is_shown() -> None:
         ([BUILT, CPU], "while computing on cpu"),
     ],
 )
-def test_an_end_without_an_error_before_all_is_told_is_no_good_end(
-    parts: list[dict[str, Any]], where: str
-) -> None:
-    finding = judged(answer(*parts))[-1]
+def test_an_incomplete_report_is_a_failure_despite_status_0(parts: list[dict[str, Any]], where: str) -> None:
+    finding = judged(report(*parts))[-1]
     assert finding.rating == Rating.FAILURE
     assert finding.reason == f"{where} it exited with status 0"
 
 
-def test_what_others_write_between_is_passed_over() -> None:
+def test_other_output_is_ignored() -> None:
     noise = ["welcome", "5", "null", "[1]", '{"built": 3}', '{"device": 1}', '{"devices": 2}', "[" * 10**5]
-    told = [json.dumps(part) for part in (BUILT, CPU, COMPUTED)]
-    lines = [line for part in told for line in (*noise, part)]
-    findings = judged(Answer.of(Ended(0, "\n".join(lines), "", 1.0)))
+    parts = [json.dumps(part) for part in (BUILT, CPU, COMPUTED)]
+    lines = [line for part in parts for line in (*noise, part)]
+    findings = judged(ProbeReport.of(ProgramResult(0, "\n".join(lines), "", 1.0)))
     assert [finding.rating for finding in findings] == [Rating.FINE] * 2
 
 
-def test_what_cannot_be_started_is_told() -> None:
-    (finding,) = judged(Answer.of(Ended(None, "", "", 0.0, "Too many open files")))
+def test_a_process_that_cannot_be_started_is_reported() -> None:
+    (finding,) = judged(ProbeReport.of(ProgramResult(None, "", "", 0.0, "Too many open files")))
     assert finding.reason == "it could not be started: Too many open files"
     assert "ulimit" in finding.remedy

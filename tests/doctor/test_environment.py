@@ -1,4 +1,4 @@
-"""Variables of a shell: what each does to a job is said, secrets are not."""
+"""Variables of a shell: their effects on jobs are reported, secrets are not."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from lockstep.doctor.environment import (
     EFFECTS,
     examine_environment,
     hidden_modules,
-    leaves_out,
+    uncovered_names,
     without_secrets,
 )
 from lockstep.doctor.finding import Finding, Rating
@@ -23,7 +23,7 @@ from lockstep.system.environment import device_variables, job_environment, switc
 
 @pytest.fixture
 def driver(tmp_path: Path) -> Path:
-    """Where the driver lists two GPUs."""
+    """Return a folder in which the driver lists two GPUs."""
     folder = tmp_path / "gpus"
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (folder / name).mkdir(parents=True)
@@ -43,53 +43,53 @@ def single(folder: Path, variables: dict[str, str], **options: Any) -> Finding:
     return finding
 
 
-def test_nothing_is_set(tmp_path: Path) -> None:
+def test_no_relevant_variable_is_set(tmp_path: Path) -> None:
     finding = single(tmp_path, {"HOME": "/home/me", "OMP_NUM_THREADS": ""})
     assert (finding.name, finding.rating) == ("variables", Rating.FINE)
     assert finding.reason == "no variable that affects a job is set"
 
 
-def test_what_others_judge_is_not_nothing(tmp_path: Path) -> None:
+def test_tf_config_counts_as_a_relevant_variable(tmp_path: Path) -> None:
     assert findings(tmp_path, {"TF_CONFIG": "{}"}) == []
 
 
-def test_the_shell_of_this_test_is_judged() -> None:
+def test_the_environment_of_this_test_can_be_judged() -> None:
     assert examine_environment(os.environ)
 
 
 @pytest.mark.parametrize(
-    ("value", "rating", "said"),
+    ("value", "rating", "reason"),
     [
         ("-1", Rating.WARNING, "'-1' hides all GPUs: jobs compute on the CPU"),
         ("", Rating.WARNING, "'' hides all GPUs: jobs compute on the CPU"),
         ("0", Rating.FINE, "names 1 GPU (0)"),
         ("1, GPU-8932f937", Rating.FINE, "names 2 GPUs (1, GPU-8932f937)"),
-        ("0,-1,1", Rating.WARNING, "'0,-1,1' shows 1 GPU, and hides those after"),
-        ("0,", Rating.WARNING, "'0,' shows 1 GPU, and hides those after"),
+        ("0,-1,1", Rating.WARNING, "'0,-1,1' shows 1 GPU and hides the following"),
+        ("0,", Rating.WARNING, "'0,' shows 1 GPU and hides the following"),
     ],
 )
-def test_visible_gpus(tmp_path: Path, value: str, rating: Rating, said: str) -> None:
+def test_visible_gpus(tmp_path: Path, value: str, rating: Rating, reason: str) -> None:
     finding = single(tmp_path, {"CUDA_VISIBLE_DEVICES": value})
-    assert said in finding.reason
+    assert reason in finding.reason
     assert (finding.name, finding.rating) == ("CUDA_VISIBLE_DEVICES", rating)
 
 
-def test_gpus_that_are_hidden_are_counted(tmp_path: Path, driver: Path) -> None:
+def test_hidden_gpus_are_counted(tmp_path: Path, driver: Path) -> None:
     finding = single(tmp_path, {"CUDA_VISIBLE_DEVICES": "-1"}, driver=driver)
     assert finding.reason == "'-1' hides all GPUs, of which the driver has 2: jobs compute on the CPU"
 
 
-def test_what_lockstep_sets_itself_is_said(tmp_path: Path) -> None:
+def test_variables_that_lockstep_sets_are_reported(tmp_path: Path) -> None:
     own = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TF_NUM_INTRAOP_THREADS"}
     own |= {"TF_NUM_INTEROP_THREADS", "NPROC", "PYTHONHASHSEED"}
     for name in own:
         finding = single(tmp_path, {name: "77"})
         assert finding.rating is Rating.FINE
-        assert finding.reason.startswith("77: Lockstep sets its own for workers")
+        assert finding.reason.startswith("77: Lockstep sets its own value for workers")
         assert job_environment(0, 1, {name: "77"})[name] != "77"
 
 
-def test_what_workers_inherit_is_said(tmp_path: Path) -> None:
+def test_variables_that_workers_inherit_are_reported(tmp_path: Path) -> None:
     for name in ("XLA_FLAGS", "JAX_ENABLE_X64"):
         assert "applies to workers too" in single(tmp_path, {name: "77"}).reason
         assert job_environment(0, 1, {name: "77"})[name] == "77"
@@ -97,8 +97,8 @@ def test_what_workers_inherit_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["TF_FORCE_GPU_ALLOW_GROWTH", "XLA_PYTHON_CLIENT_PREALLOCATE"])
 @pytest.mark.parametrize("shared", [True, False])
-def test_where_workers_share_a_gpu(tmp_path: Path, name: str, shared: bool) -> None:
-    assert "Lockstep sets its own where workers share a GPU" in single(tmp_path, {name: "x"}).reason
+def test_variables_of_shared_gpus_are_reported(tmp_path: Path, name: str, shared: bool) -> None:
+    assert "Lockstep sets its own value if workers share a GPU" in single(tmp_path, {name: "x"}).reason
     assert (name in device_variables({name: "x"}, "0", shared)) is shared
 
 
@@ -111,7 +111,7 @@ def test_where_workers_share_a_gpu(tmp_path: Path, name: str, shared: bool) -> N
         ("CUBLAS_WORKSPACE_CONFIG", ":0:0"),
     ],
 )
-def test_deterministic_operations_switched_off(tmp_path: Path, name: str, value: str) -> None:
+def test_disabled_deterministic_operations_are_a_warning(tmp_path: Path, name: str, value: str) -> None:
     assert switched_off({name: value}) == (name,)
     finding = single(tmp_path, {name: value})
     assert (finding.name, finding.rating) == (name, Rating.WARNING)
@@ -121,12 +121,12 @@ def test_deterministic_operations_switched_off(tmp_path: Path, name: str, value:
 @pytest.mark.parametrize(
     ("name", "value"), [("TF_DETERMINISTIC_OPS", "1"), ("CUBLAS_WORKSPACE_CONFIG", ":16:8")]
 )
-def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: str) -> None:
+def test_enabled_deterministic_operations_are_fine(tmp_path: Path, name: str, value: str) -> None:
     assert single(tmp_path, {name: value}).rating is Rating.FINE
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "gpus", "rating", "said"),
+    ("name", "value", "gpus", "rating", "reason"),
     [
         (
             "JAX_PLATFORMS",
@@ -151,21 +151,21 @@ def test_deterministic_operations_switched_on(tmp_path: Path, name: str, value: 
     ],
 )
 def test_platforms_of_jax(
-    tmp_path: Path, driver: Path, name: str, value: str, gpus: bool, rating: Rating, said: str
+    tmp_path: Path, driver: Path, name: str, value: str, gpus: bool, rating: Rating, reason: str
 ) -> None:
     finding = single(tmp_path, {name: value}, driver=driver if gpus else tmp_path / "none")
-    assert said in finding.reason
+    assert reason in finding.reason
     assert (finding.name, finding.rating) == (name, rating)
 
 
-def test_gpus_that_are_hidden_from_jax_too(tmp_path: Path, driver: Path) -> None:
+def test_hidden_gpus_do_not_count_for_jax(tmp_path: Path, driver: Path) -> None:
     variables = {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cuda"}
     hidden, platforms = findings(tmp_path, variables, driver=driver)
     assert (hidden.name, platforms.name) == ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
     assert platforms.rating is Rating.WARNING
 
 
-def test_the_part_of_a_gpus_memory(tmp_path: Path) -> None:
+def test_the_fraction_of_gpu_memory(tmp_path: Path) -> None:
     name, other = "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"
     assert single(tmp_path, {name: ".5"}).rating is Rating.FINE
     assert "'half' is not a number: JAX fails on a GPU" in single(tmp_path, {name: "half"}).reason
@@ -173,13 +173,13 @@ def test_the_part_of_a_gpus_memory(tmp_path: Path) -> None:
     assert [finding.rating for finding in both] == [Rating.WARNING] * 2
 
 
-def test_a_long_value_is_shortened_and_harmless(tmp_path: Path) -> None:
+def test_long_values_are_shortened_without_control_characters(tmp_path: Path) -> None:
     reason = single(tmp_path, {"XLA_FLAGS": "\x1b[31m\n" + "x" * 5000}).reason
     assert reason.startswith("?[31m?xxx")
     assert len(reason) < 400
 
 
-def test_no_value_is_shown_of_what_is_not_known(tmp_path: Path) -> None:
+def test_values_of_unknown_variables_are_not_shown(tmp_path: Path) -> None:
     variables = dict.fromkeys(EFFECTS, "1") | {"AWS_SECRET_ACCESS_KEY": "hidden", "LOCKSTEP_X": "hidden"}
     assert "hidden" not in repr(findings(tmp_path, variables))
 
@@ -194,7 +194,7 @@ def test_no_value_is_shown_of_what_is_not_known(tmp_path: Path) -> None:
         ({"jax/__init__.py": "", "jax-0.7.dist-info/METADATA": ""}, ()),
     ],
 )
-def test_modules_that_hide_installed_ones(
+def test_modules_that_hide_installed_ones_are_found(
     tmp_path: Path, make: dict[str, str], hides: tuple[str, ...]
 ) -> None:
     for name, text in make.items():
@@ -204,7 +204,7 @@ def test_modules_that_hide_installed_ones(
     assert hidden_modules(tmp_path, [tmp_path]) == ()
 
 
-def test_another_installation_is_hidden_too(tmp_path: Path) -> None:
+def test_an_installation_can_hide_another_one(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         (tmp_path / folder / "keras").mkdir(parents=True)
         (tmp_path / folder / "keras" / "__init__.py").write_text("")
@@ -212,7 +212,7 @@ def test_another_installation_is_hidden_too(tmp_path: Path) -> None:
     assert hidden_modules(tmp_path / "one", [tmp_path / "two"]) == ("keras",)
 
 
-def test_an_archive_may_hide_modules(tmp_path: Path) -> None:
+def test_an_archive_can_hide_modules(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
         archive.writestr("torch/__init__.py", "")
     (tmp_path / "broken.zip").write_text("PK")
@@ -220,7 +220,7 @@ def test_an_archive_may_hide_modules(tmp_path: Path) -> None:
     assert hidden_modules(tmp_path / "broken.zip", []) == ()
 
 
-def test_looking_for_modules_imports_none(tmp_path: Path) -> None:
+def test_the_search_imports_no_module(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise SystemExit('imported')")
     assert hidden_modules(tmp_path, []) == ("torch",)
 
@@ -239,14 +239,14 @@ def test_python_path(tmp_path: Path) -> None:
     assert single(tmp_path, {"PYTHONPATH": f"{bad}"}, installed=[bad]).rating is Rating.FINE
 
 
-def test_a_script_beside_a_module_of_that_name(tmp_path: Path) -> None:
+def test_a_module_in_the_current_folder_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "keras.py").write_text("")
     finding = single(tmp_path, {})
     assert (finding.name, finding.rating) == ("current folder", Rating.WARNING)
     assert finding.facts["modules"] == ["keras"]
 
 
-def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_current_folder_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -254,7 +254,7 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     assert single(Path(), {"PYTHONPATH": "here::"}).rating is Rating.FINE
 
 
-def test_libraries_that_are_loaded_first(tmp_path: Path) -> None:
+def test_preloaded_libraries_are_reported(tmp_path: Path) -> None:
     there, absent = tmp_path / "there.so", tmp_path / "absent.so"
     there.write_text("")
     assert single(tmp_path, {"LD_PRELOAD": f"{there} libc.so.6:$LIB/x.so"}).rating is Rating.FINE
@@ -293,8 +293,8 @@ def test_secrets_are_not_shown(tmp_path: Path, given: str, shown: str) -> None:
         ("localhost:80,127.0.0.10,::1/128", ["localhost", "127.0.0.1"]),
     ],
 )
-def test_what_is_asked_for_at_a_proxy(tmp_path: Path, no_proxy: str, out: list[str]) -> None:
-    assert leaves_out(no_proxy) == out
+def test_local_names_that_no_proxy_does_not_cover(tmp_path: Path, no_proxy: str, out: list[str]) -> None:
+    assert uncovered_names(no_proxy) == out
     for name in ("no_proxy", "NO_PROXY"):
         finding = single(tmp_path, {"http_proxy": "http://proxy:1", name: no_proxy})
         assert finding.name == "proxies"
@@ -302,14 +302,14 @@ def test_what_is_asked_for_at_a_proxy(tmp_path: Path, no_proxy: str, out: list[s
         assert finding.facts["left_out"] == out
 
 
-def test_no_proxy_alone_does_nothing(tmp_path: Path) -> None:
+def test_no_proxy_without_a_proxy_is_ignored(tmp_path: Path) -> None:
     assert single(tmp_path, {"no_proxy": "x", "http_proxy": ""}).name == "variables"
 
 
-def test_variables_of_a_worker_are_left_over(tmp_path: Path) -> None:
+def test_variables_of_workers_are_a_warning(tmp_path: Path) -> None:
     finding = single(tmp_path, {"LOCKSTEP_WORKER": "1", "LOCKSTEP_SEED": "0"})
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("LOCKSTEP_SEED, LOCKSTEP_WORKER: these are for workers only")
+    assert finding.reason.startswith("LOCKSTEP_SEED, LOCKSTEP_WORKER: only workers use these")
     assert "LOCKSTEP_WORKER" not in job_environment(0, 1, {"LOCKSTEP_WORKER": "1"})
 
 
@@ -321,20 +321,20 @@ STEP = {
 }
 
 
-def test_a_task_of_slurm(tmp_path: Path) -> None:
+def test_a_task_of_slurm_is_reported(tmp_path: Path) -> None:
     finding = single(tmp_path, STEP)
     assert finding.rating is Rating.FINE
-    assert "takes this for worker 2 of 3 on 2 hosts" in finding.reason
+    assert "this is worker 2 of 3 on 2 hosts" in finding.reason
 
 
-def test_an_allocation_of_slurm_without_a_step(tmp_path: Path) -> None:
+def test_an_allocation_without_a_job_step_is_reported(tmp_path: Path) -> None:
     finding = single(tmp_path, {"SLURM_JOB_ID": "1"})
     assert finding.rating is Rating.FINE
     assert "needs SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST" in finding.reason
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "reason"),
     [
         ("PROCID", "x", "SLURM_PROCID is 'x', expected a whole number"),
         ("PROCID", "3", "SLURM_PROCID 3 of SLURM_STEP_NUM_TASKS 3 does not fit 3"),
@@ -344,13 +344,13 @@ def test_an_allocation_of_slurm_without_a_step(tmp_path: Path) -> None:
         ("STEP_TASKS_PER_NODE", "x", "Slurm's list of tasks is 'x'"),
     ],
 )
-def test_what_the_resolver_refuses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str
+def test_invalid_variables_of_slurm_are_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, reason: str
 ) -> None:
     broken = STEP | {f"SLURM_{name}": value}
     finding = single(tmp_path, broken)
     assert finding.rating is Rating.WARNING
-    assert said in finding.reason
+    assert reason in finding.reason
     for variable, text in broken.items():
         monkeypatch.setenv(variable, text)
     with pytest.raises(ConfigError):
@@ -358,11 +358,11 @@ def test_what_the_resolver_refuses(
 
 
 @pytest.mark.parametrize("value", ["1", "True"])
-def test_the_keras_of_before_is_a_trap(tmp_path: Path, value: str) -> None:
+def test_keras_2_is_a_failure(tmp_path: Path, value: str) -> None:
     finding = single(tmp_path, {"TF_USE_LEGACY_KERAS": value})
     assert finding.rating is Rating.FAILURE
     assert "tf.keras is Keras 2" in finding.reason
 
 
-def test_the_keras_of_now_is_none(tmp_path: Path) -> None:
+def test_keras_3_is_fine(tmp_path: Path) -> None:
     assert single(tmp_path, {"TF_USE_LEGACY_KERAS": "0"}).name == "variables"

@@ -1,4 +1,4 @@
-"""What is judged of GPUs, and of builds for CUDA."""
+"""Findings on GPUs, and on builds for CUDA."""
 
 import json
 from dataclasses import replace
@@ -46,7 +46,7 @@ def built(cuda: str | None, *gpus: Gpu, driver: Driver | None = DRIVER, backend:
     return finding
 
 
-def test_several_gpus_of_different_kinds() -> None:
+def test_several_gpus_of_different_models() -> None:
     old = Gpu(1, "GeForce GT 710", temperature=41, processes=())
     rows = judged(H100, old)
     assert list(rows) == ["driver", "GPU 0", "GPU 1"]
@@ -60,7 +60,7 @@ def test_several_gpus_of_different_kinds() -> None:
     assert {row.rating for row in rows.values()} == {Rating.FINE}
 
 
-def test_the_facts_are_everything() -> None:
+def test_the_facts_contain_all_values() -> None:
     facts = judged(H100)["GPU 0"].facts
     assert facts["memory"] == {"total": 80 * GIB, "used": 20 * GIB, "free": 60 * GIB}
     assert facts["processes"][0] == {"pid": 41, "name": "python", "memory": 12 * GIB}
@@ -72,7 +72,7 @@ def test_the_facts_are_everything() -> None:
     )
 
 
-def test_a_gpu_that_tells_nothing() -> None:
+def test_a_gpu_that_reports_nothing() -> None:
     assert describe(Gpu(3)) == "an unknown model"
     assert judged(Gpu(0))["GPU 0"].rating == Rating.FINE
 
@@ -84,46 +84,46 @@ def test_no_gpu_is_fine() -> None:
     assert only.reason == "no GPU (none on the PCI bus, and no driver); workers compute on the CPU"
 
 
-def test_a_gpu_without_a_driver_is_not() -> None:
+def test_a_gpu_without_a_driver_is_a_warning() -> None:
     (only,) = judge(GpuReading(None, (), "there is a device, but no driver", "install it"), None)
     assert (only.rating, only.remedy) == (Rating.WARNING, "install it")
     assert only.reason == "there is a device, but no driver; workers compute on the CPU"
 
 
-def test_a_driver_that_shows_no_gpu() -> None:
+def test_a_driver_without_gpus() -> None:
     driver, gpus = judge(GpuReading(DRIVER, (), "the driver does not support it", "look"), None)
     assert (driver.rating, gpus.rating) == (Rating.FINE, Rating.WARNING)
     assert judge(GpuReading(Driver("570.124.06", None)), None)[0].reason == "570.124.06"
 
 
-def test_a_gpu_off_the_bus_while_others_work() -> None:
+def test_a_lost_gpu_that_jobs_use_is_a_failure() -> None:
     rows = judged(H100, LOST)
     lost = rows["GPU 1"]
     assert lost.rating == Rating.FAILURE
     assert lost.reason == "NVIDIA H100 at 00000000:2B:00.0: it has fallen off the bus"
     assert "dmesg" in lost.remedy
-    assert "until then name the UUIDs of the others" in lost.remedy
+    assert "until then, name the UUIDs of the others" in lost.remedy
     assert rows["GPU 0"].rating == Rating.FINE
     assert "until then" not in judged(replace(LOST, index=0))["GPU 0"].remedy
 
 
-def test_a_gpu_off_the_bus_that_jobs_do_not_get() -> None:
+def test_a_lost_gpu_that_jobs_do_not_use_is_a_warning() -> None:
     lost = judged(H100, LOST, listed="GPU-aa")["GPU 1"]
     assert lost.rating == Rating.WARNING
     assert lost.reason.endswith("CUDA_VISIBLE_DEVICES hides it")
 
 
-def test_gpus_that_others_got_from_the_cluster() -> None:
+def test_gpus_assigned_to_other_jobs_are_fine() -> None:
     mine = replace(H100, index=1)
     rows = judged(DENIED, mine, listed="0")
     assert rows["GPU 0"].rating == Rating.FINE
     assert rows["GPU 0"].reason == "this process may not use it"
-    # CUDA counts only those that it may use.
+    # CUDA counts only GPUs that it may use.
     assert rows["CUDA_VISIBLE_DEVICES"].facts["shown"] == [1]
     assert rows["GPU 1"].facts["shown"]
 
 
-def test_no_gpu_may_be_used() -> None:
+def test_no_permitted_gpu_is_a_warning() -> None:
     rows = judged(DENIED, replace(DENIED, index=1), listed="0")
     assert "CUDA_VISIBLE_DEVICES" not in rows
     assert rows["GPU 1"].rating == Rating.WARNING
@@ -140,13 +140,13 @@ def test_no_gpu_may_be_used() -> None:
         (replace(H100, instances=()), "no instance exists", "-mig 0"),
     ],
 )
-def test_a_gpu_that_is_not_as_it_should_be(gpu: Gpu, reason: str, remedy: str) -> None:
+def test_a_gpu_with_a_problem_is_a_warning(gpu: Gpu, reason: str, remedy: str) -> None:
     row = judged(gpu)["GPU 0"]
     assert row.rating == Rating.WARNING
     assert row.reason.startswith("NVIDIA H100, memory 20.0 of 80.0 GiB")
     assert reason in row.reason
     assert remedy in row.remedy
-    # This does not matter for a GPU that no job uses.
+    # For a GPU that no job uses, this does not matter.
     assert judged(gpu, listed="")["GPU 0"].rating == Rating.FINE
 
 
@@ -160,11 +160,11 @@ def test_a_gpu_that_is_not_as_it_should_be(gpu: Gpu, reason: str, remedy: str) -
         replace(H100, memory=GpuMemory(80 * GIB, 72 * GIB, 8 * GIB)),
     ],
 )
-def test_a_gpu_that_is_just_as_it_should_be(gpu: Gpu) -> None:
+def test_a_gpu_just_within_the_limits_is_fine(gpu: Gpu) -> None:
     assert judged(gpu)["GPU 0"].rating == Rating.FINE
 
 
-def test_memory_that_others_have() -> None:
+def test_memory_used_by_other_processes_is_a_warning() -> None:
     full = replace(H100, memory=GpuMemory(80 * GIB, 79 * GIB, GIB))
     row = judged(full)["GPU 0"]
     assert row.rating == Rating.WARNING
@@ -174,7 +174,7 @@ def test_memory_that_others_have() -> None:
         assert "another container" in judged(replace(full, processes=unseen))["GPU 0"].remedy
 
 
-def test_several_problems_are_all_told() -> None:
+def test_all_problems_of_a_gpu_are_reported() -> None:
     row = judged(replace(H100, hot=True, repair_pending=True))["GPU 0"]
     assert "hot" in row.reason
     assert "pending" in row.reason
@@ -189,11 +189,15 @@ def test_several_problems_are_all_told() -> None:
         ("", Rating.FINE, "'' shows no GPU: workers compute on the CPU"),
         ("1", Rating.FINE, "'1' shows GPU 1"),
         ("1,0", Rating.FINE, "'1,0' shows GPU 1 and 0"),
-        ("0,7", Rating.WARNING, "'7' is none of the 2 GPUs here, and CUDA stops there: it shows GPU 0"),
+        (
+            "0,7",
+            Rating.WARNING,
+            "'7' identifies none of the 2 GPUs here, and CUDA stops there: it shows GPU 0",
+        ),
         (
             "GPU-zz",
             Rating.WARNING,
-            "'GPU-zz' is none of the 2 GPUs here, and CUDA stops there: it shows no GPU",
+            "'GPU-zz' identifies none of the 2 GPUs here, and CUDA stops there: it shows no GPU",
         ),
         ("0,0", Rating.WARNING, "'0' is listed twice, which CUDA treats as an error: it shows no GPU"),
     ],
@@ -203,7 +207,7 @@ def test_cuda_visible_devices(listed: str, rating: Rating, reason: str) -> None:
     assert (row.rating, row.reason) == (rating, reason)
 
 
-def test_gpus_that_are_hidden_say_so() -> None:
+def test_hidden_gpus_are_marked() -> None:
     rows = judged(H100, V100, listed="GPU-bb")
     assert rows["GPU 0"].reason.endswith("; CUDA_VISIBLE_DEVICES hides it")
     assert not rows["GPU 0"].facts["shown"]
@@ -220,7 +224,7 @@ def test_gpus_that_are_hidden_say_so() -> None:
         ("GPU-bb", None, Rating.FINE),
     ],
 )
-def test_numbers_of_different_kinds(listed: str, order: str | None, rating: Rating) -> None:
+def test_numbers_are_ambiguous_for_different_models(listed: str, order: str | None, rating: Rating) -> None:
     assert judged(H100, V100, listed=listed, order=order)["CUDA_VISIBLE_DEVICES"].rating == rating
 
 
@@ -235,7 +239,7 @@ def test_a_driver_runs_its_own_cuda_and_older_ones(cuda: str) -> None:
 def test_a_newer_minor_version_works_without_ptx() -> None:
     finding = built("12.9")
     assert finding.rating == Rating.FINE
-    assert "but the driver knows it up to 12.8: all works except code" in finding.reason
+    assert "but the driver supports up to 12.8: only code" in finding.reason
 
 
 def test_a_newer_major_version_does_not_work() -> None:
@@ -255,9 +259,9 @@ def test_a_newer_major_version_does_not_work() -> None:
         ("470.256.02", (11, 4), "12.0", False),
         ("525.60.13", (12, 0), "12.9", True),
         ("525.60.11", (12, 0), "12.9", False),
-        # Before CUDA 11 a newer minor version did not work.
+        # Before CUDA 11, newer minor versions do not work.
         ("418.87", (10, 1), "10.2", False),
-        # A CUDA of its own was installed, newer than the one the driver came with.
+        # The installed CUDA is newer than that of the driver.
         ("535.183.01", (13, 0), "13.0", True),
         ("535.183.01", None, "12.9", True),
         ("535.183.01", None, "13", False),
@@ -273,7 +277,7 @@ def test_the_oldest_driver_that_runs_a_build(
     assert bool(finding.remedy) != works
 
 
-def test_a_build_that_has_no_code_for_a_gpu() -> None:
+def test_a_build_without_code_for_a_gpu_is_a_warning() -> None:
     driver = Driver("580.65.06", (13, 0))
     finding = built("13.0", H100, V100, driver=driver)
     assert finding.rating == Rating.WARNING
@@ -292,19 +296,21 @@ def test_a_build_that_has_no_code_for_a_gpu() -> None:
         ("jax", (11, 4), "install a driver, 525.60.13 or newer, and a jax built for CUDA"),
         ("jax", None, "pip install 'jax[cuda12]'"),
         ("tensorflow", (12, 8), "pip install 'tensorflow[and-cuda]'"),
-        ("torch", (12, 8), "install it for CUDA 12, as pytorch.org/get-started says"),
+        ("torch", (12, 8), "install it for CUDA 12, as pytorch.org/get-started describes"),
         ("other", (12, 8), "install a other built for CUDA 12"),
     ],
 )
-def test_a_build_without_cuda_beside_a_gpu(backend: str, newest: tuple[int, int] | None, remedy: str) -> None:
+def test_a_build_without_cuda_on_a_machine_with_gpus(
+    backend: str, newest: tuple[int, int] | None, remedy: str
+) -> None:
     finding = built(None, H100, LOST, driver=Driver("570.124.06", newest), backend=backend)
     assert finding.rating == Rating.WARNING
-    assert finding.reason == "built without CUDA, so it computes on the CPU, beside 1 GPU"
+    assert finding.reason == "built without CUDA, so it computes on the CPU, despite 1 GPU"
     assert finding.remedy == remedy
 
 
 @pytest.mark.parametrize("cuda", [None, "12.8", "13.0"])
-def test_without_a_gpu_that_works_every_build_is_fine(cuda: str | None) -> None:
+def test_every_build_is_fine_without_a_usable_gpu(cuda: str | None) -> None:
     for reading in (
         GpuReading(None),
         GpuReading(DRIVER),
@@ -313,7 +319,7 @@ def test_without_a_gpu_that_works_every_build_is_fine(cuda: str | None) -> None:
     ):
         finding = judge_build(reading, "jax", cuda, None)
         assert (finding.rating, finding.remedy) == (Rating.FINE, "")
-        assert finding.reason.endswith("and there is no GPU for it to use")
+        assert finding.reason.endswith("and there is no GPU that it could use")
 
 
 @pytest.mark.parametrize(
@@ -325,5 +331,5 @@ def test_the_version_of_cudnn(given: str, shown: str) -> None:
     assert reason.startswith(f"built for CUDA 12.8 and cuDNN {shown}, ")
 
 
-def test_a_cuda_that_is_no_version_is_not_judged() -> None:
+def test_an_invalid_cuda_version_is_not_judged() -> None:
     assert built("unknown").rating == Rating.FINE

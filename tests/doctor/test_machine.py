@@ -1,4 +1,4 @@
-"""How a machine is judged."""
+"""Findings on machines."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from lockstep.doctor.resources import (
     Disk,
     HostMemory,
     Machine,
-    Shared,
+    SharedMemoryTest,
     System,
     UserLimits,
 )
@@ -23,7 +23,7 @@ GOOD = Machine(
     LINUX,
     Cores(8, 8, None),
     HostMemory(32 * 10**9, 20 * 10**9, None),
-    Shared(2**24, "", "", 8 * 10**9),
+    SharedMemoryTest(2**24, "", "", 8 * 10**9),
     UserLimits(4096, 2**20, None, 30_000),
     Disk(False, "", 80 * 10**9),
     Clocks("tsc", 5e-8, 0.0, 1.8e9, 1.7e9),
@@ -34,7 +34,7 @@ def row(machine: Machine, name: str) -> Finding:
     return {finding.name: finding for finding in judge(machine)}[name]
 
 
-def test_a_good_machine() -> None:
+def test_a_suitable_machine_is_fine() -> None:
     findings = judge(GOOD)
     assert worst(findings) is Rating.FINE
     assert {finding.section for finding in findings} == {"machine"}
@@ -42,7 +42,7 @@ def test_a_good_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "name", "rating", "said"),
+    ("changed", "name", "rating", "reason"),
     [
         ({"cores": Cores(8, 4, None)}, "cores", Rating.FINE, "4 of 8 cores"),
         ({"cores": Cores(8, 8, 8.0)}, "cores", Rating.FINE, "8 cores"),
@@ -86,15 +86,15 @@ def test_a_good_machine() -> None:
             Rating.FINE,
             "2.0 GB of 9.0 GB available",
         ),
-        ({"shared": Shared(2**24, "", "", None)}, "/dev/shm", Rating.FINE, "no limit"),
+        ({"shared": SharedMemoryTest(2**24, "", "", None)}, "/dev/shm", Rating.FINE, "no limit"),
         (
-            {"shared": Shared(2**24, "", "", 64 * 2**20)},
+            {"shared": SharedMemoryTest(2**24, "", "", 64 * 2**20)},
             "/dev/shm",
             Rating.WARNING,
-            "67 MB are free: Lockstep needs nothing there, but the workers of PyTorch's DataLoader",
+            "67 MB are free: Lockstep does not use it, but the workers of PyTorch's DataLoader",
         ),
         (
-            {"shared": Shared(2**24, "No memory", "", None)},
+            {"shared": SharedMemoryTest(2**24, "No memory", "", None)},
             "shared memory",
             Rating.FAILURE,
             "fails: No memory",
@@ -107,19 +107,19 @@ def test_a_good_machine() -> None:
             {"limits": UserLimits(None, None, 256, 9999)},
             "processes and threads",
             Rating.FINE,
-            "256 more may start",
+            "256 more can start",
         ),
         (
             {"limits": UserLimits(None, None, 255, 9999)},
             "processes and threads",
             Rating.WARNING,
-            "255 more may",
+            "255 more can",
         ),
         (
             {"limits": UserLimits(None, None, 9999, 3)},
             "processes and threads",
             Rating.WARNING,
-            "3 more may start",
+            "3 more can start",
         ),
         ({"disk": Disk(True, "", 10**9)}, "disk", Rating.FINE, "1.0 GB are free in runs/ in the current"),
         ({"disk": Disk(False, "", None)}, "disk", Rating.FINE, "the current folder is writable"),
@@ -128,7 +128,7 @@ def test_a_good_machine() -> None:
             {"clocks": Clocks("hpet", 1.5e-6, 0.0, 1.8e9, 1.7e9)},
             "monotonic clock",
             Rating.WARNING,
-            "hpet, 1,500 ns per reading: each is a system call",
+            "hpet, 1,500 ns per reading: each reading is a system call",
         ),
         (
             {"clocks": Clocks("", 5e-8, 0.0, 1.8e9, 1.7e9)},
@@ -152,13 +152,13 @@ def test_a_good_machine() -> None:
             {"clocks": Clocks("tsc", 5e-8, 0.0, 0.0, 1e9)},
             "wall clock",
             Rating.WARNING,
-            "it says 1970-01-01 00:00 UTC, but installed files date from 2001-09-09 01:46 UTC",
+            "it shows 1970-01-01 00:00 UTC, but installed files date from 2001-09-09 01:46 UTC",
         ),
     ],
 )
-def test_what_is_found_is_judged(changed: dict[str, Any], name: str, rating: Rating, said: str) -> None:
+def test_each_resource_is_judged(changed: dict[str, Any], name: str, rating: Rating, reason: str) -> None:
     finding = row(replace(GOOD, **changed), name)
-    assert said in finding.reason
+    assert reason in finding.reason
     assert finding.rating is rating
     assert bool(finding.remedy) == (rating is not Rating.FINE)
     others = [each for each in judge(replace(GOOD, **changed)) if each.name != name]
@@ -166,7 +166,7 @@ def test_what_is_found_is_judged(changed: dict[str, Any], name: str, rating: Rat
 
 
 @pytest.mark.parametrize(
-    ("system", "rating", "said"),
+    ("system", "rating", "reason"),
     [
         (replace(LINUX, processor="aarch64"), Rating.FINE, "Linux 6.1 on aarch64"),
         (System("Darwin", "arm64", "24.1", "gone"), Rating.FAILURE, "this is Darwin on arm64"),
@@ -178,17 +178,17 @@ def test_what_is_found_is_judged(changed: dict[str, Any], name: str, rating: Rat
         (
             System("Linux", "x86_64", "4.18", "Function not implemented"),
             Rating.FAILURE,
-            "pidfd_open says 'Function not implemented' (kernel 4.18)",
+            "pidfd_open fails: Function not implemented (kernel 4.18)",
         ),
     ],
 )
-def test_systems(system: System, rating: Rating, said: str) -> None:
+def test_each_system_is_judged(system: System, rating: Rating, reason: str) -> None:
     finding = judge_system(system)
-    assert said in finding.reason
+    assert reason in finding.reason
     assert finding.rating is rating
 
 
-def test_of_another_system_nothing_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_other_than_linux_has_no_other_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.delattr("os.sched_getaffinity")
     assert [(each.name, each.rating) for each in examine_machine()] == [("system", Rating.FAILURE)]
@@ -197,12 +197,12 @@ def test_of_another_system_nothing_else_is_asked(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("hard", "remedy"), [(None, "ulimit -n 65536"), (4096, "ulimit -n 4096"), (512, "raise the hard limit")]
 )
-def test_open_files_can_be_raised_as_far_as_it_is_allowed(hard: int | None, remedy: str) -> None:
+def test_the_remedy_for_open_files_respects_the_hard_limit(hard: int | None, remedy: str) -> None:
     limits = UserLimits(256, hard, None, None)
     assert row(replace(GOOD, limits=limits), "open files").remedy.startswith(remedy)
 
 
-def test_the_limit_that_is_near_is_to_be_raised() -> None:
+def test_the_remedy_for_threads_names_the_lower_limit() -> None:
     user, group = UserLimits(None, None, 3, 9), UserLimits(None, None, 9, 3)
     assert "ulimit -u" in row(replace(GOOD, limits=user), "processes and threads").remedy
     assert "--pids-limit" in row(replace(GOOD, limits=group), "processes and threads").remedy

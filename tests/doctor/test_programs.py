@@ -1,4 +1,4 @@
-"""Programs that crash, hang and write: real processes."""
+"""Programs that crash, hang and write, as real processes."""
 
 import os
 import select
@@ -12,23 +12,23 @@ from pathlib import Path
 import pytest
 
 import lockstep.doctor.programs
-from lockstep.doctor.programs import Ended, ProbeProgram, results
+from lockstep.doctor.programs import ProbeProgram, ProgramResult, results
 
 
 def started(script: str) -> ProbeProgram:
     return ProbeProgram.start([sys.executable, "-c", script], dict(os.environ))
 
 
-def after(script: str, seconds: float = 30.0) -> Ended:
+def after(script: str, seconds: float = 30.0) -> ProgramResult:
     return started(script).result(time.monotonic() + seconds)
 
 
-def test_what_a_program_writes_is_told() -> None:
+def test_output_is_returned() -> None:
     ended = after("import sys; print('out'); print('err', file=sys.stderr)")
     assert (ended.status, ended.output, ended.errors) == (0, "out\n", "err\n")
 
 
-def test_more_than_a_pipe_holds_is_no_hindrance() -> None:
+def test_output_larger_than_a_pipe_does_not_block() -> None:
     ended = after("print('first' + 'x' * 10_000_000 + 'last')")
     assert ended.status == 0
     assert ended.output.startswith("firstx")
@@ -36,13 +36,13 @@ def test_more_than_a_pipe_holds_is_no_hindrance() -> None:
     assert len(ended.output) < 4_000_000
 
 
-def test_what_writes_without_an_end_does_not_fill_the_memory() -> None:
+def test_endless_output_does_not_fill_the_memory() -> None:
     ended = after("import os\nwhile True: os.write(1, b'x' * 2**20); os.write(2, b'y' * 2**20)", 1.0)
     assert ended.status is None
     assert len(ended.output) + len(ended.errors) < 8_000_000
 
 
-def test_the_time_is_that_of_all_programs_together() -> None:
+def test_the_deadline_is_common_to_all_programs() -> None:
     ignoring = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     begun = time.monotonic()
     programs = [started(ignoring) for _ in range(3)]
@@ -52,28 +52,28 @@ def test_the_time_is_that_of_all_programs_together() -> None:
     assert time.monotonic() - begun < 4.0
 
 
-def test_it_says_which_programs_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lockstep.doctor.programs, "_SAY_EVERY", 0.0)
-    told: list[list[int]] = []
+def test_running_programs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lockstep.doctor.programs, "_REPORT_SECONDS", 0.0)
+    reports: list[list[int]] = []
     hanging, ending = started("import time; time.sleep(600)"), started("import sys; sys.stdin.read()")
 
     def say(places: Sequence[int], seconds: float) -> None:
-        told.append(list(places))
-        if told[-1] == [0]:
+        reports.append(list(places))
+        if reports[-1] == [0]:
             hanging.end()
 
     ended = results([hanging, ending], time.monotonic() + 300.0, say)
     assert ended[1].status == 0
-    assert (told[0], told[-1]) == ([0, 1], [0])
+    assert (reports[0], reports[-1]) == ([0, 1], [0])
 
 
 @pytest.mark.parametrize(("number", "status"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGKILL", -9)])
-def test_a_program_ends_with_the_command_that_started_it(number: str, status: int) -> None:
+def test_a_program_ends_with_its_parent(number: str, status: int) -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import ProbeProgram, nothing_left
+from lockstep.doctor.programs import ProbeProgram, ending_descendants
 hangs = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
-with nothing_left():
+with ending_descendants():
     program = ProbeProgram.start([sys.executable, "-c", hangs], dict(os.environ))
     print(program._process.pid, flush=True)
     time.sleep(600)
@@ -89,40 +89,40 @@ with nothing_left():
             os.close(left)
 
 
-def test_what_leaves_its_session_is_ended_too() -> None:
+def test_processes_in_other_sessions_are_ended() -> None:
     script = """
 import os, sys, time
-from lockstep.doctor.programs import ProbeProgram, nothing_left
+from lockstep.doctor.programs import ProbeProgram, ending_descendants
 child = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
 leaves = (
     "import subprocess, sys\\n"
     f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True).poll()\\n"
     "import time; time.sleep(1)"
 )
-with nothing_left():
+with ending_descendants():
     program = ProbeProgram.start([sys.executable, "-c", leaves], dict(os.environ))
     print(program.result(time.monotonic() + 300).output)
 """
-    told = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=600, check=True)
+    result = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, timeout=600, check=True)
     with pytest.raises(ProcessLookupError):
-        os.kill(int(told.stdout), 0)
+        os.kill(int(result.stdout), 0)
 
 
-def test_an_exception_is_told_by_its_last_line() -> None:
+def test_an_exception_is_described_by_its_last_line() -> None:
     assert after("raise ValueError('broken')").how() == "exited with status 1: ValueError: broken"
 
 
-def test_a_crash_is_told_by_its_signal() -> None:
+def test_a_crash_is_described_by_its_signal() -> None:
     ended = after("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
     assert ended.status == -11
     assert ended.how() == "was killed by SIGSEGV"
 
 
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+def test_a_signal_without_a_name_is_described_by_its_number() -> None:
     assert after("import os; os.kill(os.getpid(), 40)").how() == "was killed by signal 40"
 
 
-def test_a_program_that_hangs_is_ended_with_what_it_has_started(tmp_path: Path) -> None:
+def test_a_hanging_program_is_ended_with_its_children(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     script = f"""
 import os, signal, subprocess, sys, time

@@ -1,4 +1,4 @@
-"""The table and the JSON."""
+"""The report as a table and as JSON."""
 
 import io
 import json
@@ -19,15 +19,15 @@ def shown(*findings: Finding) -> str:
     return out.getvalue()
 
 
-def test_a_row_has_the_verdict_the_reason_and_the_remedy() -> None:
+def test_a_row_has_the_rating_the_reason_and_the_remedy() -> None:
     lines = [line.split() for line in shown(FINE, WARNING).splitlines()]
     assert ["ok", "Keras", "3.15.1"] in lines
-    # What is in brackets is no markup.
+    # Brackets are not markup.
     assert ["warn", "TF_CONFIG", "is", "left", "over", "[here]"] in lines
     assert ["->", "unset", "TF_CONFIG"] in lines
 
 
-def test_the_last_line_sums_up() -> None:
+def test_the_last_line_is_a_summary() -> None:
     assert shown(FINE).splitlines()[-1] == "this machine is ready"
     assert shown(FINE, WARNING).splitlines()[-1] == "jobs work here: 1 warning"
     assert (
@@ -49,11 +49,11 @@ def test_json_has_the_exit_status_and_all_rows() -> None:
     }
 
 
-def test_what_a_terminal_would_obey_is_not_shown() -> None:
+def test_control_characters_are_not_shown() -> None:
     assert "\x1b" not in shown(Finding("backends", "jax\x1b[31m", Rating.FAILURE, "\x1b]0;x\x07", "\x1b[2J"))
 
 
-def test_a_narrow_terminal_shows_the_reasons_too() -> None:
+def test_a_narrow_terminal_shows_the_reasons() -> None:
     out = io.StringIO()
     report.show([WARNING], Console(file=out, width=40, highlight=False))
     text = "".join(out.getvalue().split())

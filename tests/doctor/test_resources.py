@@ -1,4 +1,4 @@
-"""What is found of a machine, in real and made-up places, and what is said of it then."""
+"""Inspection of this machine and of prepared files, and the resulting findings."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import pytest
 from lockstep.doctor import resources
 from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.resources import SystemPaths, look, look_at_system
+from lockstep.doctor.resources import SystemPaths, inspect_machine, inspect_system
 from lockstep.system.cgroups import cpu_quota, processes_left
 from lockstep.system.clock import VirtualClock
 from lockstep.system.process_limits import threads_of
@@ -21,16 +21,16 @@ NOW = 2e9
 
 
 def found(name: str, **places: Any) -> Finding:
-    """What is said of this machine, seen from other places."""
+    """Return a finding on this machine, with other paths."""
     findings = examine_machine(SystemPaths(**places), VirtualClock(NOW))
     return {finding.name: finding for finding in findings}[name]
 
 
-def test_this_machine_works(tmp_path: Path) -> None:
+def test_this_machine_can_run_jobs(tmp_path: Path) -> None:
     assert worst(examine_machine(SystemPaths(folder=tmp_path))) < Rating.FAILURE
-    system = look_at_system()
+    system = inspect_system()
     assert system.name == "Linux"
-    machine = look(system)
+    machine = inspect_machine(system)
     assert machine.cores.usable == len(os.sched_getaffinity(0))
     assert 0 < machine.memory.usable <= machine.memory.total
     assert machine.clocks.installed > 1e9
@@ -38,7 +38,7 @@ def test_this_machine_works(tmp_path: Path) -> None:
 
 
 class Groups:
-    """A tree of control groups, as the kernel shows it."""
+    """A tree of control groups in the format of the kernel."""
 
     def __init__(self, folder: Path, membership: str) -> None:
         self.proc, self.mount = folder / "proc", folder / "cgroup"
@@ -93,17 +93,17 @@ def test_a_container_with_limits(tmp_path: Path) -> None:
     assert "allows the time of 0.5" in cores.reason
     assert "the time of 0.5: all workers share one" in cores.reason
     assert memory.reason.startswith("1.0 GB of ")
-    assert "60 more may start" in threads.reason
+    assert "60 more can start" in threads.reason
     assert {cores.rating, memory.rating, threads.rating} == {Rating.WARNING}
 
 
-def test_a_limit_that_is_none_is_not_shown(tmp_path: Path) -> None:
+def test_an_unlimited_cgroup_is_not_shown(tmp_path: Path) -> None:
     groups = Groups(tmp_path, "4:memory:/\n")
     groups.add("memory", memory__limit_in_bytes="9223372036854771712", memory__usage_in_bytes="0")
     assert found("memory", proc=groups.proc, cgroups=groups.mount).facts["room"] is None
 
 
-def test_threads_are_counted_by_user(tmp_path: Path) -> None:
+def test_threads_are_counted_per_user(tmp_path: Path) -> None:
     for pid, user, threads in ((1, 0, 5), (20, 7, 3), (21, 7, 40)):
         (tmp_path / str(pid)).mkdir()
         status = f"Name:\tx\nUid:\t{user}\t9\t9\t9\nThreads:\t{threads}\n"
@@ -112,7 +112,7 @@ def test_threads_are_counted_by_user(tmp_path: Path) -> None:
     assert threads_of(7, tmp_path) == 43
 
 
-def test_affinity_is_what_counts() -> None:
+def test_usable_cores_follow_the_affinity() -> None:
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
@@ -124,7 +124,7 @@ def test_affinity_is_what_counts() -> None:
 
 
 def limited(limits: str, name: str) -> Finding:
-    """What a process says that has limited itself."""
+    """Return a finding of a process with these limits."""
     script = (
         "import os, resource\n"
         "from lockstep.doctor.machine import examine_machine\n"
@@ -137,22 +137,22 @@ def limited(limits: str, name: str) -> Finding:
     return Finding("machine", name, Rating(int(rating)), reason, remedy)
 
 
-def test_too_few_open_files() -> None:
+def test_too_few_open_files_are_a_warning() -> None:
     finding = limited("resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))", "open files")
     assert finding.rating is Rating.WARNING
     assert finding.reason.startswith("100 per process")
     assert finding.remedy.startswith("raise the hard limit")
 
 
-def test_shared_memory_that_cannot_be_had() -> None:
+def test_a_failed_allocation_of_shared_memory_is_a_failure() -> None:
     finding = limited("resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))", "shared memory")
     assert finding.rating is Rating.FAILURE
     assert "File too large" in finding.reason
     assert "ulimit -f" in finding.remedy
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root may become somebody else")
-def test_a_user_with_few_processes() -> None:
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may change its user")
+def test_a_low_limit_of_processes_is_a_warning() -> None:
     limits = "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50)); os.setuid(61234)"
     finding = limited(limits, "processes and threads")
     assert finding.rating is Rating.WARNING
@@ -160,18 +160,18 @@ def test_a_user_with_few_processes() -> None:
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="this user is not root")
-def test_root_may_start_more_than_its_limit() -> None:
+def test_root_has_no_limit_of_processes() -> None:
     script = (
         "import resource\n"
-        "from lockstep.doctor.resources import look, look_at_system\n"
+        "from lockstep.doctor.resources import inspect_machine, inspect_system\n"
         "resource.setrlimit(resource.RLIMIT_NPROC, (50, 50))\n"
-        "print(look(look_at_system()).limits.user_left)"
+        "print(inspect_machine(inspect_system()).limits.user_left)"
     )
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout == "None\n"
 
 
-def test_a_sandbox_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sandbox_without_shared_memory_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> int:
         raise PermissionError(1, "Operation not permitted")
 
@@ -181,7 +181,7 @@ def test_a_sandbox_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "memfd_create: Operation not permitted" in finding.reason
 
 
-def test_nothing_is_left_of_the_probe() -> None:
+def test_the_test_allocation_is_freed() -> None:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -190,13 +190,13 @@ def test_nothing_is_left_of_the_probe() -> None:
     assert descriptors() == before
 
 
-def test_no_place_for_files_in_memory(tmp_path: Path) -> None:
+def test_a_missing_folder_for_shared_files_is_a_warning(tmp_path: Path) -> None:
     finding = found("/dev/shm", shm=tmp_path / "absent")
     assert finding.rating is Rating.WARNING
-    assert finding.reason.startswith("No such file or directory: Lockstep needs nothing there")
+    assert finding.reason.startswith("No such file or directory: Lockstep does not use it")
 
 
-def test_a_file_in_the_place_of_the_folder_for_runs(tmp_path: Path) -> None:
+def test_a_file_in_place_of_the_folder_of_runs_is_a_failure(tmp_path: Path) -> None:
     assert found("disk", folder=tmp_path).rating is Rating.FINE
     (tmp_path / "runs").write_text("")
     finding = found("disk", folder=tmp_path)
@@ -206,18 +206,18 @@ def test_a_file_in_the_place_of_the_folder_for_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_folder_of_somebody_else(tmp_path: Path) -> None:
+def test_an_unwritable_folder_is_a_failure(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert found("disk", folder=tmp_path).rating is Rating.FAILURE
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_failure(tmp_path: Path) -> None:
     finding = found("disk", folder=tmp_path / "absent")
     assert finding.rating is Rating.FAILURE
     assert finding.reason.endswith("No such file or directory")
 
 
-def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_current_folder_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -227,12 +227,12 @@ def test_a_current_folder_that_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
     assert finding.reason.startswith("cannot write to the current folder")
 
 
-def test_looking_leaves_no_file(tmp_path: Path) -> None:
+def test_the_inspection_leaves_no_file(tmp_path: Path) -> None:
     found("disk", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_slow_clock(tmp_path: Path) -> None:
+def test_a_slow_clock_source_is_a_warning(tmp_path: Path) -> None:
     source = tmp_path / "current_clocksource"
     source.write_text("acpi_pm\n")
     assert found("monotonic clock", clock_source=source).rating is Rating.WARNING
@@ -241,8 +241,8 @@ def test_a_slow_clock(tmp_path: Path) -> None:
     assert found("monotonic clock", clock_source=tmp_path / "absent").rating is Rating.FINE
 
 
-class Jumping(VirtualClock):
-    """A clock that jumps now and then, and never returns from it."""
+class JumpingClock(VirtualClock):
+    """A clock that jumps after every thousandth reading."""
 
     def __init__(self, jump: float) -> None:
         super().__init__(NOW)
@@ -257,14 +257,14 @@ class Jumping(VirtualClock):
 @pytest.mark.parametrize(
     ("jump", "rating"), [(-0.5, Rating.WARNING), (-0.0005, Rating.FINE), (0.5, Rating.FINE)]
 )
-def test_a_clock_that_goes_back(jump: float, rating: Rating) -> None:
-    finding = {each.name: each for each in examine_machine(clock=Jumping(jump))}["monotonic clock"]
+def test_a_clock_that_goes_back_is_a_warning(jump: float, rating: Rating) -> None:
+    finding = {each.name: each for each in examine_machine(clock=JumpingClock(jump))}["monotonic clock"]
     assert finding.rating is rating
     assert ("it went back by 0.5 s" in finding.reason) == (rating is Rating.WARNING)
     assert finding.facts["seconds_back"] == pytest.approx(max(0.0, -jump), abs=1e-5)
 
 
-def test_a_clock_that_is_behind_the_installation(tmp_path: Path) -> None:
+def test_a_clock_behind_the_installation_is_a_warning(tmp_path: Path) -> None:
     new, old = tmp_path / "new", tmp_path / "old"
     for file, age in ((new, NOW + 3600), (old, NOW - 3600)):
         file.write_text("")

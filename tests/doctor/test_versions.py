@@ -1,4 +1,4 @@
-"""Which versions fit together: judged from stated metadata, and read from a real installation."""
+"""Whether versions fit, judged from given metadata and from those of this installation."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from lockstep.doctor.finding import Finding, Rating, worst
-from lockstep.doctor.versions import LOCKSTEP, Packages, Wish, examine_versions
+from lockstep.doctor.versions import LOCKSTEP, Packages, examine_versions
+from lockstep.launcher.backend import Wishes
 
 NEEDS = ("keras>=3.12", 'jax>=0.7; extra == "jax"', 'torch>=2.6; extra == "torch"', "numpy>=1.26")
 VERSIONS = {LOCKSTEP: "0.1", "keras": "3.15.1", "jax": "0.10.2", "jaxlib": "0.10.2", "numpy": "2.3"}
 REQUIREMENTS = {LOCKSTEP: NEEDS, "jax": ("jaxlib<=0.10.2,>=0.10.2",), "keras": ("numpy",)}
-NOTHING = Wish(None, None)
+NOTHING = Wishes()
 
 
 def having(*names: str) -> Callable[[str], bool]:
@@ -19,16 +20,16 @@ def having(*names: str) -> Callable[[str], bool]:
 
 
 def examine(
-    versions: dict[str, str] = VERSIONS, wish: Wish = NOTHING, installed: tuple[str, ...] = ("jax",)
+    versions: dict[str, str] = VERSIONS, wishes: Wishes = NOTHING, installed: tuple[str, ...] = ("jax",)
 ) -> tuple[dict[str, Finding], str | None]:
     findings, chosen = examine_versions(
-        Packages(versions, REQUIREMENTS), "/python", "3.11.7", wish, having(*installed)
+        Packages(versions, REQUIREMENTS), "/python", "3.11.7", wishes, having(*installed)
     )
     assert {finding.section for finding in findings} == {"versions"}
     return {finding.name: finding for finding in findings}, chosen
 
 
-def test_versions_that_fit_are_fine() -> None:
+def test_compatible_versions_are_fine() -> None:
     findings, chosen = examine()
     assert chosen == "jax"
     assert worst(findings.values()) == Rating.FINE
@@ -37,7 +38,7 @@ def test_versions_that_fit_are_fine() -> None:
     assert findings["torch"].reason == "not installed"
 
 
-def test_metadata_that_cannot_be_read_are_a_warning() -> None:
+def test_unreadable_metadata_is_a_warning() -> None:
     packages = Packages(VERSIONS, {**REQUIREMENTS, "jax": ("foo (>=x broken",)})
     findings, chosen = examine_versions(packages, "/python", "3.11.7", NOTHING, having("jax"))
     (row,) = (finding for finding in findings if finding.name == "requirements")
@@ -46,66 +47,67 @@ def test_metadata_that_cannot_be_read_are_a_warning() -> None:
     assert "jax 0.10.2 cannot be checked" in row.reason
 
 
-def test_an_installation_that_was_broken_off_is_passed_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_installation_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "~eras-3.0.dist-info").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert "keras" in Packages.installed().versions
 
 
-def test_a_keras_that_is_too_old_is_a_failure_with_the_remedy() -> None:
+def test_an_old_keras_is_a_failure_with_a_remedy() -> None:
     findings, _ = examine({**VERSIONS, "keras": "3.11.3"})
     assert findings["Keras"].rating == Rating.FAILURE
     assert findings["Keras"].reason == "3.11.3, but Lockstep needs keras>=3.12"
     assert findings["Keras"].remedy == "pip install 'keras>=3.12'"
 
 
-def test_without_keras_nothing_works() -> None:
+def test_a_missing_keras_is_a_failure() -> None:
     versions = {name: version for name, version in VERSIONS.items() if name != "keras"}
     assert examine(versions)[0]["Keras"].rating == Rating.FAILURE
 
 
 @pytest.mark.parametrize(("variable", "rating"), [("torch", Rating.FAILURE), ("jax", Rating.WARNING)])
-def test_a_backend_that_is_too_old_fails_a_job_only_if_it_is_chosen(variable: str, rating: Rating) -> None:
-    findings, chosen = examine({**VERSIONS, "torch": "2.1.0"}, Wish(variable, None), ("jax", "torch"))
+def test_an_old_backend_is_a_failure_only_if_it_is_chosen(variable: str, rating: Rating) -> None:
+    findings, chosen = examine({**VERSIONS, "torch": "2.1.0"}, Wishes(variable=variable), ("jax", "torch"))
     assert chosen == variable
     assert findings["torch"].rating == rating
     assert "needs torch>=2.6" in findings["torch"].reason
 
 
 @pytest.mark.parametrize("variable", ["tensorflow", "theano"])
-def test_a_backend_that_cannot_be_had_is_a_failure(variable: str) -> None:
-    findings, chosen = examine(wish=Wish(variable, None))
+def test_an_unavailable_backend_is_a_failure(variable: str) -> None:
+    findings, chosen = examine(wishes=Wishes(variable=variable))
     assert chosen is None
     assert findings["chosen backend"].rating == Rating.FAILURE
     assert f"KERAS_BACKEND={variable}" in findings["chosen backend"].reason
 
 
-def test_who_chooses_the_backend_is_said() -> None:
+def test_the_reason_for_the_backend_is_named() -> None:
     both = ("jax", "torch")
     versions = {**VERSIONS, "torch": "2.13.0"}
     assert (
         "KERAS_BACKEND selects it"
-        in examine(versions, Wish("torch", "jax"), both)[0]["chosen backend"].reason
+        in examine(versions, Wishes(variable="torch", configured="jax"), both)[0]["chosen backend"].reason
     )
-    assert "keras.json selects it" in examine(versions, Wish(None, "torch"), both)[0]["chosen backend"].reason
-    text = examine(versions, Wish(None, "tensorflow"), both)[0]["chosen backend"].reason
+    assert (
+        "keras.json selects it"
+        in examine(versions, Wishes(configured="torch"), both)[0]["chosen backend"].reason
+    )
+    text = examine(versions, Wishes(configured="tensorflow"), both)[0]["chosen backend"].reason
     assert text.startswith("jax, because it is the first installed of TensorFlow, JAX and PyTorch")
 
 
-def test_packages_that_do_not_find_what_they_ask_for_are_named() -> None:
+def test_unmet_requirements_are_named() -> None:
     findings, _ = examine({**VERSIONS, "jaxlib": "0.9.0"})
     assert findings["requirements"].rating == Rating.WARNING
     assert findings["requirements"].facts["unmet"] == ["jax 0.10.2 needs jaxlib<=0.10.2,>=0.10.2, not 0.9.0"]
 
 
-def test_tensorflow_may_be_brought_by_its_build_for_cpus() -> None:
+def test_tensorflow_cpu_provides_tensorflow() -> None:
     findings, _ = examine({**VERSIONS, "tensorflow-cpu": "2.21.0"}, installed=("jax", "tensorflow"))
     assert findings["tensorflow"].reason == "2.21.0, by tensorflow-cpu"
 
 
-def test_what_is_installed_here_is_read() -> None:
+def test_this_installation_can_be_read() -> None:
     packages = Packages.installed()
     assert packages.versions.keys() >= {"keras", "numpy", LOCKSTEP}
     lowest = packages.lowest("keras")

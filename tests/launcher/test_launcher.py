@@ -15,8 +15,7 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.launcher import AgentChannel, Handle, Launch, Launcher, LocalLauncher
 from lockstep.protocol.channel import Attachment, PeerGone
-from lockstep.protocol.endpoint import SharedMemory
-from lockstep.protocol.worker import Finished, NewView, Started, Welcome
+from lockstep.protocol.worker import Finished, NewView, SharedMemory, Started, Welcome
 from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import adopt_orphans

@@ -12,7 +12,7 @@ from lockstep.observability.events import (
     RUN_EVENTS,
     CallStarted,
     Event,
-    StopReceived,
+    StopRequested,
     StrategyInstalled,
     WorkerLost,
     WorkerStarted,
@@ -44,7 +44,7 @@ def test_events_are_appended_a_line_each(tmp_path: Path) -> None:
 
 def test_times_have_milliseconds(tmp_path: Path) -> None:
     with EventLog.open(tmp_path / "log", pytest.fail) as log:
-        log.append(PublishedEvent(1234567.89123, None, StopReceived(2)))
+        log.append(PublishedEvent(1234567.89123, None, StopRequested(2)))
     assert (tmp_path / "log").read_text() == '{"time":1234567.891,"event":"stop","signal":2}\n'
 
 

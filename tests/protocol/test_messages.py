@@ -13,7 +13,6 @@ from lockstep.observability.events import (
 )
 from lockstep.protocol import host
 from lockstep.protocol.host import HostReport, Instruction, Stop
-from lockstep.protocol.request import Request
 from lockstep.protocol.worker import (
     AgentMessage,
     EventReport,
@@ -22,6 +21,7 @@ from lockstep.protocol.worker import (
     JobOver,
     JoinRequest,
     Leave,
+    Notice,
     RelayedMessage,
     Started,
     WaitReport,
@@ -51,7 +51,8 @@ relayed = st.one_of(
 instructions = st.one_of(
     st.builds(host.BeginView, workers, groups, texts, groups),
     st.builds(host.StartProcess, workers, st.booleans(), groups),
-    st.builds(host.LeaveNotice, st.sampled_from(Request)),
+    st.builds(host.PostNotice, st.sampled_from(Notice)),
+    st.builds(host.DropOutput, st.booleans()),
     st.builds(host.DeliverPosition, workers),
     st.builds(host.SignalProcess, workers, st.integers(1, 64)),
     st.builds(host.TakeStack, workers),

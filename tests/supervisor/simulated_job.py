@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker, Workers
 
-from lockstep.protocol.request import Request
+from lockstep.observability.events import StopRequested, WorkerExited
+from lockstep.protocol.worker import Notice
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
     AbortExchange,
@@ -23,9 +24,7 @@ from lockstep.supervisor.events import (
     StartView,
     StartWorker,
     StateGiven,
-    StopRequested,
     WorkerArrived,
-    WorkerExited,
 )
 from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
 from lockstep.topology import View, place
@@ -145,8 +144,8 @@ class Job(Workers):
         match action:
             case StartView(view, _):
                 self._renew(view)
-            case AskMembers(request):
-                self.asked = request
+            case AskMembers(notice):
+                self.posted = notice
             case SendPosition(worker):
                 self.tell(worker, "position")
             case StartWorker(worker):
@@ -178,7 +177,7 @@ class Job(Workers):
             self.workers[worker].dismissed = True
             self.seen["left"] += 1
             self.tell(worker, "leave")
-        self.asked, self.holds = Request.NOTHING, None
+        self.posted, self.holds = Notice.NOTHING, None
 
     def _start(self, worker: int) -> None:
         one = self._drawn(worker, None, 0.5)

@@ -10,16 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from lockstep.protocol.request import Request
-from lockstep.supervisor.events import (
-    Event,
-    JoinRequested,
-    ScriptFailed,
-    StateGiven,
-    StrategyCreated,
-    WaitReported,
-    WorkerExited,
-)
+from lockstep.observability.events import JoinRequested, StrategyInstalled, WaitReported, WorkerExited
+from lockstep.protocol.worker import Notice
+from lockstep.supervisor.events import Event, FailureReported, StateGiven
 from lockstep.topology import View
 
 STEPS = 8
@@ -54,7 +47,7 @@ class Worker:
         waits: since when it waits for what the agent says; None if it does not.
         inbox: what the agent said, and it has not read.
         outbox: what it said, and the agent has not heard, with the step at which it was.
-        request: what the chief had found when it arrived in the last call.
+        notice: what the chief had found when it arrived in the last call.
         saves: whether it ends at the end of its step.
         struck: whether its fate has struck.
         dismissed: whether it was told to leave.
@@ -72,7 +65,7 @@ class Worker:
     waits: float | None = None
     inbox: list[View | str] = field(default_factory=list)
     outbox: list[tuple[Event, int]] = field(default_factory=list)
-    request: Request = Request.NOTHING
+    notice: Notice = Notice.NOTHING
     alive: bool = True
     hung: bool = False
     saves: bool = False
@@ -87,7 +80,7 @@ class Workers:
         workers: all that were started.
         pace: of those that join.
         mute: whether the chief can give nothing.
-        asked: what the chief of the present view finds when it arrives.
+        posted: the notice that the chief of the view finds when it arrives.
         committed: how many steps have been taken.
         seen: how often things happened.
     """
@@ -98,11 +91,11 @@ class Workers:
         self.workers: dict[int, Worker] = {}
         self.pace = 1.0
         self.mute = False
-        self.asked = Request.NOTHING
+        self.posted = Notice.NOTHING
         self.committed = 0
         self.seen: Counter[str] = Counter()
         self._arrived: dict[int, set[int]] = {}
-        self._passed_on = Request.NOTHING
+        self._passed_on = Notice.NOTHING
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._pushed = 0
 
@@ -173,7 +166,7 @@ class Workers:
 
     def _raise(self, one: Worker, summary: str, *, blames: bool) -> None:
         one.turn, one.waits = one.turn + 1, None
-        self.send(one, ScriptFailed(one.number, 1, summary, blames))
+        self.send(one, FailureReported(one.number, 1, summary, blames))
         self.after(self.dice.choice((0.3, 0.3, 3.0)), lambda: self.end(one, 1))
 
     def end(self, one: Worker, status: int) -> None:
@@ -230,7 +223,7 @@ class Workers:
 
     def begin(self, one: Worker) -> None:
         """Run the script as one of the first workers."""
-        self.send(one, StrategyCreated(one.number))
+        self.send(one, StrategyInstalled("jax"))
         self._go_on(one)
 
     def _go_on(self, one: Worker) -> None:
@@ -250,7 +243,7 @@ class Workers:
             return
         one.phase = "arrived"
         if one.number == one.view.chief:
-            self._passed_on = self.asked
+            self._passed_on = self.posted
         arrived = self._arrived.setdefault(one.view.number, set())
         arrived.add(one.number)
         self._wait(one)
@@ -263,7 +256,7 @@ class Workers:
         members = [self.workers[worker] for worker in view.workers]
         self.commit(view, members)
         for one in members:
-            one.step, one.phase, one.request = self.committed, "between", self._passed_on
+            one.step, one.phase, one.notice = self.committed, "between", self._passed_on
             self.then(one, 0.2, self._end_step)
 
     def _end_step(self, one: Worker) -> None:
@@ -271,9 +264,9 @@ class Workers:
             return
         assert one.view is not None
         is_chief = one.number == one.view.chief
-        if one.request is Request.POSITION and is_chief:
+        if one.notice is Notice.POSITION and is_chief:
             self._give_position(one)
-        elif one.request is Request.CHANGE:
+        elif one.notice is Notice.CHANGE:
             one.phase = "changing"
             if is_chief:
                 self.then(one, 0.5, self._give_state)
@@ -304,7 +297,7 @@ class Workers:
         """Run the script as a worker that joins."""
         if self.strikes(one, "starting", self.join):
             return
-        self.send(one, StrategyCreated(one.number))
+        self.send(one, StrategyInstalled("jax"))
         self.send(one, JoinRequested(one.number, whole=False))
         if not self.strikes(one, "asking where", self._wait):
             self._wait(one)

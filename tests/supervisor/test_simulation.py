@@ -10,29 +10,10 @@ import pytest
 from simulated_job import Job
 from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker
 
-from lockstep.protocol.request import Request
+from lockstep.observability.events import JoinRequested, StopRequested, WorkerExited
+from lockstep.protocol.worker import Notice
+from lockstep.supervisor import events
 from lockstep.supervisor.decide import decide
-from lockstep.supervisor.events import (
-    Action,
-    AskMembers,
-    DeadlinePassed,
-    DumpStack,
-    Event,
-    FinishJob,
-    JoinRequested,
-    KillWorker,
-    ScaleRequested,
-    ScriptFailed,
-    SendPosition,
-    ShowMessage,
-    SignalWorker,
-    StartView,
-    StartWorker,
-    StateGiven,
-    StopRequested,
-    WorkerArrived,
-    WorkerExited,
-)
 from lockstep.supervisor.state import Phase, Stage, State
 from lockstep.topology import View
 
@@ -59,7 +40,7 @@ class Watched(Job):
         super().__init__(seed)
         self.target = len(self.workers)
         self.budget = self.state.size.restarts_left
-        self.asks: dict[int, Request] = {}
+        self.asks: dict[int, Notice] = {}
         self.raised: set[int] = set()
         self.lost: list[int] = []
         self.stop: int | None = None
@@ -70,7 +51,7 @@ class Watched(Job):
         self._short_steps = self._long_steps = 0
         self._waits_since: float | None = None
 
-    def decide(self, event: Event) -> None:
+    def decide(self, event: events.Event) -> None:
         before, self._was = self.state, self.state.stage
         self._note(event)
         self._depth += 1
@@ -81,28 +62,33 @@ class Watched(Job):
         if self._depth == 0:
             self._check_members()
             self._check_others()
-        if before.stage is Stage.SAVING and isinstance(event, DeadlinePassed):
+        if before.stage is Stage.SAVING and isinstance(event, events.DeadlinePassed):
             hung = [one for one in self.workers.values() if one.struck and one.fate == "hangs"]
             assert hung, "a checkpoint is not kept, though nobody hangs"
         if event == StopRequested(15) and before.stage is Stage.RUNNING and before.elastic and before.staying:
             assert not before.keeps or self.state.stage is Stage.SAVING, "a checkpoint is not kept"
 
-    def _note(self, event: Event) -> None:
+    def _note(self, event: events.Event) -> None:
         state = self.state
         self.happened += isinstance(
-            event, WorkerExited | ScriptFailed | WorkerArrived | ScaleRequested | StopRequested
+            event,
+            WorkerExited
+            | events.FailureReported
+            | events.WorkerArrived
+            | events.ScaleRequested
+            | StopRequested,
         )
         match event:
-            case DeadlinePassed():
+            case events.DeadlinePassed():
                 self._instant = (self.now, self._instant[1] + 1 if self._instant[0] == self.now else 1)
                 assert self._instant[1] <= 3, "time does not pass"
-            case ScriptFailed(worker) if state.active:
+            case events.FailureReported(worker) if state.active:
                 self.raised.add(worker)
             case JoinRequested(worker, whole):
-                self.asks[worker] = Request.CHANGE if whole else Request.POSITION
-            case WorkerArrived():
+                self.asks[worker] = Notice.CHANGE if whole else Notice.POSITION
+            case events.WorkerArrived():
                 self.target, self.budget = len(state.present) + len(state.joiners) + 1, self.budget + 1
-            case ScaleRequested(workers):
+            case events.ScaleRequested(workers):
                 self.target, self._long_steps = workers, 0
                 more = workers - len(state.present) - len(state.joiners)
                 self.budget = state.size.max_restarts + max(0, more)
@@ -134,7 +120,7 @@ class Watched(Job):
         else:
             self._waits_since = None
             assert state.admission.deadline is None
-            assert self.asked is state.admission.asked, "members are asked for something that nobody wants"
+            assert self.posted is state.admission.posted, "members are asked for something that nobody wants"
 
     def _check_others(self) -> None:
         state = self.state
@@ -151,32 +137,37 @@ class Watched(Job):
         there = len(state.present) + len(state.joiners)
         assert waits or there >= state.size.wanted, "workers are missing, and nobody is started"
 
-    def act(self, action: Action) -> None:
+    def act(self, action: events.Action) -> None:
         state = self.state
         if self._was in ENDING:
             assert not isinstance(
-                action, StartView | StartWorker | AskMembers | SendPosition | ShowMessage
+                action,
+                events.StartView
+                | events.StartWorker
+                | events.AskMembers
+                | events.SendPosition
+                | events.ShowMessage,
             ), f"{action} at the end"
         match action:
-            case StartView(view, _):
+            case events.StartView(view, _):
                 self._check_view(view)
-            case SendPosition(worker):
-                assert self.asks.pop(worker) is Request.POSITION, "told where, and had not asked"
+            case events.SendPosition(worker):
+                assert self.asks.pop(worker) is Notice.POSITION, "told where, and had not asked"
                 assert self.holds is not None, "told where, and nothing was given"
                 assert worker in state.joiners
-            case StartWorker(worker):
+            case events.StartWorker(worker):
                 self.budget -= 1
                 self.happened += 1
                 assert worker not in self.workers, "two workers with one id"
                 assert self.budget >= 0, "more replacements than allowed"
                 assert not state.finished
-            case KillWorker(worker) if state.stage in GOING_ON:
+            case events.KillWorker(worker) if state.stage in GOING_ON:
                 one = self.workers[worker]
                 assert worker in state.running
                 assert one.struck or (one.view is None and worker in state.leaving), "killed without need"
-            case SignalWorker(worker, _) | KillWorker(worker) | DumpStack(worker):
+            case events.SignalWorker(worker, _) | events.KillWorker(worker) | events.DumpStack(worker):
                 assert worker in state.running
-            case FinishJob():
+            case events.FinishJob():
                 self._check_end()
         super().act(action)
 
@@ -191,7 +182,7 @@ class Watched(Job):
         if new:
             assert self.holds == (True, self.committed), "let in without the state"
             assert len(view.workers) <= state.size.wanted, "too many are let in"
-            assert all(self.asks.pop(worker) is Request.CHANGE for worker in new), "let in unasked"
+            assert all(self.asks.pop(worker) is Notice.CHANGE for worker in new), "let in unasked"
         for worker in set(view.workers) - set(new):
             assert self.workers[worker].step == self.committed, "a member without the committed state"
             assert not self.workers[worker].dismissed, "a dismissed worker is heard"
@@ -214,10 +205,10 @@ class Watched(Job):
         assert state.stage is Stage.FINISHED
         assert state.due is None
         for event in (
-            DeadlinePassed(),
+            events.DeadlinePassed(),
             WorkerExited(0, 1),
             JoinRequested(0, True),
-            StateGiven(len(self.views), True),
+            events.StateGiven(len(self.views), True),
             StopRequested(15),
         ):
             assert decide(state, event, self.now).actions == (), "a decision after the end"

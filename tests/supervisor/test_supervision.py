@@ -6,6 +6,7 @@ A scenario file is its own golden trace: unindented lines are what happens, inde
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +14,42 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.protocol.request import Request
+from lockstep.observability.events import (
+    CheckpointNotWritten,
+    CheckpointsConfigured,
+    CheckpointWritten,
+    DistributionBegan,
+    JoinRequested,
+    LastStepEnded,
+    ScriptEnded,
+    StopRequested,
+    StrategyInstalled,
+    WaitReported,
+    WorkerExited,
+)
+from lockstep.protocol.worker import Notice
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.events import (
     AbortExchange,
     Action,
     AskMembers,
-    CheckpointFailed,
-    CheckpointingStarted,
-    CheckpointKept,
     DeadlinePassed,
-    DistributionStarted,
     DumpStack,
     Event,
     Evidence,
-    FinalStepEnded,
+    FailureReported,
     FinishJob,
     JobOutcome,
-    JoinRequested,
     KillWorker,
     ScaleRequested,
-    ScriptEnded,
-    ScriptFailed,
     SendPosition,
     ShowMessage,
     SignalWorker,
     StartView,
     StartWorker,
     StateGiven,
-    StopRequested,
-    StrategyCreated,
     ViewFailed,
-    WaitReported,
     WorkerArrived,
-    WorkerExited,
 )
 from lockstep.supervisor.state import (
     Admission,
@@ -75,25 +78,25 @@ ELASTIC = replace(State.of(place(4, (0, 1)), TimeLimits(), JobSize.of(2, 1, 1)),
 JOINING = replace(
     ELASTIC.with_worker(2, WorkerRecord(Phase.JOINING, started_at=1.0)), size=JobSize.of(3, 1, 0)
 )
-ASKED = replace(JOINING.with_phase(Phase.READY, 2), admission=Admission(Request.CHANGE))
+ASKED = replace(JOINING.with_phase(Phase.READY, 2), admission=Admission(Notice.CHANGE))
 WAITING = replace(JOINING, size=JobSize.of(3, 3, 0), admission=Admission(given=True, deadline=60.0))
 AT_THE_END = replace(THREE, elastic=True, size=JobSize.of(3, 1, 1)).with_phase(Phase.FINISHED, 1)
 ENDING = replace(TWO, shutdown=Shutdown(Stage.ENDING, 8.0, JobOutcome(3, "because")))
 TERMINATING = at_stage(ENDING, Stage.TERMINATING)
 
-PATTERNS: list[tuple[str, type[Event]]] = [
-    (r"the script of worker (?P<worker>\d+) ends", ScriptEnded),
+PATTERNS: list[tuple[str, Callable[..., Event]]] = [
+    (r"the script of worker (?P<worker>\d+) ends", partial(ScriptEnded, status=0)),
     (r"worker (?P<worker>\d+) ends with (?P<status>-?\d+)", WorkerExited),
     (
         r"worker (?P<worker>\d+) fails with (?P<status>\d+)(?P<blames>, blaming)?: (?P<summary>.*)",
-        ScriptFailed,
+        FailureReported,
     ),
     (
-        r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<workers>[\d ]+)",
+        r"worker (?P<worker>\d+) waits (?P<seconds>[\d.]+) s in (?P<what>.*) for (?P<waits_for>[\d ]+)",
         WaitReported,
     ),
-    (r"worker (?P<worker>\d+) has a strategy", StrategyCreated),
-    (r"the script distributes", DistributionStarted),
+    (r"worker \d+ has a strategy", lambda: StrategyInstalled("jax")),
+    (r"the script distributes", DistributionBegan),
     (r"worker (?P<worker>\d+) asks (?P<whole>to be let in|where)", JoinRequested),
     (
         r"the chief of view (?P<view>\d+) gives the (?P<whole>state|position)(, but (?P<failure>.*))?",
@@ -102,14 +105,19 @@ PATTERNS: list[tuple[str, type[Event]]] = [
     (r"a worker is started by hand", WorkerArrived),
     (r"scale to (?P<workers>\d+)", ScaleRequested),
     (r"stop by (?P<signal>\d+)", StopRequested),
-    (r"the script keeps checkpoints", CheckpointingStarted),
-    (r"step (?P<step>\d+) ends, the last one", FinalStepEnded),
-    (r"the checkpoint of step (?P<step>\d+) is on the disk", CheckpointKept),
-    (r"a checkpoint cannot be written: (?P<reason>.*)", CheckpointFailed),
+    (r"the script keeps checkpoints", lambda: CheckpointsConfigured("kept")),
+    (r"step (?P<step>\d+) ends, the last one", LastStepEnded),
+    (
+        r"the checkpoint of step (?P<step>\d+) is on the disk",
+        partial(CheckpointWritten, "kept/step", seconds=0.1),
+    ),
+    (r"a checkpoint cannot be written: (?P<reason>.*)", CheckpointNotWritten),
     (r"time passes", DeadlinePassed),
 ]
 CONVERT: dict[str, Callable[[str], Any]] = {
     "worker": int,
+    "workers": int,
+    "waits_for": lambda text: tuple(map(int, text.split())),
     "step": int,
     "reason": str,
     "status": int,
@@ -127,13 +135,7 @@ CONVERT: dict[str, Callable[[str], Any]] = {
 def parse(text: str) -> Event:
     for pattern, kind in PATTERNS:
         if match := re.fullmatch(pattern, text):
-            fields = {
-                name: CONVERT[name](value) for name, value in match.groupdict().items() if name in CONVERT
-            }
-            if "workers" in match.groupdict():
-                workers = tuple(int(worker) for worker in match["workers"].split())
-                fields["workers"] = workers[0] if kind is ScaleRequested else workers
-            return kind(**fields)
+            return kind(**{name: CONVERT[name](value) for name, value in match.groupdict().items()})
     raise AssertionError(f"no event: {text}")
 
 
@@ -145,8 +147,8 @@ def render(action: Action) -> str:
             return f"view {view.number} of {name_workers(view.workers)}"
         case StartWorker(worker):
             return f"start worker {worker}"
-        case AskMembers(request):
-            return f"ask the members for {request.name}"
+        case AskMembers(notice):
+            return f"ask the members for {notice.name}"
         case SendPosition(worker):
             return f"tell worker {worker} where the training is"
         case SignalWorker(worker, number):
@@ -211,20 +213,20 @@ def test_there_are_scenarios() -> None:
         (TWO, WorkerExited(1, -11), (AbortExchange("worker 1 was killed by SIGSEGV"),), Stage.ENDING),
         (
             TWO,
-            ScriptFailed(1, 1, "E: x", False),
+            FailureReported(1, 1, "E: x", False),
             (AbortExchange("worker 1 exited with status 1: E: x"),),
             Stage.ENDING,
         ),
         (
             TWO,
-            ScriptFailed(1, 1, "E: x", False, prints=False),
+            FailureReported(1, 1, "E: x", False, prints=False),
             (AbortExchange("worker 1: E: x"),),
             Stage.ENDING,
         ),
-        (TWO, ScriptFailed(1, 1, "E: x", True), (), Stage.RUNNING),
+        (TWO, FailureReported(1, 1, "E: x", True), (), Stage.RUNNING),
         (
             TWO.with_phase(Phase.LOST, 0),
-            ScriptFailed(1, 1, "E: x", True),
+            FailureReported(1, 1, "E: x", True),
             (AbortExchange("worker 1 exited with status 1: E: x"),),
             Stage.ENDING,
         ),
@@ -235,7 +237,7 @@ def test_there_are_scenarios() -> None:
         (TWO, DeadlinePassed(), (), Stage.RUNNING),
         (ENDING, DeadlinePassed(), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
         (ENDING, WorkerExited(0, 1), (), Stage.ENDING),
-        (ENDING, ScriptFailed(0, 1, "E: y", False), (), Stage.ENDING),
+        (ENDING, FailureReported(0, 1, "E: y", False), (), Stage.ENDING),
         (ENDING, WaitReported(0, "step 1", (1,), 99.0), (), Stage.ENDING),
         (ENDING, StopRequested(15), (SignalWorker(0, 15), SignalWorker(1, 15)), Stage.TERMINATING),
         (TERMINATING, StopRequested(15), (KillWorker(0), KillWorker(1)), Stage.KILLING),
@@ -288,11 +290,11 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (
             ELASTIC,
             ScaleRequested(1),
-            (ShowMessage("the job now wants 1 worker"), AskMembers(Request.CHANGE)),
+            (ShowMessage("the job now wants 1 worker"), AskMembers(Notice.CHANGE)),
         ),
         (ELASTIC, ViewFailed("no memory"), (AbortExchange("no memory"),)),
-        (JOINING, JoinRequested(2, whole=False), (AskMembers(Request.POSITION),)),
-        (JOINING, JoinRequested(2, whole=True), (AskMembers(Request.CHANGE),)),
+        (JOINING, JoinRequested(2, whole=False), (AskMembers(Notice.POSITION),)),
+        (JOINING, JoinRequested(2, whole=True), (AskMembers(Notice.CHANGE),)),
         (JOINING, JoinRequested(1, whole=True), ()),
         (JOINING.with_phase(Phase.JOIN_FAILED, 2), JoinRequested(2, whole=True), ()),
         (JOINING, WorkerExited(2, -9), (ShowMessage,)),
@@ -301,7 +303,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (ASKED, StateGiven(1, whole=True), (StartView, ShowMessage("worker 2 joined (3 workers, view 2)"))),
         (ASKED, StateGiven(1, whole=True, failure="no memory"), (KillWorker(2), StartView, ShowMessage)),
         (ASKED, StateGiven(0, whole=True), ()),
-        (ASKED, WorkerExited(2, -9), (ShowMessage, AskMembers(Request.NOTHING))),
+        (ASKED, WorkerExited(2, -9), (ShowMessage, AskMembers(Notice.NOTHING))),
         (WAITING, JoinRequested(2, whole=False), (SendPosition(2),)),
         (WAITING, JoinRequested(2, whole=True), (StartView, ShowMessage)),
         (WAITING, WorkerExited(2, -9), (AbortExchange,)),
@@ -360,15 +362,15 @@ def test_a_worker_that_waits_again_for_a_live_one_is_not_deserted() -> None:
 workers = st.integers(0, 2)
 events = st.one_of(
     st.builds(WorkerExited, workers, st.sampled_from([0, 0, 1, 3, -9])),
-    st.builds(ScriptEnded, workers),
-    st.builds(ScriptFailed, workers, st.just(1), st.just("E"), st.booleans()),
+    st.builds(ScriptEnded, workers, st.just(0)),
+    st.builds(FailureReported, workers, st.just(1), st.just("E"), st.booleans()),
     st.builds(
         WaitReported, workers, st.just("step"), st.lists(workers, min_size=1).map(tuple), st.floats(0, 20)
     ),
     st.builds(StopRequested, st.sampled_from([2, 15])),
-    st.builds(FinalStepEnded, st.just(3)),
-    st.builds(CheckpointKept, st.just(3)),
-    st.builds(CheckpointFailed, st.just("the disk is full")),
+    st.builds(LastStepEnded, st.just(3)),
+    st.builds(CheckpointWritten, st.just("kept/step"), st.just(3), st.just(0.1)),
+    st.builds(CheckpointNotWritten, st.just("the disk is full")),
     st.just(DeadlinePassed()),
 )
 others = st.integers(0, 9)
@@ -377,7 +379,7 @@ changes = st.one_of(
     st.builds(StateGiven, st.integers(1, 6), st.booleans(), st.sampled_from(["", "", "no memory"])),
     st.builds(ScaleRequested, st.integers(1, 6)),
     st.builds(WorkerExited, others, st.sampled_from([1, -9])),
-    st.builds(ScriptFailed, others, st.just(1), st.just("E"), st.just(False)),
+    st.builds(FailureReported, others, st.just(1), st.just("E"), st.just(False)),
     st.builds(ViewFailed, st.just("no memory")),
 )
 states = st.builds(
@@ -391,7 +393,7 @@ states = st.builds(
 
 def happens(state: State, event: Event) -> bool:
     """Whether `event` can come: from a worker that runs, from a person who is not refused, after a view."""
-    if isinstance(event, WorkerExited | ScriptEnded | ScriptFailed | WaitReported | JoinRequested):
+    if isinstance(event, WorkerExited | ScriptEnded | FailureReported | WaitReported | JoinRequested):
         return event.worker in state.running
     if isinstance(event, ViewFailed):
         return state.stage is Stage.RUNNING

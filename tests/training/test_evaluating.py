@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, ConfigError, PeerLostError, PeerStuckError
 from lockstep.keras.fit.model_methods import bind
 from lockstep.keras.sidecar_evaluator import EvaluatorFit, follow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import CheckpointError
 from lockstep.keras.numbered_calls import NumberedCalls

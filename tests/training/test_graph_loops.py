@@ -101,5 +101,5 @@ def test_a_driven_loop_goes_on_from_its_checkpoint(
     assert "training resumed after step " in again.stderr
     assert results(again, 0) == results(again, 1) == undisturbed
     finished = launch(options, "driven_loops.py", backend="tensorflow")
-    assert "is finished after 36 steps: it trains no step again" in finished.stderr
+    assert "is finished after 36 steps: it repeats no training step" in finished.stderr
     assert results(finished, 0) == undisturbed

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import FolderLock
 from lockstep.errors import CheckpointError, ConfigError, ScopeError
 from lockstep.observability.bus import Bus
@@ -149,9 +150,9 @@ def test_the_next_chief_keeps_the_checkpoints_and_so_does_a_worker_that_has_join
 @pytest.mark.slow
 def test_every_worker_says_that_the_folder_is_another_jobs(launch: Launch, tmp_path: Path) -> None:
     claim = FolderLock(tmp_path / "kept")
-    claim.take()
+    claim.acquire()
     run = launch("-n 2", "keeping.py", str(tmp_path), "1", "1")
-    claim.leave()
+    claim.release()
     assert run.status == 1
     message = f"ConfigError: another job saves checkpoints in {tmp_path / 'kept'}; wait for it to end"
     for worker in (0, 1):
@@ -214,7 +215,7 @@ class TestRefusals:
 
     def test_the_folder_of_another_job(self, asking: Any, tmp_path: Path) -> None:
         run = "import sys; from pathlib import Path; from lockstep.checkpoint.store_lock import FolderLock\n"
-        run += f"FolderLock(Path({str(tmp_path)!r})).take(); print('taken', flush=True); sys.stdin.read()"
+        run += f"FolderLock(Path({str(tmp_path)!r})).acquire(); print('taken', flush=True); sys.stdin.read()"
         other = subprocess.Popen(
             [sys.executable, "-c", run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -224,8 +225,8 @@ class TestRefusals:
             asking(tmp_path)
         other.communicate()
         claim = FolderLock(tmp_path)
-        claim.take()
-        claim.leave()
+        claim.acquire()
+        claim.release()
 
     @pytest.mark.parametrize(
         ("facts", "message"),

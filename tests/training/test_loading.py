@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import lockstep
-from lockstep.checkpoint.store import Contents, Store
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.state.naming import parts, renamed_slots, renumbered
 from lockstep.keras.variables import all_variables, assign, named_arrays, step_state

@@ -100,7 +100,7 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     assert printed(still_more) == printed(run("-n 2 --replicas 2", "3", "3", kept=False))
     assert steps()[-1] == 15
     again = run("-n 2", "3", "3")
-    assert "is finished after 15 steps: it trains no step again" in again.stderr
+    assert "is finished after 15 steps: it repeats no training step" in again.stderr
     assert printed(again) == printed(still_more)
     digest_and_model = f"digest {digest(again)} of model 'sequential'"
     assert again.last_line == f"15 steps, 15 of them before, on 2 workers; {digest_and_model}"

@@ -1,4 +1,4 @@
-"""States that travel without any descriptor, for tests."""
+"""A transport of states without descriptors, for tests."""
 
 from collections.abc import Mapping
 
@@ -8,8 +8,8 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.protocol.channel import Attachment
 
 
-class FakeStates:
-    """States in a dictionary; a `StateTransport`."""
+class FakeTransport:
+    """Keeps states in a dictionary; a `StateTransport`."""
 
     def __init__(self) -> None:
         self._published: dict[int, Contents] = {}
@@ -20,7 +20,7 @@ class FakeStates:
     def publish(self, contents: Contents, *, prepared: bool = True) -> Attachment:
         attachment = Attachment.missing()
         self._published[id(attachment)] = Contents(
-            contents.step, dict(contents.manifest), frozen(contents.arrays)
+            contents.step, dict(contents.manifest), read_only_copies(contents.arrays)
         )
         return attachment
 
@@ -31,7 +31,7 @@ class FakeStates:
         pass
 
 
-def frozen(arrays: Mapping[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:  # type: ignore[type-arg]
+def read_only_copies(arrays: Mapping[str, "np.ndarray"]) -> dict[str, "np.ndarray"]:  # type: ignore[type-arg]
     copies = {name: array.copy() for name, array in arrays.items()}
     for copy in copies.values():
         copy.setflags(write=False)

@@ -1,4 +1,4 @@
-"""Every channel keeps the same promises."""
+"""The contract `Channel`, tested for every implementation."""
 
 import gc
 import os
@@ -57,7 +57,7 @@ def memory(text: bytes) -> Attachment:
     return Attachment(descriptor)
 
 
-def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
+def test_messages_arrive_in_order_in_both_directions(ends: Ends) -> None:
     one, other = ends
     for number in range(3):
         assert one.send(Finished(number))
@@ -69,7 +69,7 @@ def test_messages_arrive_whole_and_in_order_both_ways(ends: Ends) -> None:
     assert [one.receive(), one.receive()] == [Finished(3), None]
 
 
-def test_a_channel_is_readable_exactly_when_something_can_be_received(ends: Ends) -> None:
+def test_a_channel_is_readable_when_there_is_something_to_receive(ends: Ends) -> None:
     one, other = ends
     assert not is_readable(other)
     one.send(Started())
@@ -85,9 +85,9 @@ def test_a_channel_is_readable_exactly_when_something_can_be_received(ends: Ends
     assert is_readable(other)
 
 
-def test_what_was_sent_comes_before_the_end_which_comes_again_and_again(ends: Ends) -> None:
+def test_peer_gone_follows_the_last_message_and_repeats(ends: Ends) -> None:
     one, other = ends
-    # One end that closes without having read everything is told of in another way.
+    # If an end closes with unread messages, the kernel reports that in another way.
     other.send(Started())
     one.send(Started())
     one.send(Finished(1))
@@ -96,7 +96,7 @@ def test_what_was_sent_comes_before_the_end_which_comes_again_and_again(ends: En
     assert [other.receive() for _ in range(4)] == [Started(), Finished(1), PeerGone(), PeerGone()]
 
 
-def test_sending_to_a_peer_that_is_gone_is_no_error(ends: Ends) -> None:
+def test_send_to_a_closed_peer_returns_false(ends: Ends) -> None:
     one, other = ends
     one.close()
     assert not other.send(Started())
@@ -104,7 +104,7 @@ def test_sending_to_a_peer_that_is_gone_is_no_error(ends: Ends) -> None:
     assert not one.send(Started())
 
 
-def test_an_attachment_is_the_receivers_own(ends: Ends) -> None:
+def test_the_receiver_owns_its_descriptor_of_an_attachment(ends: Ends) -> None:
     one, other = ends
     before = open_descriptors()
     sent = memory(b"state")
@@ -123,7 +123,7 @@ def test_an_attachment_is_the_receivers_own(ends: Ends) -> None:
     assert open_descriptors() == before
 
 
-def test_attachments_that_nothing_refers_to_are_closed(ends: Ends) -> None:
+def test_unreferenced_attachments_are_closed(ends: Ends) -> None:
     one, other = ends
     before = open_descriptors()
     for _ in range(5):
@@ -141,7 +141,7 @@ def raw() -> Iterator[tuple[socket.socket, Channel[Any, Any]]]:
 
 
 @pytest.mark.parametrize("packet", [b"{", b"[]", b'{"type":"nix"}', b'{"type":"position","state":0}'])
-def test_garbage_is_an_event(raw: tuple[socket.socket, Channel[Any, Any]], packet: bytes) -> None:
+def test_an_invalid_packet_is_unreadable(raw: tuple[socket.socket, Channel[Any, Any]], packet: bytes) -> None:
     mine, channel = raw
     mine.send(packet)
     mine.send(b'{"type":"started"}')
@@ -158,7 +158,7 @@ def test_an_attachment_that_did_not_arrive_is_missing(raw: tuple[socket.socket, 
     assert reply.state.is_missing
 
 
-def test_a_peer_that_is_behind_keeps_nobody_waiting(packets: Ends) -> None:
+def test_send_does_not_block_if_the_peer_does_not_receive(packets: Ends) -> None:
     one, _ = packets
     message = Failed(1, "x", "a" * 60_000, False)
     sent = 0
@@ -168,13 +168,13 @@ def test_a_peer_that_is_behind_keeps_nobody_waiting(packets: Ends) -> None:
     assert not one.send(message)
 
 
-def test_a_message_that_is_too_large_is_not_sent(packets: Ends) -> None:
+def test_send_refuses_a_message_that_is_too_large(packets: Ends) -> None:
     one, other = packets
     assert not one.send(WaitReport("x", tuple(range(200_000)), 0.0))
     assert other.receive() is None
 
 
-def test_a_message_for_the_other_end_is_not_understood(packets: Ends) -> None:
+def test_a_message_of_another_type_is_unreadable(packets: Ends) -> None:
     one, other = packets
     one.send(Position(memory(b"")))
     assert isinstance(other.receive(), Unreadable)

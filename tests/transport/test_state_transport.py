@@ -1,4 +1,4 @@
-"""Every state transport keeps the same promises; those in memory keep some more."""
+"""The contract `StateTransport`, tested for every implementation, and further tests of `MemoryTransport`."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_transport import FakeStates
+from fake_transport import FakeTransport
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.errors import CheckpointError
@@ -25,12 +25,12 @@ CONTENTS = Contents(7, {"figure": float("nan"), "nested": {"a": [1, "é", None]}
 
 
 def descriptors() -> int:
-    # What other tests have left to the collector must not go between two counts.
+    # Otherwise the collector could close descriptors of other tests between two counts.
     gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-@pytest.fixture(params=[MemoryTransport, FakeStates], ids=["memory", "fake"])
+@pytest.fixture(params=[MemoryTransport, FakeTransport], ids=["memory", "fake"])
 def transport(request: pytest.FixtureRequest) -> StateTransport:
     made: StateTransport = request.param()
     return made
@@ -46,21 +46,21 @@ def assert_equal(found: Contents, contents: Contents) -> None:
         assert not other.flags.writeable or not other.size
 
 
-@pytest.mark.parametrize("prepared", ["nothing", "contents like these", "smaller contents"])
-def test_contents_arrive_as_they_were(transport: StateTransport, prepared: str) -> None:
+@pytest.mark.parametrize("prepared", ["nothing", "equal contents", "smaller contents"])
+def test_fetched_contents_equal_the_published_ones(transport: StateTransport, prepared: str) -> None:
     before = descriptors()
     if prepared != "nothing":
-        transport.prepare(CONTENTS if prepared == "contents like these" else Contents(0, {}, {}))
+        transport.prepare(CONTENTS if prepared == "equal contents" else Contents(0, {}, {}))
     published = transport.publish(CONTENTS)
     for _ in range(2):
         assert_equal(transport.fetch(published), CONTENTS)
-    # What is mapped has a descriptor of its own.
+    # The mappings do not hold descriptors.
     del published
     transport.forget()
     assert descriptors() == before
 
 
-def test_what_is_published_later_changes_nothing_that_was_published_before(transport: StateTransport) -> None:
+def test_a_later_publication_does_not_change_an_earlier_one(transport: StateTransport) -> None:
     array = np.zeros(5)
     transport.prepare(Contents(1, {}, {"a": array}))
     first = transport.publish(Contents(1, {}, {"a": array}))
@@ -70,7 +70,7 @@ def test_what_is_published_later_changes_nothing_that_was_published_before(trans
     assert_equal(transport.fetch(second), Contents(2, {}, {"a": np.ones(5)}))
 
 
-def test_what_was_prepared_is_kept_where_it_is_not_to_be_used() -> None:
+def test_an_unused_preparation_is_kept() -> None:
     transport = MemoryTransport()
     transport.prepare(CONTENTS)
     kept = transport._prepared
@@ -79,7 +79,7 @@ def test_what_was_prepared_is_kept_where_it_is_not_to_be_used() -> None:
     transport.forget()
 
 
-def test_memory_that_is_not_used_is_given_back() -> None:
+def test_unused_memory_is_freed() -> None:
     before = descriptors()
     for _ in range(5):
         memory = memory_for(CONTENTS)
@@ -92,19 +92,19 @@ def test_memory_that_is_not_used_is_given_back() -> None:
     assert descriptors() == before
 
 
-def test_too_little_memory_is_an_error() -> None:
+def test_too_little_memory_raises() -> None:
     before = descriptors()
     with pytest.raises(CheckpointError, match="does not fit into memory: it needs"):
-        StateMemory(2**62).filled(CONTENTS)
+        StateMemory(2**62).fill(CONTENTS)
     assert descriptors() == before
 
 
-def test_what_no_checkpoint_can_hold_is_an_error() -> None:
+def test_unsupported_arrays_raise() -> None:
     with pytest.raises(CheckpointError, match="complex"):
         MemoryTransport().publish(Contents(1, {}, {"a": np.zeros(3, "complex64")}))
 
 
-def test_memory_cannot_shrink_under_its_reader() -> None:
+def test_published_memory_cannot_shrink() -> None:
     published = MemoryTransport().publish(CONTENTS)
     with pytest.raises(PermissionError):
         os.ftruncate(published.descriptor, 0)

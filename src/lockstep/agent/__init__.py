@@ -1,1 +1,1 @@
-"""One a host: starts, watches and ends the workers of that host; it decides nothing about the job."""
+"""The agent of a host: starts, watches and ends the workers of the host; decides nothing about the job."""

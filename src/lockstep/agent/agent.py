@@ -1,7 +1,7 @@
-"""The agent of a host: starts, watches and ends its workers, as the coordinator of the job says.
+"""The agent of a host: starts, watches and ends its workers, as the coordinator of the job instructs.
 
-It decides nothing about the job. The messages of `protocol.host` connect it to the coordinator, and the
-console of the process, which both use.
+It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator. In one
+process, both write to one console: the agent the output of workers, the coordinator notes.
 """
 
 import signal
@@ -19,13 +19,14 @@ from lockstep.protocol.host import (
     AllReported,
     BeginView,
     DeliverPosition,
+    DropOutput,
     EndExchange,
     EndHost,
     HostEnded,
     HostReport,
     Instruction,
-    LeaveNotice,
     NotUnderstood,
+    PostNotice,
     ProcessArrived,
     ProcessExited,
     ProcessStarted,
@@ -59,18 +60,18 @@ from lockstep.system.memory import memory_kills
 
 @dataclass
 class Agent:
-    """Runs the workers of one job on this host; from the beginning a part of `loop`.
+    """Runs the workers of one job on this host; `loop` serves it as soon as it exists.
 
     Attributes:
-        job: its name.
+        job: the job's name.
         coordinator: the channel to the job's coordinator.
         loop: serves this agent.
         starter: starts workers.
-        open_exchange: makes what the members of a view share.
+        open_exchange: opens the exchange of a view.
         pool: the memory for partials and totals.
-        console: takes what workers write.
-        descendants: every process below this one.
-        arrivals: where workers arrive that a person starts; None where nobody does.
+        console: shows the output of workers.
+        descendants: the processes of the job on this host.
+        arrivals: where workers that a user starts by hand arrive; None if none can.
     """
 
     job: str
@@ -120,8 +121,10 @@ class Agent:
                     self._begin_view(instruction)
                 case StartProcess(worker):
                     self._asked[worker] = instruction
-                case LeaveNotice(request) if self._exchange is not None:
-                    self._exchange.leave_notice(request)
+                case PostNotice(notice) if self._exchange is not None:
+                    self._exchange.post_notice(notice)
+                case DropOutput(drops):
+                    self.console.drops = drops
                 case DeliverPosition(worker) if self._state is not None:
                     self._workers[worker].channel.send(Position(self._state))
                 case SignalProcess(worker, number):
@@ -139,13 +142,13 @@ class Agent:
                     self.loop.unwatch(self.coordinator.fileno())
                     self._end(EndHost(0.0))
                     return
-        # Last, since it takes a while: the members have been told by now what they need to know.
+        # Last, because it may block: the members already have their messages.
         self._start_asked()
 
     # Starting.
 
     def _start_asked(self) -> None:
-        """Start workers in the order in which they were asked for, each as soon as the starter is ready."""
+        """Start workers in the order of the instructions, each as soon as the starter is ready."""
         if self._waits_at is not None:
             self.loop.unwatch(self._waits_at)
             self._waits_at = None
@@ -193,6 +196,7 @@ class Agent:
             return
         (before, old), state = (self._view.workers, self._exchange), self._state
         self._view, self._exchange, self._state = view, exchange, None
+        self.console.chief = view.workers[0]
         for worker in view.workers:
             if worker in self._workers:
                 self._let_in(self._workers[worker], None if worker in before else state)
@@ -214,7 +218,7 @@ class Agent:
         if self._exchange is not None:
             self._exchange.abort(reason)
 
-    # What workers say and write, and how they end.
+    # Messages, output and ends of workers.
 
     def _hear_all(self) -> None:
         for worker in self._workers.values():
@@ -259,7 +263,7 @@ class Agent:
             return
         worker.exited = True
         self.loop.unwatch(worker.handle.exited)
-        # What was sent before the end is told before the end.
+        # The coordinator gets messages before the exit of their sender.
         self._hear_all()
         for stream in worker.streams:
             stream.drain()
@@ -277,8 +281,8 @@ class Agent:
             self._tell(TerminalLost(text))
         for sink in self.console.sinks:
             self._watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
-        # A worker that is shown waits for a reader that is behind, as it would without Lockstep; not to end.
-        waits = self.console.full and not self.console.hurries
+        # A worker whose output is shown waits for a slow terminal, as it would without Lockstep.
+        waits = self.console.full and not self.console.drops
         for worker in self._workers.values():
             wanted = not (waits and self.console.shows(worker.worker))
             for stream in worker.streams:
@@ -306,13 +310,13 @@ class Agent:
         for worker in self._workers.values():
             self.loop.unwatch(worker.handle.exited)
             self.loop.unwatch(worker.channel.fileno())
-        # This takes the exit statuses of workers, too.
+        # This reaps workers too, so that their exit statuses are lost.
         left = self.descendants.end(end.grace)
         for worker in self._workers.values():
             for stream in worker.streams:
                 stream.drain()
         workers = [self._workers[worker] for worker in end.evidence if worker in self._workers]
         evidence = tuple(worker.evidence() for worker in workers)
-        # It is worth less than the end: without it where it does not fit into a message.
+        # Evidence that does not fit into a message is left out.
         if not self._tell(HostEnded(left, evidence)):
             self._tell(HostEnded(left))

@@ -1,34 +1,34 @@
-"""The exchange of a view, as the agent that opens it sees it."""
+"""The exchange of a view, as seen by the agent that opens it."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.endpoint import Endpoint, SharedMemory
+from lockstep.protocol.worker import Endpoint, SharedMemory
 
 
 class HostExchange(Protocol):
-    """What the members of one view share.
+    """The agent's side of the exchange of one view.
 
     Attributes:
-        endpoint: how a member reaches it.
+        endpoint: how a member reaches the exchange.
     """
 
     endpoint: Endpoint
 
-    def leave_notice(self, notice: int) -> None:
-        """Leave a number for the members, who all see it from the same call on."""
+    def post_notice(self, notice: int) -> None:
+        """Set the notice of the view; all members see it from the same call on."""
 
     def abort(self, reason: str) -> None:
-        """End the view: members that wait, or call later, raise `PeerLostError(reason)`."""
+        """End the exchange: members that wait, or call later, raise `PeerLostError(reason)`."""
 
     def close(self) -> None:
-        """Release it here; the members keep it."""
+        """Release what this process holds of it; the members keep theirs."""
 
 
 OpenExchange = Callable[[int], HostExchange]
-"""Opens an exchange for so many members.
+"""Opens an exchange for a number of members.
 
 Raises:
     SharedMemoryError: this machine has too little memory.
@@ -42,11 +42,11 @@ class SharedExchange:
     def __init__(self, segment: ControlSegment) -> None:
         self._segment = segment
         self.endpoint: Endpoint = SharedMemory(Attachment.copy_of(segment.fd))
-        self.leave_notice = segment.leave_notice
+        self.post_notice = segment.post_notice
         self.abort = segment.abort
         self.close = segment.close
 
 
 def open_shared(members: int) -> SharedExchange:
-    """Open an exchange for so many members; see `OpenExchange`."""
+    """Open an exchange for a number of members; an `OpenExchange`."""
     return SharedExchange(ControlSegment.create(members))

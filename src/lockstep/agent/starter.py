@@ -1,4 +1,4 @@
-"""How an agent comes to have workers: contracts, and workers that are started on this host."""
+"""How an agent gets workers: the contracts, and the starter of workers on this host."""
 
 import itertools
 from collections.abc import Callable
@@ -19,39 +19,40 @@ class Starter(Protocol):
     """Starts the workers of one job."""
 
     def prepare(self) -> int | None:
-        """Make ready to start workers.
+        """Prepare to start workers.
 
         Returns:
-            A descriptor that becomes readable when it is time to ask again; None where `start` need not wait.
+            A descriptor that becomes readable when `prepare` should be called again; None if `start` can be
+            called now.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: no worker can be started.
         """
 
     def close(self) -> None:
-        """Start no more; what is only there to start workers is gone then."""
+        """Start no more workers, and release everything that starting them needs."""
 
     def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
-        """Start a worker, or take one that is there.
+        """Start a worker, or use a process that waits to become one.
 
         Args:
             worker: its id.
-            taken: the slots of the others.
-            joins: whether it joins a job that runs already.
+            taken: the slots of other workers.
+            joins: whether it joins a running job.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the worker cannot be started.
         """
 
 
 class Arrivals(Protocol):
-    """Where workers arrive that a person starts by hand. `fileno` is readable when `serve` has work."""
+    """The processes that a user starts by hand. `fileno` is readable when there is something to `serve`."""
 
     def begin(self, job: str, came: Callable[[], None]) -> None:
-        """Keep processes waiting from now on until `job` takes them; call `came` for each that arrives."""
+        """From now on, have each process wait until `job` uses it; call `came` for each that arrives."""
 
     def serve(self) -> None:
-        """Handle what has arrived; never waits."""
+        """Serve arrivals and departures; never blocks."""
 
     def fileno(self) -> int:
         """Return the descriptor to watch for reading."""
@@ -64,9 +65,9 @@ class LocalStarter:
     Attributes:
         spec: the job.
         paths: of the run, absolute.
-        pid: of the agent, which workers check.
-        launcher: makes processes.
-        console: shows what they write.
+        pid: process id of the agent; workers end with it.
+        launcher: starts processes.
+        console: shows their output.
     """
 
     spec: JobSpec
@@ -76,22 +77,22 @@ class LocalStarter:
     console: Console
 
     def prepare(self) -> int | None:
-        """Make ready to start workers; return where to wait until that is so, if it is not yet.
+        """Prepare to start workers; see `Starter`.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the fork server cannot be started.
         """
         return self.launcher.prepare()
 
     def close(self) -> None:
-        """Start no more."""
+        """Start no more workers."""
         self.launcher.close()
 
     def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
-        """Start a worker at the first slot that is free.
+        """Start a worker at the first free slot.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the worker cannot be started.
         """
         slot = next(slot for slot in itertools.count() if slot not in taken)
         log = Log.open(self.paths.log(worker), self.console.say)

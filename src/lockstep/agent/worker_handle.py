@@ -1,4 +1,4 @@
-"""One worker as its agent sees it."""
+"""A worker as seen by its agent."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ _FRAMES = 10
 
 @dataclass
 class OutputPipe:
-    """One of the two pipes that a worker writes into."""
+    """The pipe of a worker's stdout or stderr."""
 
     descriptor: int
     log: Log
@@ -28,7 +28,7 @@ class OutputPipe:
     ended: bool = False
 
     def read(self) -> bool:
-        """Pass one piece on; return whether there may be more now."""
+        """Forward one piece; return whether more may be available now."""
         try:
             data = os.read(self.descriptor, _PIECE)
         except BlockingIOError:
@@ -39,7 +39,7 @@ class OutputPipe:
         return bool(data)
 
     def drain(self) -> None:
-        """Pass on what is there, with an end even if a process below the worker writes without one."""
+        """Forward the available output, up to a limit: a process of the worker may write endlessly."""
         pieces = 0
         while pieces < _MOST_PIECES and not self.ended and self.read():
             pieces += 1
@@ -47,16 +47,16 @@ class OutputPipe:
 
 @dataclass
 class WorkerHandle:
-    """A worker that was started.
+    """A worker of this agent.
 
     Attributes:
         worker: its id.
-        slot: its index in `TF_CONFIG`, and among the devices.
+        slot: its index in `TF_CONFIG` and in the list of devices.
         handle: its process.
-        log: its log; None if it writes to a terminal of its own.
-        streams: stdout and stderr, unless it writes to a terminal of its own.
-        stack: the file it writes its stack to when asked.
-        ready: whether it has come as far as its script.
+        log: its log; None if it writes to its own terminal.
+        streams: its stdout and stderr; empty if it writes to its own terminal.
+        stack: the file to which it writes its stack on request.
+        ready: whether it has reached its script.
         exited: whether its process has ended.
         said: the exit status that it has announced; `UNKNOWN_STATUS` if none.
     """
@@ -78,20 +78,20 @@ class WorkerHandle:
         return self.handle.channel
 
     def log_only(self, text: str) -> None:
-        """Put a text into the log, behind what the worker has written by now, and not on the terminal."""
+        """Append a text to the log, after the worker's output so far, without showing it on the terminal."""
         for stream in self.streams:
             stream.drain()
         if self.log is not None:
             self.log.write(text.encode(errors="backslashreplace"))
 
     def ask_for_stack(self) -> None:
-        """Ask the worker for its stack; one that is not ready would not survive the question."""
+        """Ask the worker for its stack, if it is ready: before, the signal would kill it."""
         if self.ready:
             self._stack_start = self._stack_size()
             self.handle.send_signal(STACK_SIGNAL)
 
     def evidence(self) -> WorkerEvidence:
-        """Return what it has left behind."""
+        """Return its evidence."""
         log = tuple(self.log.tail(_LOG_LINES)) if self.log is not None else ()
         return WorkerEvidence(self.worker, self.log is not None, log, tuple(self._innermost_frames()))
 
@@ -105,7 +105,7 @@ class WorkerHandle:
         return innermost(dump.decode(errors="replace"), _FRAMES)
 
     def close(self) -> None:
-        """Close what belongs to it, and remove a stack file that was never written to."""
+        """Close its descriptors and log, and remove its stack file if that is empty."""
         self.handle.close()
         if self.log is not None:
             self.log.close()

@@ -1,1 +1,1 @@
-"""Durable checkpoints on disk: their contents, writing and reading; independent of any framework."""
+"""Durable checkpoints on disk: what is in them, when they are written, and reading them; no framework."""

@@ -1,4 +1,4 @@
-"""One checkpoint: a folder with the arrays and the manifest. docs/checkpoints.md describes it."""
+"""One checkpoint: a folder with the arrays and the manifest. docs/checkpoints.md describes the format."""
 
 import json
 import stat
@@ -32,13 +32,13 @@ _LAST_TIME = 253402300799
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
         step: training steps since the start of the job; orders checkpoints.
         manifest: JSON data, which may include non-finite floats.
-        arrays: by name; of bool, integers of 8 to 64 bits, float16, float32, float64 and bfloat16, in any
-            shape.
+        arrays: by name, in any shape; the dtypes are bool, integers of 8 to 64 bits, float16, float32,
+            float64 and bfloat16.
     """
 
     step: int
@@ -48,7 +48,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Outline:
-    """The manifest of a checkpoint, with which the sizes on disk agree.
+    """The manifest of a checkpoint; the sizes on the disk agree with it.
 
     Attributes:
         step: of the contents.
@@ -64,7 +64,7 @@ class Outline:
 
 
 class _Body(msgspec.Struct):
-    """The required fields of the manifest's file, besides the format."""
+    """The required fields of the manifest's file, apart from the format."""
 
     step: Annotated[int, msgspec.Meta(ge=0)]
     time: Annotated[float, msgspec.Meta(ge=0, le=_LAST_TIME)]
@@ -77,7 +77,7 @@ def check_names(arrays: Mapping[str, Array]) -> None:
     """Check that all arrays can be saved.
 
     Raises:
-        CheckpointError: one has a name or dtype that the format does not support.
+        CheckpointError: the format does not support the name or the dtype of an array.
     """
     for name, array in arrays.items():
         if name == "__metadata__" or not plain(name):
@@ -87,13 +87,13 @@ def check_names(arrays: Mapping[str, Array]) -> None:
 
 
 def write_folder(folder: Path, contents: Contents, time: float) -> None:
-    """Fill an empty folder, the manifest last, and flush everything to the disk.
+    """Write a checkpoint to an empty folder, the manifest last, and flush everything to the disk.
 
     Raises:
-        OSError, SafetensorError: it cannot be written.
+        OSError, SafetensorError: the checkpoint cannot be written.
         TypeError, ValueError: the manifest contains values that JSON cannot represent.
     """
-    # Only non-contiguous arrays are copied.
+    # Copies only non-contiguous arrays.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     body: dict[str, Any] = {
         "format": _FORMAT,
@@ -102,10 +102,10 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
         "arrays": {name: _facts(array) for name, array in arrays.items()},
         "manifest": dict(contents.manifest),
     }
-    json.dumps(body["manifest"])  # Finds what JSON cannot represent before the long part.
+    json.dumps(body["manifest"])  # Raises an error before the arrays are written.
     state = folder / STATE
     save_file(arrays, state)
-    # The library creates files that only their owner can read.
+    # The library creates files that only the owner can read.
     state.chmod(folder.stat().st_mode & 0o666)
     sync(state)
     body["bytes"] = state.stat().st_size
@@ -114,7 +114,7 @@ def write_folder(folder: Path, contents: Contents, time: float) -> None:
 
 
 def load(path: Path) -> Contents:
-    """Read the checkpoint in the folder `path`, and verify all of it.
+    """Read and verify the checkpoint in the folder `path`.
 
     Raises:
         CheckpointError: it is damaged or incomplete, or cannot be read; the message names the file and the
@@ -123,16 +123,18 @@ def load(path: Path) -> Contents:
     outline = read_outline(path)
     state = path / STATE
     try:
-        # Not mapped: a failing disk must raise an error, not kill the process.
+        # Not mapped: if the disk fails, this must raise an error, not kill the process.
         arrays = load_file(state, backend="pread")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{state} cannot be read: {reason(error)}") from None
     except AttributeError as error:
-        # It has a dtype that NumPy does not support.
+        # The file has a dtype that NumPy does not support.
         raise CheckpointError(f"{state} cannot be read: {error}") from None
     if arrays.keys() != outline.arrays.keys():
         different = sorted(arrays.keys() ^ outline.arrays.keys())
-        raise CheckpointError(f"{state} is damaged: it and {MANIFEST} differ in the arrays {different}")
+        raise CheckpointError(
+            f"{state} is damaged: {MANIFEST} and this file differ in the arrays {different}"
+        )
     check_names(arrays)
     for name, array in arrays.items():
         if _facts(array) != outline.arrays[name]:
@@ -143,10 +145,10 @@ def load(path: Path) -> Contents:
 
 
 def read_outline(path: Path) -> Outline:
-    """Read the manifest in the folder `path`, verify it, and compare the files' sizes with it.
+    """Read and verify the manifest in the folder `path`, and compare the sizes of the files with it.
 
     Raises:
-        CheckpointError: see `load`.
+        CheckpointError: as for `load`.
     """
     file, state = path / MANIFEST, path / STATE
     try:
@@ -194,5 +196,5 @@ def _unseal(data: bytes, file: Path) -> _Body:
     except RecursionError:
         raise CheckpointError(f"{file} is not a manifest of Lockstep: it is nested too deeply") from None
     except ValueError as error:
-        # Its checksum is correct: it is not damaged, but Lockstep did not write it.
+        # The checksum is correct, so the file is not damaged, but Lockstep did not write it.
         raise CheckpointError(f"{file} is not a manifest of Lockstep: {error}") from None

@@ -64,7 +64,7 @@ def make_folder(path: Path) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock on the file at `path` for the block; the kernel frees it if the process dies.
+    """Hold the lock on the file at `path` within the block; the kernel releases it if the process dies.
 
     Raises:
         CheckpointError: another process has held it for a minute.
@@ -73,13 +73,13 @@ def locked(path: Path) -> Iterator[None]:
     descriptor = wait_for_lock(path, _PATIENCE_SECONDS)
     if descriptor is None:
         raise CheckpointError(
-            f"another process has been writing checkpoints into {path.parent} for {_PATIENCE_SECONDS:.0f} s; "
+            f"another process has been writing checkpoints to {path.parent} for {_PATIENCE_SECONDS:.0f} s; "
             "wait for it to end, or give another folder"
         )
     try:
         yield
     finally:
-        # A process forked in the meantime has the descriptor too: closing this one would not suffice.
+        # A process forked meanwhile has the descriptor too, so closing it here would not release the lock.
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
@@ -93,7 +93,7 @@ def reason(error: OSError | SafetensorError) -> str:
 
 
 def is_full(error: OSError | SafetensorError) -> bool:
-    """Whether the disk was full."""
+    """Whether the error means that the disk is full."""
     return _number(error) in (errno.ENOSPC, errno.EDQUOT)
 
 

@@ -1,7 +1,8 @@
-"""Scheduling checkpoints: when one is due, and what is still to be written."""
+"""The schedule of checkpoints: when one is due, and which state is still to be written."""
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,25 +17,25 @@ import numpy.typing as npt
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.writer import Writer
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.observability.events import (
     CheckpointNotWritten,
     CheckpointRemoved,
     CheckpointWritten,
     WorkerEvent,
 )
-from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.clock import Clock, SystemClock, duration
 from lockstep.system.notes import note
 
 _NOTE_EVERY_SECONDS = 10.0
 _PATIENCE_SECONDS = 60.0
-"""How long a step waits for the disk at most."""
+"""The longest time that a step waits for the disk."""
 _LAST_SECONDS = 600.0
-"""How long the end of the script waits for the disk at most."""
+"""The longest time that the end of the script waits for the disk."""
 _TOLERATED_SECONDS = 2.0
-"""Total waiting time of steps after which the user gets a note."""
+"""The total waiting time of steps after which the user gets a note."""
 _REST_SECONDS = 60.0
-"""Minimum time between two checkpoints that are written because a call ended."""
+"""The shortest time between two checkpoints that are written because a call ended."""
 
 
 @dataclass(frozen=True)
@@ -45,22 +46,39 @@ class Every:
     seconds: float | None = None
 
 
-class CheckpointScheduler:
-    """Writes checkpoints in the background at an interval, and one of the last step.
-
-    A checkpoint that is due by a number of steps is always saved: if the previous one is still being written,
-    training waits for it.
+def parse_every(text: str, what: str = "--checkpoint-every ") -> Every:
+    """Parse an interval: a number of steps, or a time with its unit.
 
     Args:
-        writer: writes them.
+        text: as the user wrote it.
+        what: precedes it in error messages.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if re.fullmatch(r"[1-9][0-9]{0,14}", text):
+        return Every(steps=int(text))
+    if seconds := duration(text):
+        return Every(seconds=seconds)
+    raise ConfigError(f"{what}{text}: give a number of steps, or a time such as 30s, 10m or 1h")
+
+
+class CheckpointScheduler:
+    """Writes a checkpoint at every interval and one of the last step, in the background.
+
+    A checkpoint that is due after a number of steps is always written: if the previous one is still being
+    written, training waits for it.
+
+    Args:
+        writer: writes the checkpoints.
         every: the interval.
-        clock: measures it.
+        clock: measures the interval.
         finished: records on the disk that the job finished with a checkpoint of this step; may raise
             CheckpointError.
         failed: called with the reason if the end of the job cannot be recorded.
 
     Attributes:
-        leaving: the process was asked to end: the next step is its last.
+        leaving: whether the process was asked to end: the next step is its last.
     """
 
     def __init__(
@@ -89,19 +107,19 @@ class CheckpointScheduler:
         self.leaving = False
 
     def resumed(self, taken: int) -> None:
-        """Note that training resumes from a checkpoint of step `taken`, which is on the disk."""
+        """Record that training resumes from a checkpoint of step `taken`, which is on the disk."""
         self._taken = self._safe = taken
 
     def follow(self, taken: int) -> None:
-        """Note a step whose checkpoint another process saves."""
+        """Record a step; another process writes its checkpoint."""
         self._taken = taken
 
     def after_step(self, taken: int, take: Callable[[], Contents]) -> None:
-        """Save the state that `take` returns if a checkpoint is due.
+        """Write the state that `take` returns if a checkpoint is due.
 
         Args:
-            taken: number of training steps so far; may be several more than at the last call.
-            take: returns the state, which is copied before this returns; called on this thread, if at all.
+            taken: the number of training steps so far; may have grown by more than one since the last call.
+            take: returns the state, which is copied before this returns; called at most once, on this thread.
         """
         if not self._ready:
             self._ready = True
@@ -119,19 +137,19 @@ class CheckpointScheduler:
 
         Args:
             taken: as for `after_step`, which was called for this step.
-            take: returns the state, which is copied before this returns; called unless a checkpoint of it
-                was already requested.
+            take: returns the state, which is copied before this returns; not called if a checkpoint of this
+                step was already requested.
         """
         if self._held is None and self._asked != taken:
             self._held = self._copied(take())
 
     def hold_late(self, taken: int, take: Callable[[], Contents]) -> None:
-        """Hold what `take` returns at the next `settle`, unless `drop` or `after_step` comes first."""
+        """Hold what `take` returns at the next `settle`; `drop` and `after_step` cancel this."""
         if self._asked != taken:
             self._late = take
 
     def settle(self) -> None:
-        """Copy the state of `hold_late`, which is about to change."""
+        """Copy the state of `hold_late` before it changes."""
         if self._late is not None:
             late, self._late = self._late, None
             self._held = self._copied(late())
@@ -141,7 +159,7 @@ class CheckpointScheduler:
         self._held = self._late = None
 
     def end_call(self) -> None:
-        """Write the held state, unless this was done recently: the program may end after the call."""
+        """Write the held state, at most once a minute: the program may end after this call."""
         now = self._clock.now()
         if self._held is not None and not self._writer.busy() and now - self._ended >= _REST_SECONDS:
             self._ended = now
@@ -150,7 +168,7 @@ class CheckpointScheduler:
     def finish(self) -> None:
         """Write the held state and mark the job as finished: the program has ended.
 
-        Return when both are on the disk, have failed, or take too long.
+        Returns when both are on the disk, have failed, or take too long.
         """
         self.settle()
         if self._held is not None and self._asked != self._taken:
@@ -173,7 +191,7 @@ class CheckpointScheduler:
         return self._safe if self._writer.asked is None else self._writer.asked
 
     def _copied(self, contents: Contents) -> Contents:
-        # The memory of the last copy is free once it has been written.
+        # The memory of the last copy is free once that copy is written.
         copies = Copies() if self._writer.busy() else self._copies
         return copies.of(contents)
 
@@ -193,7 +211,7 @@ class CheckpointScheduler:
             )
 
     def _wait_for_disk(self, seconds: float, who: str) -> bool:
-        """Wait until nothing is being written, with a note every few seconds; return False on timeout."""
+        """Wait until all requested checkpoints are written, with regular notes; return False on timeout."""
         begun = self._clock.now()
         while not self._writer.close(max(0.0, min(_NOTE_EVERY_SECONDS, begun + seconds - self._clock.now()))):
             waited = self._clock.now() - begun
@@ -210,13 +228,13 @@ class CheckpointScheduler:
 
 
 def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], None]) -> CheckpointScheduler:
-    """Return the scheduler that saves checkpoints in `store` while its process is the chief.
+    """Return the scheduler that writes checkpoints to `store` while its process is the chief.
 
     Args:
         store: of the checkpoints.
         every: the interval.
-        publish: called on another thread with an event for each checkpoint written, each one removed to free
-            space, and each failure.
+        publish: called on another thread with an event for each checkpoint that is written or fails, and for
+            each one that is removed to free space.
     """
 
     def done(path: Path, step: int, seconds: float) -> None:
@@ -241,16 +259,16 @@ def open_scheduler(store: Store, every: Every, publish: Callable[[WorkerEvent], 
 def end_at_a_step(
     scheduler: CheckpointScheduler, is_chief: Callable[[], bool], patience: float | None = None
 ) -> None:
-    """Let SIGTERM end this process at the end of a step of training, after a checkpoint.
+    """Let SIGTERM end this process at the end of a training step, after a checkpoint.
 
-    A process that is not the chief ends at once, and so do processes that this one forks. For the main
-    thread.
+    A process that is not the chief ends at once, and so do processes that this one forks. Call this on the
+    main thread.
 
     Args:
-        scheduler: its `leaving` is set.
-        is_chief: whether this process currently saves checkpoints.
-        patience: after so many seconds, or a second signal, the process ends without a checkpoint. None: the
-            sender of the signal enforces a limit.
+        scheduler: the signal sets its `leaving`.
+        is_chief: whether this process currently writes checkpoints.
+        patience: the seconds after which the process ends without a checkpoint, as it does after a second
+            signal. None: the sender of the signal enforces a limit.
     """
 
     def leave(number: int, frame: object) -> None:
@@ -275,21 +293,21 @@ Array = npt.NDArray[Any]
 
 
 class Copies:
-    """Copies contents, reusing the memory of the last copy."""
+    """Copies contents; a copy reuses the memory of the previous one."""
 
     def __init__(self) -> None:
         self._memory: dict[str, Array] = {}
         self._thread: threading.Thread | None = None
 
     def make_ready(self, contents: Contents) -> None:
-        """Allocate memory for contents like these, on a thread; once."""
+        """Allocate memory for contents of these shapes on a thread; only the first call does so."""
         if self._thread is None:
             kinds = {name: (array.shape, array.dtype) for name, array in contents.arrays.items()}
             self._thread = threading.Thread(target=self._take, args=(kinds,), name="copies", daemon=True)
             self._thread.start()
 
     def of(self, contents: Contents) -> Contents:
-        """Return a copy of `contents`; it overwrites the previous one."""
+        """Return a copy of `contents`; it overwrites the previous copy."""
         ready = self._thread is None or not self._thread.is_alive()
         memory = self._memory if ready else {}
         copies = {name: _copied(array, memory.get(name)) for name, array in contents.arrays.items()}
@@ -300,7 +318,7 @@ class Copies:
     def _take(self, kinds: Mapping[str, Any]) -> None:
         for name, (shape, dtype) in kinds.items():
             memory = np.empty(shape, dtype)
-            # Maps each page; other threads can run meanwhile.
+            # Maps each page while other threads run.
             memory.reshape(-1).view(np.uint8).fill(0)
             self._memory[name] = memory
 

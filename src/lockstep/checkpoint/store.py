@@ -1,4 +1,4 @@
-"""The checkpoints of a job: a folder that contains a folder for each."""
+"""The checkpoints of a job: a folder with one folder for each checkpoint."""
 
 import contextlib
 import os
@@ -18,15 +18,13 @@ from lockstep.errors import CheckpointError
 from lockstep.system.clock import SystemClock
 from lockstep.system.files import read_regular
 
-__all__ = ["Contents", "Entry", "Store", "load"]
-
 _NAME = re.compile(r"step-(\d{12,})|\.step-(\d{12,})\.replaced")
 _LOCK = ".lock"
 _FINISHED = "finished.json"
 
 
-class _Finished(msgspec.Struct):
-    """The file that marks the job as finished."""
+class _FinishedMark(msgspec.Struct):
+    """The content of the file that marks the job as finished."""
 
     step: int
     time: float
@@ -55,49 +53,49 @@ class Store:
     """Writes and finds the checkpoints in one folder.
 
     A checkpoint appears under its name, `step-<step>`, once it is complete and on the disk. Before that, it
-    is written in a folder whose name begins with a dot, under a lock that ends with the process; the next
-    writer removes the remains of a killed one.
+    is written to a folder whose name begins with a dot, under a lock that ends with the process; the next
+    writer removes what a killed writer has left.
 
     Args:
         folder: may not exist yet.
-        keep: number of checkpoints to keep.
-        claim: the folder's lock, acquired before the first write; None if another object holds it.
+        keep: the number of checkpoints to keep.
+        lock: the folder's lock, acquired before the first write; None if another object holds it.
     """
 
-    def __init__(self, folder: Path, keep: int = 3, claim: FolderLock | None = None) -> None:
+    def __init__(self, folder: Path, keep: int = 3, lock: FolderLock | None = None) -> None:
         self._folder = folder
         self._keep = keep
-        self._claim = claim
+        self._lock = lock
 
     def write(self, contents: Contents, removed: Callable[[Path], None] = lambda path: None) -> Path:
         """Write a checkpoint; it replaces one of the same step.
 
-        Then remove those that are older than the newest `keep` complete ones, but never the one just written.
-        If the disk is full, first remove checkpoints one by one, the oldest first, but never the newest
-        complete one. The others stay complete even if the process is killed at any time.
+        Then remove checkpoints that are older than the newest `keep` complete ones, but never the one just
+        written. If the disk is full, first remove checkpoints one by one, the oldest first, but never the
+        newest complete one. The others stay complete even if the process is killed at any time.
 
         Args:
             contents: to write.
-            removed: called for each complete one that is removed to free space although it is among the
-                newest `keep`.
+            removed: called for each complete checkpoint that is removed to free space although it is among
+                the newest `keep`.
 
         Returns:
-            The folder of the checkpoint; it is on the disk.
+            The folder of the checkpoint, which is on the disk.
 
         Raises:
-            CheckpointError: it cannot be written; nothing of it is left, and the newest complete one is
-                unchanged, as are all others unless the disk is full.
+            CheckpointError: the checkpoint cannot be written. Nothing of it remains, and the newest complete
+                one is unchanged, as are all others unless the disk is full.
             TypeError, ValueError: the manifest contains values that JSON cannot represent.
         """
         check_names(contents.arrays)
-        if self._claim is not None:
-            self._claim.take()
+        if self._lock is not None:
+            self._lock.acquire()
         path = self._path(contents.step)
         try:
             make_folder(self._folder)
             with locked(self._folder / _LOCK):
                 self._clean()
-                self._write_where_room(contents, path, removed)
+                self._write_freeing_space(contents, path, removed)
                 self._prune(path)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -106,7 +104,7 @@ class Store:
             ) from None
         return path
 
-    def _write_where_room(self, contents: Contents, path: Path, removed: Callable[[Path], None]) -> None:
+    def _write_freeing_space(self, contents: Contents, path: Path, removed: Callable[[Path], None]) -> None:
         needed = sum(array.nbytes for array in contents.arrays.values())
         while True:
             try:
@@ -117,28 +115,29 @@ class Store:
                     raise
 
     def _make_room(self, needed: int, removed: Callable[[Path], None]) -> bool:
-        """Remove the oldest one for a new one of `needed` bytes; return whether one was removed.
+        """Remove the oldest checkpoint to free space for `needed` bytes; return whether one was removed.
 
-        None is removed if no complete one is newer, or if removing all such ones would not free enough.
+        Only checkpoints older than the newest complete one are removed, and none if that would not free
+        enough.
         """
         paths = self._paths()
-        whole = [path for path in paths if _looks_whole(path)]
-        older = paths[: paths.index(whole[-1])] if whole else []
+        complete = [path for path in paths if _looks_complete(path)]
+        older = paths[: paths.index(complete[-1])] if complete else []
         found = os.statvfs(self._folder)
         if not older or found.f_bavail * found.f_frsize + sum(map(_size, older)) < needed:
             return False
         self._remove(older[0])
-        if older[0] in whole:
+        if older[0] in complete:
             removed(older[0])
         return True
 
     def newest(self, report: Callable[[str], None]) -> tuple[Path, Contents] | None:
-        """Return the folder of the newest complete checkpoint and its contents; None if there is none.
+        """Return the folder and the contents of the newest complete checkpoint; None if there is none.
 
         `report` is called with a message for each newer one that is damaged or incomplete.
 
         Raises:
-            CheckpointError: the folder exists and cannot be read.
+            CheckpointError: the folder exists but cannot be read.
         """
         for path in reversed(self._paths()):
             try:
@@ -148,18 +147,18 @@ class Store:
         return None
 
     def entries(self) -> list[Entry]:
-        """Return all checkpoints, the oldest first; reads and verifies each.
+        """Read and verify all checkpoints; return them, the oldest first.
 
         Raises:
-            CheckpointError: the folder exists and cannot be read.
+            CheckpointError: the folder exists but cannot be read.
         """
         return [_entry(path) for path in self._paths()]
 
     def steps(self) -> dict[int, Path]:
-        """Return the folders of all checkpoints by their steps, the oldest first, without reading them.
+        """Return the folders of all checkpoints by step, the oldest first, without reading them.
 
         Raises:
-            CheckpointError: the folder exists and cannot be read.
+            CheckpointError: the folder exists but cannot be read.
         """
         return {_step(path): path for path in self._paths()}
 
@@ -167,25 +166,25 @@ class Store:
         """Record on the disk that the job finished with its checkpoint of `step`.
 
         Raises:
-            CheckpointError: it cannot be written.
+            CheckpointError: the record cannot be written.
         """
         path, temporary = self._folder / _FINISHED, self._folder / f".{_FINISHED}"
         try:
             with locked(self._folder / _LOCK):
                 temporary.unlink(missing_ok=True)
-                write_file(temporary, msgspec.json.encode(_Finished(step, SystemClock().wall())))
+                write_file(temporary, msgspec.json.encode(_FinishedMark(step, SystemClock().wall())))
                 temporary.rename(path)
                 sync(self._folder)
         except OSError as error:
             raise CheckpointError(f"cannot write {path}: {reason(error)}; free space there") from None
 
     def finished(self) -> int | None:
-        """Return the step of the checkpoint with which the job finished; None if it has not.
+        """Return the step of the checkpoint with which the job finished; None if it has not finished.
 
-        A checkpoint of a later step means that the job has been resumed since.
+        If there is a checkpoint of a later step, the job has been resumed since.
         """
         try:
-            return msgspec.json.decode(read_regular(self._folder / _FINISHED), type=_Finished).step
+            return msgspec.json.decode(read_regular(self._folder / _FINISHED), type=_FinishedMark).step
         except (OSError, ValueError):
             return None
 
@@ -203,14 +202,14 @@ class Store:
                 f"the checkpoints in {self._folder} cannot be read: {reason(error)}"
             ) from None
         found: dict[int, Path] = {}
-        # Names with a dot sort first: they count only if a writer was killed before it renamed the new one.
+        # Names with a dot sort first: they count only if a writer was killed before the last renaming.
         for path in sorted(paths):
             if _NAME.fullmatch(path.name):
                 found[_step(path)] = path
         return [path for _, path in sorted(found.items())]
 
     def _clean(self) -> None:
-        """Remove the remains of killed writers, and restore checkpoints that they were replacing."""
+        """Remove what killed writers have left, and restore checkpoints that they were replacing."""
         for path in self._paths():
             if path.name.startswith("."):
                 path.rename(self._path(_step(path)))
@@ -230,7 +229,7 @@ class Store:
             placed = True
             sync(self._folder)
         except BaseException:
-            # The next writer undoes what cannot be undone here.
+            # What cannot be undone here, the next writer undoes.
             with contextlib.suppress(OSError):
                 if placed:
                     path.rename(temporary)
@@ -241,15 +240,15 @@ class Store:
         shutil.rmtree(replaced, ignore_errors=True)
 
     def _prune(self, written: Path) -> None:
-        """Remove what is older than the newest `keep` complete ones and than the one just written.
+        """Remove checkpoints older than the newest `keep` complete ones and than the one just written.
 
-        Newer damaged ones stay: they may become readable, or are replaced.
+        Newer damaged ones stay: they may become readable again, or are replaced.
         """
-        whole = [path for path in self._paths() if _looks_whole(path)]
-        oldest = min(_step(path) for path in [*whole[-max(self._keep, 1) :], written])
+        complete = [path for path in self._paths() if _looks_complete(path)]
+        oldest = min(_step(path) for path in [*complete[-max(self._keep, 1) :], written])
         for path in self._paths():
             if _step(path) < oldest:
-                # One that cannot be removed does no harm; the next writer tries again.
+                # If this fails, the next writer tries again.
                 with contextlib.suppress(OSError):
                     self._remove(path)
 
@@ -265,8 +264,8 @@ def _step(path: Path) -> int:
     return int(match[1] or match[2])
 
 
-def _looks_whole(path: Path) -> bool:
-    """Whether a checkpoint is complete, as far as that shows without reading its arrays."""
+def _looks_complete(path: Path) -> bool:
+    """Whether a checkpoint is complete, without reading its arrays."""
     try:
         read_outline(path)
     except CheckpointError:

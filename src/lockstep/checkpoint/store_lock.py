@@ -1,4 +1,4 @@
-"""Use of a folder of checkpoints: the one job that saves them there, and whether it still trains."""
+"""Locks of a folder of checkpoints: one job saves checkpoints there, and others see whether it trains."""
 
 import os
 from pathlib import Path
@@ -12,18 +12,18 @@ from lockstep.system.paths import RunPaths
 class FolderLock:
     """The exclusive lock of the process that writes a job's checkpoints to a folder.
 
-    A process holds the lock until it ends or calls `leave`. Forked processes do not inherit it.
+    A process holds the lock until it ends or calls `release`. Forked processes do not inherit it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._descriptor: int | None = None
 
-    def take(self) -> None:
-        """Acquire the lock, unless this process holds it already; create the folder if it is missing.
+    def acquire(self) -> None:
+        """Acquire the lock, unless this process already holds it; create a missing folder.
 
         Raises:
-            CheckpointError: another job holds it, or the folder cannot be written to.
+            CheckpointError: another job holds the lock, or the folder cannot be written to.
         """
         if self._descriptor is not None:
             return
@@ -39,10 +39,10 @@ class FolderLock:
                 f"another job saves checkpoints in {self._folder}; wait for it to end, or give another folder"
             )
         self._descriptor = descriptor
-        os.register_at_fork(after_in_child=self.leave)
+        os.register_at_fork(after_in_child=self.release)
 
-    def leave(self) -> None:
-        """Release the lock, if this process holds it."""
+    def release(self) -> None:
+        """Release the lock if this process holds it."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -52,7 +52,7 @@ _NAME = ".training"
 
 
 def announce(folder: Path) -> None:
-    """Show others, until this process ends, that it trains for a job that saves checkpoints in `folder`.
+    """Announce, until this process ends, that it trains for a job that saves checkpoints in `folder`.
 
     Call this before any other use of the folder; it creates a missing folder. Forked processes do not count.
 
@@ -62,7 +62,7 @@ def announce(folder: Path) -> None:
     try:
         make_folder(folder)
         descriptor = share_lock(folder / _NAME)
-        # Only after the lock: an observer of a begun job without a training process considers it ended.
+        # After the lock: to an observer, a job that has begun and has no training process has ended.
         if not os.fstat(descriptor).st_size:
             os.truncate(descriptor, 1)
         os.utime(descriptor)
@@ -85,7 +85,7 @@ def is_training(folder: Path) -> bool:
         raise CheckpointError(f"the checkpoints in {folder} cannot be read: {reason(error)}") from None
 
 
-def last_sign(folder: Path) -> float:
+def last_activity(folder: Path) -> float:
     """Return when a job last began or saved a checkpoint there, in seconds since 1970; 0 if none has."""
     try:
         announced = (folder / _NAME).stat()

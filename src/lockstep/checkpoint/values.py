@@ -1,7 +1,7 @@
 """Nested Python values as JSON-able data and named arrays, and back, with the same types and bits.
 
-JSON's own types are stored as they are: None, bool, str, list, dict with string keys, finite floats, and ints
-of up to 63 bits and a sign. Everything else is an object with one key, which begins with `$`:
+JSON's own types are stored as they are: None, bool, str, list, dict with string keys, finite floats, and
+integers of up to 63 bits and a sign. Everything else is an object with one key, which begins with `$`:
 
     {"$tuple": [...]}                    {"$dict": [[key, value], ...]}     other keys than plain strings
     {"$int": "-0x1f"}                    {"$float": "nan" | "inf" | "-inf"}
@@ -29,15 +29,15 @@ def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
 
     Args:
         value: consists of None, bool, int, float, str, bytes, list, tuple, dict, NumPy arrays and scalars.
-            Instances of subclasses are rejected because `unpack` would not restore their type.
+            Instances of subclasses are rejected, since `unpack` would not restore their types.
         prefix: the prefix of the arrays' names, and the location of `value` in messages.
 
     Returns:
         JSON-able data, and the arrays by name: `prefix` and the path of keys and positions, separated by
-        slashes. They are those of `value`, not copies.
+        slashes. The arrays are those of `value`, not copies.
 
     Raises:
-        TypeError: something cannot be packed; the message names it and its location.
+        TypeError: a part cannot be packed; the message names the part and its location.
     """
     packer = _Packer()
     try:
@@ -47,10 +47,10 @@ def pack(value: Any, prefix: str) -> tuple[Any, dict[str, Array]]:
 
 
 def unpack(packed: Any, arrays: Mapping[str, Array]) -> Any:
-    """Restore a value from the result of `pack`, with the arrays of `arrays` themselves, not copies.
+    """Restore a value from a result of `pack`; its arrays are those in `arrays`, not copies.
 
     Raises:
-        CheckpointError: this is not a result of `pack`, or an array is missing.
+        CheckpointError: `packed` is not a result of `pack`, or an array is missing.
     """
     try:
         return _unpacked(packed, arrays)
@@ -207,17 +207,17 @@ _DTYPES = {name: np.dtype(name) for name in _NAMES} | {"bfloat16": np.dtype(ml_d
 
 
 def named(name: str) -> "np.dtype[Any] | None":
-    """Return the dtype of this name; None if a checkpoint cannot hold it."""
+    """Return the dtype of this name; None if checkpoints do not support it."""
     return _DTYPES.get(name)
 
 
 def storable(dtype: "np.dtype[Any]") -> bool:
-    """Whether a checkpoint can hold arrays of this dtype, including its byte order."""
+    """Whether checkpoints support this dtype, including its byte order."""
     return dtype == _DTYPES.get(dtype.name)
 
 
 def plain(text: str) -> bool:
-    """Whether JSON preserves `text`: adjacent lone surrogates would become one character."""
+    """Whether JSON preserves `text`: it would turn adjacent lone surrogates into one character."""
     try:
         text.encode()
     except UnicodeEncodeError:

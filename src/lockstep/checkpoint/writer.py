@@ -1,4 +1,4 @@
-"""Writing checkpoints while training continues."""
+"""The writer of checkpoints: a thread that writes them while training continues."""
 
 import threading
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from lockstep.system.clock import SystemClock
 
 
 class Writer:
-    """Writes one checkpoint at a time on a thread, which runs while there is something to write.
+    """Writes one checkpoint at a time on a daemon thread, which runs while there is a checkpoint to write.
 
     That thread calls `done(path, step, seconds)` for each checkpoint that is on the disk, `failed(message)`
     for each that could not be written, and `removed(path)` for each older one removed to free space; these
-    must not raise. The thread does not keep the process from ending.
+    functions must not raise.
 
     Attributes:
         asked: the step of the checkpoint that was requested last; None before the first.
-        written: the step of the one that was written last; None before the first.
-        seconds: how long writing that one took.
+        written: the step of the checkpoint that was written last; None before the first.
+        seconds: how long it took to write that checkpoint.
     """
 
     def __init__(
@@ -44,8 +44,9 @@ class Writer:
     def write(self, contents: Contents) -> None:
         """Request a checkpoint and return at once.
 
-        If one is being written, this one waits; it replaces one that already waits, for which nothing is
-        called. The arrays must not change until this one is written, has failed or is replaced.
+        While another checkpoint is being written, this one waits; it replaces one that already waits, for
+        which no function is called. The arrays must not change until this checkpoint is written, has failed
+        or is replaced.
         """
         self.asked = contents.step
         with self._changed:
@@ -78,7 +79,7 @@ class Writer:
         with self._changed:
             contents, self._waiting = self._waiting, None
             if contents is None:
-                # From here on, the next request starts another thread.
+                # From now on, a request starts another thread.
                 self._stop()
             return contents
 

@@ -1,4 +1,4 @@
-"""The command `lockstep`. No logic: it parses, composes and calls."""
+"""The command `lockstep`, with its subcommands except `run`."""
 
 import sys
 import time
@@ -10,6 +10,7 @@ from lockstep import __version__
 from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.notes import note
+from lockstep.system.standard_streams import discard_stdout
 
 
 def main() -> None:
@@ -23,9 +24,7 @@ def main() -> None:
     except LockstepError as error:
         _refuse(str(error))
     except OSError as error:
-        from lockstep.agent.command import let_go_of_stdout
-
-        let_go_of_stdout()
+        discard_stdout()
         # A reader such as head closes the pipe once it has enough.
         if not isinstance(error, BrokenPipeError):
             what = f"{error.filename}:" if error.filename else "stdout cannot be written:"

@@ -1,6 +1,5 @@
-"""The command `lockstep run`. No logic: it parses, composes and calls."""
+"""The command `lockstep run`: turns options into the specification of a job, and runs the job."""
 
-import contextlib
 import importlib.util
 import os
 import sys
@@ -46,6 +45,7 @@ from lockstep.system.run_folder import (
     gone_if_refused,
     leave_folder,
 )
+from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.topology import place
 from lockstep.worker.script import Script, refuse_undecodable
 
@@ -218,7 +218,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     SIGTERM, within --grace. Workers then have 3 seconds to exit before they are killed. A second signal kills
     them at once.
     """
-    from lockstep.agent.command import fill_standard_descriptors, run_under_agent
+    from lockstep.local_job.job_process import run_in_job_process
 
     fill_standard_descriptors()
     script = Script(options["script"], options["module"], options["arguments"])
@@ -240,7 +240,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     note(spec.describe())
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
-    status = run_under_agent(lambda command: _run_job(spec, command), spec.grace)
+    status = run_in_job_process(lambda command: _serve(spec, command), spec.grace)
     leave_folder(spec.run_dir)
     sys.exit(status)
 
@@ -329,7 +329,8 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
     """Return the checkpoints to save, and the facts in the checkpoint that the job resumes from."""
     if options["checkpoint"] is None:
         return None, {}
-    from lockstep.checkpoint.choice import newest, parse_every, refuse_another_job
+    from lockstep.checkpoint.resume import newest, refuse_another_job
+    from lockstep.checkpoint.scheduler import parse_every
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
@@ -343,69 +344,42 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
 
 def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
     """Raise ConfigError if the backend differs from the checkpoint's; note changed library versions."""
-    from lockstep.checkpoint.choice import note_on_versions, refuse_another_backend
+    from lockstep.checkpoint.resume import note_on_versions, refuse_another_backend
 
     refuse_another_backend(resume, past, backend)
     if text := note_on_versions(resume, past):
         note(text)
 
 
-def _run_job(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
+def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
+    """Run the job in the process that the command has forked for it."""
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 
     launcher = LocalLauncher(ForkServerPlan.of(spec))
     # The fork server and this process import at the same time.
     launcher.prepare()
-    from lockstep.agent.agent import Agent
-    from lockstep.agent.exchange import open_shared
     from lockstep.agent.starter import LocalStarter
-    from lockstep.collectives.shared.pool import SharedPool
-    from lockstep.coordinator.coordinator import Coordinator
-    from lockstep.observability.bus import Bus
+    from lockstep.local_job.composition import run_job
     from lockstep.observability.console import Console
-    from lockstep.observability.event_log import EventLog
-    from lockstep.observability.events import RUN_EVENTS
-    from lockstep.protocol.channel import Attachment
     from lockstep.supervisor.state import JobSize, State, TimeLimits
-    from lockstep.system.clock import SystemClock
     from lockstep.system.descendants import LinuxDescendants
-    from lockstep.system.event_loop import EventLoop
     from lockstep.system.output import Sink
-    from lockstep.transport.local_channel import LocalChannel
 
-    paths, pid, clock = RunPaths(spec.run_dir.absolute()), os.getpid(), SystemClock()
+    paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
-    to_agent, to_coordinator = LocalChannel.pair()
-    events = Bus(clock, complain=console.say)
-    with EventLog.open(paths.events, console.say) as log, EventLoop() as loop:
-        events.subscribe(log.append, *RUN_EVENTS)
-        agent = Agent(
-            job=paths.root.name,
-            coordinator=to_coordinator,
-            loop=loop,
-            starter=LocalStarter(spec, paths, pid, launcher, console),
-            open_exchange=open_shared,
-            pool=Attachment(SharedPool.create().fd),
-            console=console,
-            descendants=LinuxDescendants(),
-        )
-        coordinator = Coordinator(
-            spec=spec,
-            paths=paths,
-            pid=pid,
-            agent=to_agent,
-            command=command,
-            loop=loop,
-            console=console,
-            events=events,
-            clock=clock,
-            state=State.of(
-                spec.view,
-                TimeLimits(timeout=spec.timeout, save=spec.grace),
-                JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
-                keeps=spec.checkpoints is not None,
-            ),
-        )
-        with contextlib.closing(agent):
-            return coordinator.run()
+    state = State.of(
+        spec.view,
+        TimeLimits(timeout=spec.timeout, save=spec.grace),
+        JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
+        keeps=spec.checkpoints is not None,
+    )
+    return run_job(
+        spec,
+        state,
+        paths,
+        command,
+        console=console,
+        starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
+        descendants=LinuxDescendants(),
+    )

@@ -1,4 +1,4 @@
-"""The cluster of pods that Kubernetes runs."""
+"""The cluster of the pods of a Kubernetes job."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from lockstep.cluster.spec import ClusterSpec
 from lockstep.errors import UnfitError
 
 _PATIENCE = 10.0
-"""Seconds to wait for a server to accept a connection and to answer."""
+"""Seconds to wait for the server to accept a connection, and to answer."""
 
 
 class KubernetesExecutableLocation(Enum):
-    """Where this process runs, which decides how it finds the API server and with which identity.
+    """Where this process runs, which determines how it finds the API server and with which identity.
 
     `WITHIN_CLUSTER`: in a pod, with the pod's service account. `OFF_CLUSTER`: elsewhere, with kubectl's
     configuration.
@@ -26,10 +26,10 @@ class KubernetesExecutableLocation(Enum):
 
 
 class KubernetesClusterResolver(ClusterResolver):
-    """Asks the API server for the pods with given labels through the official client `kubernetes`.
+    """Requests the pods with given labels from the API server through the official client `kubernetes`.
 
-    Kubernetes does not identify the task of this process: set `task_type` and `task_id`. An address is that
-    of the pod, not of its node, which several pods may share.
+    Kubernetes does not identify the task of this process: set `task_type` and `task_id`. Addresses are those
+    of pods, not of nodes, which several pods may share.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class KubernetesClusterResolver(ClusterResolver):
         override_client: Any = None,
         executable_location: KubernetesExecutableLocation = KubernetesExecutableLocation.WITHIN_CLUSTER,
     ) -> None:
-        """Store what to request.
+        """Store the arguments of the request.
 
         Args:
             job_to_label_mapping: the label selectors of each job, such as `{"worker": ["job-name=a"]}`;
@@ -119,7 +119,7 @@ def _pods(client: Any, selector: str) -> Any:
 
     # A pair, because clients up to at least version 35 ignore a single float.
     patience = (_PATIENCE, _PATIENCE)
-    asked = f"asked for the pods with the label {selector!r}"
+    request = f"asked for the pods with the label {selector!r}"
     try:
         pods = client.list_pod_for_all_namespaces(label_selector=selector, _request_timeout=patience).items
         if any(pod.metadata is None or pod.status is None for pod in pods or ()):
@@ -127,12 +127,12 @@ def _pods(client: Any, selector: str) -> Any:
         return pods or []
     except ApiException as error:
         raise UnfitError(
-            f"The API server of Kubernetes, {asked}, answered {error.status or 'nothing'}: {_reason(error)}. "
-            "This process must be allowed to list pods in all namespaces"
+            f"The API server of Kubernetes, {request}, answered {error.status or 'nothing'}: "
+            f"{_reason(error)}. This process must be allowed to list pods in all namespaces"
         ) from None
     except (HTTPError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise UnfitError(
-            f"The API server of Kubernetes, {asked}, gave no usable answer within {_PATIENCE:g} s: {error}"
+            f"The API server of Kubernetes, {request}, gave no usable answer within {_PATIENCE:g} s: {error}"
         ) from None
 
 
@@ -147,7 +147,7 @@ def _host(pod: Any) -> str:
     if pod.status.phase != "Running" or not pod.status.pod_ip:
         raise UnfitError(
             f"the pod {pod.metadata.name!r} is {pod.status.phase}, at {pod.status.pod_ip or 'no address'}, "
-            "expected Running: try again when all pods of the job run"
+            "expected Running: try again when all pods of the job are running"
         )
     address = str(pod.status.pod_ip)
     return f"[{address}]" if ":" in address else address
@@ -167,7 +167,7 @@ def _configuration(location: KubernetesExecutableLocation) -> Any:
     except (config.ConfigException, OSError, YAMLError) as error:
         raise UnfitError(
             f"The client of Kubernetes finds no API server for {location.name}: {error}. "
-            "executable_location is WITHIN_CLUSTER in a pod; elsewhere it is OFF_CLUSTER, and "
+            "In a pod, executable_location must be WITHIN_CLUSTER; elsewhere it must be OFF_CLUSTER, and "
             "`kubectl cluster-info` must work"
         ) from None
     return configuration

@@ -1,4 +1,4 @@
-"""The interface of cluster resolvers, one with a fixed cluster, and one that joins others."""
+"""The interface of cluster resolvers, a resolver with a fixed cluster, and the union of several resolvers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from lockstep.system.environment import visible_gpus
 
 
 class ClusterResolver(ABC):
-    """Finds the tasks of a cluster and identifies the task of this process, as in `tf.distribute`.
+    """Lists the tasks of a cluster and identifies the task of this process, as in `tf.distribute`.
 
     A subclass implements `cluster_spec` and `master`; it may set `_task_type`, `_task_id` and `_rpc_layer` or
     override the properties.
@@ -40,7 +40,7 @@ class ClusterResolver(ABC):
     ) -> Mapping[str, int]:
         """Return the number of GPUs that this process may use: `{"GPU": 2}`.
 
-        Other hosts are not asked, so the arguments, which exist for `tf.distribute`, have no effect.
+        Only this host is examined; the arguments exist for `tf.distribute` and have no effect.
         """
         return {"GPU": len(visible_gpus())}
 
@@ -78,7 +78,7 @@ class ClusterResolver(ABC):
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """Returns the values that it was created with."""
+    """Returns the values with which it was created."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class SimpleClusterResolver(ClusterResolver):
 
 
 class UnionResolver(ClusterResolver):
-    """Joins the clusters of several resolvers; everything else comes from the first one."""
+    """Unites the clusters of several resolvers; everything else comes from the first one."""
 
     def __init__(
         self,

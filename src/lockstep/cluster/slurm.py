@@ -35,12 +35,12 @@ class SlurmClusterResolver(ClusterResolver):
         """Read the environment.
 
         Args:
-            jobs: the number of tasks of each job; in the order of their names they take Slurm's tasks. By
+            jobs: the number of tasks of each job; jobs take Slurm's tasks in the order of their names. By
                 default, all tasks are workers.
             port_base: the port of the first task on a host.
-            gpus_per_node: number of GPUs per host; by default those that CUDA shows on this one.
-            gpus_per_task: number of GPUs per task; by default the host's GPUs are divided evenly.
-            tasks_per_node: number of tasks on every host, or on each host by its name in Slurm's order; by
+            gpus_per_node: the number of GPUs per host; by default the GPUs that CUDA shows on this host.
+            gpus_per_task: the number of GPUs per task; by default the host's GPUs are divided evenly.
+            tasks_per_node: the number of tasks on every host, or on each host by name, in Slurm's order; by
                 default the number that Slurm sets.
             auto_set_gpu: whether `cluster_spec` makes CUDA show this task only its own GPUs.
             rpc_layer: the protocol prefix of addresses; None for none.
@@ -116,14 +116,14 @@ def _hosts(tasks_per_node: int | Mapping[str, int] | None) -> Hosts:
 
 
 def _check_tasks(jobs: Mapping[str, int], hosts: Hosts, rank: int) -> None:
-    asked, given = sum(jobs.values()), sum(tasks for _, tasks in hosts)
-    if asked != given or given == 0:
+    requested, started = sum(jobs.values()), sum(tasks for _, tasks in hosts)
+    if requested != started or started == 0:
         raise ConfigError(
-            f"the jobs {dict(jobs)} have {count(asked, 'task')}, but Slurm started {given}: "
+            f"the jobs {dict(jobs)} have {count(requested, 'task')}, but Slurm started {started}: "
             "their sum must be the --ntasks of `srun`"
         )
-    if rank >= given:
-        raise ConfigError(f"SLURM_PROCID is {rank}, but the {count(given, 'task')} are numbered from 0")
+    if rank >= started:
+        raise ConfigError(f"SLURM_PROCID is {rank}, but the {count(started, 'task')} are numbered from 0")
 
 
 def _gpus(number: int | None) -> tuple[str, ...]:
@@ -137,8 +137,8 @@ def _share(gpus: tuple[str, ...], tasks: int, auto_set_gpu: bool) -> int:
     if gpus and len(gpus) < tasks and auto_set_gpu:
         raise ConfigError(
             f"{count(tasks, 'task')} on a host cannot divide its {count(len(gpus), 'GPU')} "
-            f"({', '.join(gpus)}): give auto_set_gpu=False where Slurm itself gives each task its GPUs "
-            "or tasks share one, or start fewer tasks"
+            f"({', '.join(gpus)}): give auto_set_gpu=False if Slurm itself gives each task its GPUs "
+            "or if tasks share a GPU; otherwise start fewer tasks"
         )
     return len(gpus) // tasks
 
@@ -182,7 +182,7 @@ def _number(name: str) -> int:
     return int(text)
 
 
-_MOST = 65536
+_MAX_ENTRIES = 65536
 _NAME = re.compile(r"(?:[^\s,\[\]]|\[[^\s\[\]]*\])+")
 _PIECE = re.compile(r"\[([^\]]*)\]|([^\[]+)")
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
@@ -196,12 +196,12 @@ def expand_hosts(text: str) -> list[str]:
     last one varies fastest.
 
     Raises:
-        ConfigError: it is not a list of hosts, or has more than 65,536.
+        ConfigError: the text is not a list of hosts, or has more than 65,536.
     """
     names = _split(text)
-    hosts = list(islice((host for name in names for host in _expand(text, name)), _MOST + 1))
-    if len(hosts) > _MOST:
-        raise _wrong(text, f"has more than {_MOST} hosts")
+    hosts = list(islice((host for name in names for host in _expand(text, name)), _MAX_ENTRIES + 1))
+    if len(hosts) > _MAX_ENTRIES:
+        raise _invalid(text, f"has more than {_MAX_ENTRIES} hosts")
     return hosts
 
 
@@ -209,19 +209,21 @@ def expand_counts(text: str) -> list[int]:
     """Return the numbers of a list such as `2(x3),1`: 2, 2, 2, 1.
 
     Raises:
-        ConfigError: it is not such a list, or has more than 65,536 numbers.
+        ConfigError: the text is not such a list, or has more than 65,536 numbers.
     """
     found = [_COUNT.fullmatch(part) for part in text.split(",")]
     runs = [(int(match[1]), int(match[2] or 1)) for match in found if match]
-    if len(runs) != len(found) or sum(times for _, times in runs) > _MOST:
-        raise ConfigError(f"Slurm's list of tasks is {text!r}, expected the tasks on each host: '2(x3),1'")
+    if len(runs) != len(found) or sum(times for _, times in runs) > _MAX_ENTRIES:
+        raise ConfigError(
+            f"Slurm's list of tasks is {text!r}, expected the tasks on each host, such as '2(x3),1'"
+        )
     return [number for number, times in runs for _ in range(times)]
 
 
 def _split(text: str) -> list[str]:
     names = _NAME.findall(text)
     if not names or ",".join(names) != text:
-        raise _wrong(text, "is not a list of hosts")
+        raise _invalid(text, "is not a list of hosts")
     return names
 
 
@@ -230,8 +232,8 @@ def _expand(text: str, name: str) -> Iterator[str]:
     for match in _PIECE.finditer(name):
         pieces.append(_numbers(text, match[1]) if match[2] is None else [match[2]])
         count *= len(pieces[-1])
-        if count > _MOST:
-            raise _wrong(text, f"has more than {_MOST} hosts")
+        if count > _MAX_ENTRIES:
+            raise _invalid(text, f"has more than {_MAX_ENTRIES} hosts")
     return map("".join, product(*pieces))
 
 
@@ -241,14 +243,14 @@ def _numbers(text: str, ranges: str) -> list[str]:
         match = _RANGE.fullmatch(part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if not match or first > last:
-            raise _wrong(text, f"has {part!r} in brackets")
-        if len(numbers) + last - first >= _MOST:
-            raise _wrong(text, f"has more than {_MOST} hosts")
+            raise _invalid(text, f"has {part!r} in brackets")
+        if len(numbers) + last - first >= _MAX_ENTRIES:
+            raise _invalid(text, f"has more than {_MAX_ENTRIES} hosts")
         numbers.extend(str(number).zfill(len(match[1])) for number in range(first, last + 1))
     return numbers
 
 
-def _wrong(text: str, what: str) -> ConfigError:
+def _invalid(text: str, what: str) -> ConfigError:
     return ConfigError(
-        f"Slurm's list of hosts, {text[:120]!r}, {what}: expected such as 'node[01-03,7],gpu1'"
+        f"Slurm's list of hosts, {text[:120]!r}, {what}: expected a list such as 'node[01-03,7],gpu1'"
     )

@@ -1,4 +1,4 @@
-"""The tasks of a cluster, by job."""
+"""The tasks of a cluster and their addresses, by job."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,8 +24,8 @@ class ClusterSpec:
                 to its address (indices may be omitted); or a `ClusterSpec`, also TensorFlow's.
 
         Raises:
-            TypeError: it is none of these.
-            ValueError: an index is not a whole number of at least 0.
+            TypeError: `cluster` is none of these.
+            ValueError: an index is not a whole number, 0 or more.
         """
         jobs = cluster.as_dict() if hasattr(cluster, "as_dict") else cluster
         if not isinstance(jobs, Mapping):

@@ -40,17 +40,17 @@ def parse(text: str) -> TaskConfig:
     """Parse a `TF_CONFIG`.
 
     Raises:
-        ConfigError: it is not JSON, is incomplete, or contradicts itself; the message names what was found
-            and what was expected, and shows a correct value.
+        ConfigError: the text is not JSON, is incomplete, or contradicts itself; the message names what was
+            found and what was expected, and shows a correct value.
     """
     fields = load(text)
     if "cluster" not in fields:
-        raise _wrong(f"has no 'cluster'; it has {_names(fields)}")
+        raise _invalid(f"has no 'cluster'; it has {_names(fields)}")
     cluster = parse_cluster(fields["cluster"])
     _check_jobs(cluster)
     _check_addresses(cluster)
     if "task" not in fields:
-        raise _wrong(f"has no 'task', which identifies this process; it has {_names(fields)}")
+        raise _invalid(f"has no 'task', which identifies this process; it has {_names(fields)}")
     task_type, task_id = _task(cluster, fields["task"])
     return TaskConfig(
         cluster, task_type, task_id, _text_or_none(fields, "rpc_layer"), _text_or_none(fields, "environment")
@@ -71,57 +71,59 @@ def training_tasks(cluster: ClusterSpec) -> tuple[tuple[str, int, str], ...]:
 
 
 def load(text: str) -> dict[str, Any]:
-    """Return the fields of a `TF_CONFIG`, without checking them.
+    """Return the fields of a `TF_CONFIG` without checking them.
 
     Raises:
-        ConfigError: it is not a JSON object.
+        ConfigError: `text` is not a JSON object.
     """
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise _wrong(f"is {_short(text)}, which is not JSON ({error})") from None
+        raise _invalid(f"is {_short(text)}, which is not JSON ({error})") from None
     if not isinstance(fields, dict):
-        raise _wrong(f"is {_short(text)}, which is JSON, but not an object")
+        raise _invalid(f"is {_short(text)}, which is JSON, but not an object")
     return fields
 
 
 def parse_cluster(value: object) -> ClusterSpec:
-    """Return the cluster that a `TF_CONFIG` describes, without checking it.
+    """Return the cluster that a `TF_CONFIG` describes, without checking its jobs and addresses.
 
     Raises:
-        ConfigError: it does not describe one.
+        ConfigError: `value` does not describe a cluster.
     """
     if not isinstance(value, dict):
-        raise _wrong(f"has {_short(value)} for 'cluster', expected an object from types of task to addresses")
+        raise _invalid(
+            f"has {_short(value)} for 'cluster', expected an object from types of task to addresses"
+        )
     try:
         return ClusterSpec(value)
     except (TypeError, ValueError) as error:
-        raise _wrong(f"has a wrong 'cluster': {error}") from None
+        raise _invalid(f"has an invalid 'cluster': {error}") from None
 
 
 def parse_index(value: object) -> int:
     """Return the index of a task, which may be in quotes.
 
     Raises:
-        ConfigError: it is not a whole number.
+        ConfigError: `value` is not a whole number, 0 or more.
     """
-    # TensorFlow accepts "1" too, and templates use it.
+    # TensorFlow also accepts "1", and templates use it.
     number = _whole(value if isinstance(value, str) else json.dumps(value))
     if number is None:
-        raise _wrong(f"has {_short(value)} for the 'index' of 'task', expected a whole number, 0 or more")
+        raise _invalid(f"has {_short(value)} for the 'index' of 'task', expected a whole number, 0 or more")
     return number
 
 
 def _check_jobs(cluster: ClusterSpec) -> None:
     if not any(cluster.num_tasks(job) for job in cluster.jobs):
-        raise _wrong("has an empty 'cluster', expected the address of at least one task")
+        raise _invalid("has an empty 'cluster', expected the address of at least one task")
     for job in cluster.jobs:
         _check_type(job, "'cluster'")
         indices = cluster.task_indices(job)
         if indices != list(range(len(indices))):
-            raise _wrong(f"has the {job} tasks {indices} in 'cluster', expected all from 0 on")
+            raise _invalid(f"has the {job} tasks {indices} in 'cluster', expected all from 0 on")
         if job in ("chief", "evaluator") and len(indices) > 1:
-            raise _wrong(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected at most one")
+            raise _invalid(f"has {len(indices)} tasks of type '{job}' in 'cluster', expected at most one")
 
 
 def _check_addresses(cluster: ClusterSpec) -> None:
@@ -131,7 +133,7 @@ def _check_addresses(cluster: ClusterSpec) -> None:
             task = f"{job} {index}"
             place = _place(cluster.task_address(job, index), task)
             if place in seen:
-                raise _wrong(
+                raise _invalid(
                     f"gives {cluster.task_address(job, index)!r} to {seen[place]} and to {task}, "
                     "expected a different address for each task"
                 )
@@ -141,26 +143,28 @@ def _check_addresses(cluster: ClusterSpec) -> None:
 def _place(address: str, task: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not _HOST.fullmatch(host):
-        raise _wrong(
+        raise _invalid(
             f"gives the address {address!r} to {task}, expected a host and a port: 'host1:2222', "
             "or '[fd00::1]:2222' for an IPv6 address"
         )
     number = _whole(port)
     if number is None or not 0 < number <= _LAST_PORT:
-        raise _wrong(f"gives the port {port!r} to {task}, in {address!r}, expected 1 to {_LAST_PORT}")
+        raise _invalid(f"gives the port {port!r} to {task}, in {address!r}, expected 1 to {_LAST_PORT}")
     return host.lower(), number
 
 
 def _task(cluster: ClusterSpec, task: object) -> tuple[str, int]:
     if not isinstance(task, dict) or not {"type", "index"} <= set(task):
-        raise _wrong(f"has {_short(task)} for 'task', expected an object with a 'type' and an 'index'")
+        raise _invalid(f"has {_short(task)} for 'task', expected an object with a 'type' and an 'index'")
     task_type, index = _check_type(task["type"], "'task'"), parse_index(task["index"])
     if task_type not in cluster.jobs:
         if task_type != "evaluator":
-            raise _wrong(f"has a 'task' of type '{task_type}', but only {_names(cluster.jobs)} in 'cluster'")
+            raise _invalid(
+                f"has a 'task' of type '{task_type}', but only {_names(cluster.jobs)} in 'cluster'"
+            )
     elif index not in cluster.task_indices(task_type):
         number = cluster.num_tasks(task_type)
-        raise _wrong(
+        raise _invalid(
             f"has {index} for the 'index' of 'task', but 'cluster' has {number} of type '{task_type}', "
             "counted from 0"
         )
@@ -169,9 +173,9 @@ def _task(cluster: ClusterSpec, task: object) -> tuple[str, int]:
 
 def _check_type(value: object, where: str) -> str:
     if value == "master":
-        raise _wrong(f"has the type 'master' in {where}, expected 'chief', which is its name now")
+        raise _invalid(f"has the type 'master' in {where}, expected 'chief', the current name")
     if not isinstance(value, str) or value not in TASK_TYPES:
-        raise _wrong(f"has the type {_short(value)} in {where}, expected one of {_names(TASK_TYPES)}")
+        raise _invalid(f"has the type {_short(value)} in {where}, expected one of {_names(TASK_TYPES)}")
     return value
 
 
@@ -182,11 +186,11 @@ def _whole(text: str) -> int | None:
 def _text_or_none(fields: dict[str, Any], name: str) -> str | None:
     value = fields.get(name)
     if value is not None and not isinstance(value, str):
-        raise _wrong(f"has {_short(value)} for '{name}', expected a text")
+        raise _invalid(f"has {_short(value)} for '{name}', expected a string")
     return value
 
 
-def _wrong(what: str) -> ConfigError:
+def _invalid(what: str) -> ConfigError:
     return ConfigError(f"TF_CONFIG {what}. Write it as {_EXAMPLE}")
 
 

@@ -49,7 +49,7 @@ class TFConfigClusterResolver(ClusterResolver):
     ) -> str:
         """Return the address of a task, by default of this process.
 
-        It is "" if the cluster has at most one task, and the "session_master" of `TF_CONFIG` if there is one.
+        The "session_master" of `TF_CONFIG` comes first. A cluster with at most one task has the address "".
 
         Raises:
             ConfigError: neither the arguments nor `TF_CONFIG` name a task.

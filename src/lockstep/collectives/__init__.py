@@ -1,1 +1,1 @@
-"""Sums along one fixed tree, with interchangeable transports."""
+"""The exchange of a view: sums along one fixed tree, and its implementations; nothing about training."""

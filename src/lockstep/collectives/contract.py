@@ -1,4 +1,4 @@
-"""The contract of every implementation of the exchange between workers."""
+"""What every communicator promises: collective calls between the workers of one view."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Waiting:
-    """A member has waited `seconds` in the call `what` for `workers` (ids), which have not arrived."""
+class PeerWait:
+    """A member has been waiting for `seconds` in the call `what`; `workers` (ids) have not arrived."""
 
     what: str
     workers: tuple[int, ...]
@@ -27,9 +27,9 @@ class Waiting:
 
 
 class WaitObserver(Protocol):
-    """Receives a report, every few seconds, on the workers that a member waits for."""
+    """Receives a report every few seconds while a member waits for others."""
 
-    def __call__(self, waiting: Waiting) -> None:
+    def __call__(self, wait: PeerWait) -> None:
         """Handle one report; called on the waiting thread, must not block."""
 
 
@@ -47,38 +47,38 @@ class WaitPolicy:
 
 
 class Communicator(Protocol):
-    """One member's end of the exchange between the workers of one view.
+    """One member's access to the collective calls of one view.
 
     Every member calls the same methods in the same order. `what` names the call in messages ("step 12
     of fit 1") and is not compared. Every method except `abort` and `close` waits for the other members
     and raises
 
-    * `DisagreementError` when the members call different methods or pass arguments that do not match;
-      raised on every member, naming the workers, and further calls are possible;
-    * `PeerLostError` once the view was aborted (a worker ended, its script raised), with the reason;
-    * `PeerStuckError` when the policy's timeout has passed, naming the workers that did not arrive (if
-      several members give up, the later ones may raise `PeerLostError` with the same text).
+    * `DisagreementError` if the members call different methods or pass arguments that do not match;
+      every member raises it, it names the workers, and further calls are possible;
+    * `PeerLostError` if the view has been aborted (a worker ended, its script raised), with the reason;
+    * `PeerStuckError` if the policy's timeout has passed; it names the workers that did not arrive (if
+      several members time out, the later ones may raise `PeerLostError` with the same text).
 
     A member that leaves a call before it completes (a timeout, an interrupt) ends the view for all.
     """
 
     @property
     def notice(self) -> int:
-        """A number that the creator of the view sets for its members; 0 at first.
+        """A number that the creator of the view posts to its members; initially 0.
 
-        It is the value that the first member read when it entered the last call, so it is the same on all
-        members between two calls.
+        It is the value that the first member read when it entered the last call, so between two calls it is
+        the same on all members.
         """
 
     @property
     def waited(self) -> float:
-        """Seconds that this member has waited for others to arrive, in all calls so far."""
+        """Seconds that this member has waited for others, in all calls so far."""
 
     def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
         """Sum the leaves of all replicas along the plan's tree.
 
         Args:
-            partials: the sum over each span. The spans are subtrees of the plan's tree and together are
+            partials: the sum over each span. The spans are subtrees of the plan's tree and together contain
                 exactly the replicas that this member owns. All members pass leaves of equal shapes and
                 dtypes (float16, bfloat16, float32, float64 or integers; sizes of 0 are allowed).
             check: at most 64 bytes that must be equal on all members.
@@ -86,12 +86,12 @@ class Communicator(Protocol):
 
         Returns:
             Read-only arrays with the sum over all replicas, valid until this member's next call of any
-            method. The bits depend on the partials and the tree only: not on members, timing or transport.
+            method. The bits depend only on the partials and the tree: not on members, timing or transport.
 
         Raises:
             DisagreementError: `check`, shapes or dtypes differ.
             ModelError: a dtype cannot be summed.
-            SharedMemoryError: the memory for the exchange cannot be allocated; raised on every member.
+            SharedMemoryError: the shared memory cannot be allocated; every member raises it.
         """
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
@@ -112,6 +112,6 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Release this member's resources; safe to call more than once.
 
-        Arrays that `reduce` returned become invalid, this member's own calls raise `InternalError`, and
-        members that wait for it raise `PeerLostError`.
+        Arrays that `reduce` returned become invalid, this member's further calls raise `InternalError`,
+        and members that wait for it raise `PeerLostError`.
         """

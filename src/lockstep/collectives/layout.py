@@ -1,4 +1,4 @@
-"""Shapes and dtypes of a partial's leaves, their place in memory, and which member sums which part. Pure."""
+"""Shapes, dtypes and offsets of the leaves of a partial, and their division into even shares. Pure."""
 
 import hashlib
 import itertools
@@ -62,15 +62,15 @@ class Layout:
         return _intern(tuple([leaf.shape for leaf in leaves]), tuple([leaf.dtype for leaf in leaves]))
 
     def check(self) -> None:
-        """Make sure that all leaves can be summed.
+        """Check that all leaves can be summed.
 
         Raises:
-            ModelError: a dtype is not among those that the contract lists.
+            ModelError: the contract does not list a dtype.
         """
         if self._unsummable is not None:
             raise ModelError(
-                f"array {self._unsummable} of those to be summed over replicas has dtype "
-                f"{self.dtypes[self._unsummable]}; only floating point numbers of 16 to 64 bits and integers "
+                f"array {self._unsummable} of those to sum over replicas has dtype "
+                f"{self.dtypes[self._unsummable]}; only floating-point numbers of 16 to 64 bits and integers "
                 "can be summed: convert it first"
             )
 
@@ -89,7 +89,7 @@ class Layout:
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each leaf starts: a multiple of `ALIGNMENT`."""
+        """The offset of each leaf, a multiple of `ALIGNMENT`."""
         offsets, end = [], 0
         for size in self.sizes:
             offsets.append(end)
@@ -103,7 +103,7 @@ class Layout:
 
     @cached_property
     def stretches(self) -> tuple[Stretch, ...]:
-        """All leaves, in as few stretches as possible; padding between two leaves belongs to the first."""
+        """All leaves, in as few stretches as possible; the padding after a leaf belongs to its stretch."""
         stretches, leaf = list[Stretch](), 0
         for dtype, group in itertools.groupby(self.dtypes):
             first, leaf = leaf, leaf + len(list(group))
@@ -123,7 +123,7 @@ class Layout:
         return [f"{dtype.name} {shape}" for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
 
     def bounds(self, members: int) -> tuple[tuple[int, int], ...]:
-        """Give each member an even share of the bytes `[0, size)`, bounded by multiples of `ALIGNMENT`."""
+        """Divide the bytes `[0, size)` evenly among members, at multiples of `ALIGNMENT`."""
         ends, end = [], 0
         for lines in split_evenly(self.size // ALIGNMENT, members):
             ends.append((end, end + lines * ALIGNMENT))
@@ -131,7 +131,7 @@ class Layout:
         return tuple(ends)
 
     def pieces(self, start: int, stop: int) -> tuple[Piece, ...]:
-        """Return the elements in the bytes `[start, stop)`, multiples of `ALIGNMENT`."""
+        """Return the elements in the bytes `[start, stop)`; both are multiples of `ALIGNMENT`."""
         pieces = []
         for leaf, (offset, size, dtype) in enumerate(zip(self.offsets, self.sizes, self.dtypes, strict=True)):
             first, last = max(start - offset, 0), min(stop - offset, size)
@@ -147,7 +147,7 @@ class Layout:
         )
 
     def shaped(self, flat: Sequence[npt.NDArray[Any]]) -> tuple[npt.NDArray[Any], ...]:
-        """Return flat leaves in their shapes, read-only."""
+        """Return the flat leaves in their shapes, read-only."""
         leaves = tuple(leaf.reshape(shape) for leaf, shape in zip(flat, self.shapes, strict=True))
         for leaf in leaves:
             leaf.flags.writeable = False

@@ -1,4 +1,4 @@
-"""The exchange between members that are threads of one process, or for a single member."""
+"""The communicator of a single member, and of members that are threads of one process."""
 
 import threading
 import time
@@ -8,12 +8,18 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from lockstep.collectives.calls import CollectiveCall, abort_reason, check_length, compare, outgoing
+from lockstep.collectives.adder import Adder, Array, common_layout, flat
+from lockstep.collectives.call import (
+    CallWait,
+    CollectiveCall,
+    abort_reason,
+    blob_to_send,
+    check_length,
+    compare,
+)
 from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
 from lockstep.collectives.layout import Layout, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
-from lockstep.collectives.summing import Adder, Array, common_layout, flat
-from lockstep.collectives.waiting import ObservedWait
 from lockstep.errors import InternalError, LockstepError, PeerLostError
 from lockstep.system.clock import Clock, SystemClock
 
@@ -22,29 +28,29 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class _Entry:
-    """One member's arguments of a call; `load` depends on the kind of the call."""
+    """One member's arguments of a call; `payload` depends on the kind of the call."""
 
     call: CollectiveCall
     describe: Callable[[], list[str]]
-    load: Any
+    payload: Any
 
 
 @dataclass
 class _Round:
-    """One call of all members: their entries and the outcome."""
+    """One collective call: the entries of the members, and the outcome."""
 
     entries: dict[int, _Entry] = field(default_factory=dict)
     notice: int = 0
     outcome: Any = None
     error: LockstepError | None = None
-    over: bool = False
+    is_over: bool = False
 
 
 class Hub:
     """Connects the members of one view that are threads of this process.
 
-    The last member to arrive executes the call while the others wait; a single member never waits, and
-    its total is a view of its partial if that is the whole sum.
+    The last member to arrive executes the call while the others wait. A single member never waits; if it has
+    a single partial, its total is a view of that.
     """
 
     def __init__(
@@ -77,28 +83,28 @@ class Hub:
                 self._reason = reason
             self._changed.notify_all()
 
-    def leave_notice(self, notice: int) -> None:
+    def post_notice(self, notice: int) -> None:
         """Set the notice of the view; all members see it from the same call on."""
         self._notice = notice
 
     def leave(self, position: int) -> None:
-        """Mark this member as making no more calls."""
+        """Record that a member makes no more calls."""
         with self._changed:
             self._left.add(position)
             self._changed.notify_all()
 
-    def exchange(
-        self, position: int, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]
+    def call(
+        self, position: int, entry: _Entry, execute: Callable[[Sequence[_Entry]], Result]
     ) -> tuple[Result, int]:
-        """Wait for all members; return the result of `work` on their entries, and the notice.
+        """Wait for all members; return the result of `execute` on their entries, and the notice.
 
         Raises:
             InternalError: this member was closed.
-            LockstepError: as the contract states, or the error that `work` raised, on every member.
+            LockstepError: as the contract states, or the error that `execute` raised, on every member.
         """
         with self._changed:
             if position in self._left:
-                raise InternalError(f"{entry.call} on a communicator that was closed")
+                raise InternalError(f"{entry.call} on a closed communicator")
             if self._reason is not None:
                 raise PeerLostError(self._reason)
             current = self._round
@@ -106,7 +112,7 @@ class Hub:
             if position == 0:
                 current.notice = self._notice
             if len(current.entries) == self.plan.members:
-                self._work(current, work)
+                self._execute(current, execute)
             else:
                 self._wait(current, position, entry.call)
         if current.error is not None:
@@ -114,50 +120,50 @@ class Hub:
         outcome: Result = current.outcome
         return outcome, current.notice
 
-    def _work(self, current: _Round, work: Callable[[Sequence[_Entry]], Result]) -> None:
+    def _execute(self, current: _Round, execute: Callable[[Sequence[_Entry]], Result]) -> None:
         self._round = _Round()
         entries = [current.entries[position] for position in range(self.plan.members)]
         try:
             calls = [entry.call for entry in entries]
             compare(calls, self.plan.workers, lambda: [entry.describe() for entry in entries])
-            current.outcome = work(entries)
+            current.outcome = execute(entries)
         except LockstepError as error:
             current.error = error
         except BaseException as error:
-            self.abort(f"{entries[0].call} ended in {type(error).__name__}: {error}")
+            self.abort(f"{entries[0].call} ended with {type(error).__name__}: {error}")
             raise
-        current.over = True
+        current.is_over = True
         current.entries.clear()
         self._changed.notify_all()
 
     def _wait(self, current: _Round, position: int, call: CollectiveCall) -> None:
         workers = self.plan.workers
-        patience = ObservedWait(lambda: str(call), self._policy, self._observe, self._clock)
+        wait = CallWait(call, self._policy, self._observe, self._clock)
         begun = time.perf_counter()
         try:
-            while not current.over:
+            while not current.is_over:
                 if self._reason is not None:
                     raise PeerLostError(self._reason)
                 missing = [other for other in range(len(workers)) if other not in current.entries]
                 for other in missing:
                     if other in self._left:
                         raise PeerLostError(f"worker {workers[other]} has left while others wait in {call}")
-                self._changed.wait(patience.spend(tuple(workers[other] for other in missing)))
+                self._changed.wait(wait.check(tuple(workers[other] for other in missing)))
         except BaseException as error:
-            # This member's entry cannot be withdrawn, so the view cannot continue without the member.
+            # This member cannot withdraw its entry, so the others cannot continue without it.
             self.abort(abort_reason(workers[position], call, error))
             raise
         finally:
             self.waited[position] += time.perf_counter() - begun
 
-    def add_up(self, entries: Sequence[_Entry]) -> Leaves:
+    def sum(self, entries: Sequence[_Entry]) -> Leaves:
         """Sum the partials of all members in tree order."""
-        given = {span: leaves for entry in entries for span, leaves in entry.load.items()}
+        given = {span: leaves for entry in entries for span, leaves in entry.payload.items()}
         return self._total.of(Sum.of(self.plan.whole, given), given)
 
 
 class _Total:
-    """Computes totals; reuses the memory of the last one for the next of the same layout."""
+    """Computes totals; a total reuses the memory of the previous one if the layout is the same."""
 
     def __init__(self) -> None:
         self._adder = Adder()
@@ -181,7 +187,7 @@ class _Total:
 
 
 class LoopbackCommunicator:
-    """One member's end of a `Hub`; implements `Communicator`."""
+    """The communicator of one member of a `Hub`; implements `Communicator`."""
 
     def __init__(self, hub: Hub, position: int) -> None:
         self._hub = hub
@@ -206,26 +212,26 @@ class LoopbackCommunicator:
         check_length(check)
         layout = common_layout(self._hub.plan, self._position, partials)
         call = CollectiveCall("reduce", what, check, layout=layout.digest)
-        return self._exchange(_Entry(call, layout.describe, partials), self._hub.add_up)
+        return self._call(_Entry(call, layout.describe, partials), self._hub.sum)
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
         """Give every member the blobs of all members; see `Communicator`."""
-        return list(self._swap(CollectiveCall("gather", what), blob))
+        return list(self._gather(CollectiveCall("gather", what), blob))
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at `root`; see `Communicator`."""
-        blob = outgoing(blob, is_root=self._position == root)
-        return self._swap(CollectiveCall("broadcast", what, root=root), blob)[root]
+        sent = blob_to_send(blob, is_root=self._position == root)
+        return self._gather(CollectiveCall("broadcast", what, root=root), sent)[root]
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""
-        self._swap(CollectiveCall("barrier", what), b"")
+        self._gather(CollectiveCall("barrier", what), b"")
 
-    def _swap(self, call: CollectiveCall, blob: bytes) -> list[bytes]:
-        return self._exchange(_Entry(call, list, blob), lambda entries: [each.load for each in entries])
+    def _gather(self, call: CollectiveCall, blob: bytes) -> list[bytes]:
+        return self._call(_Entry(call, list, blob), lambda entries: [entry.payload for entry in entries])
 
-    def _exchange(self, entry: _Entry, work: Callable[[Sequence[_Entry]], Result]) -> Result:
-        outcome, self._notice = self._hub.exchange(self._position, entry, work)
+    def _call(self, entry: _Entry, execute: Callable[[Sequence[_Entry]], Result]) -> Result:
+        outcome, self._notice = self._hub.call(self._position, entry, execute)
         return outcome
 
     def abort(self, reason: str) -> None:
@@ -233,5 +239,5 @@ class LoopbackCommunicator:
         self._hub.abort(reason)
 
     def close(self) -> None:
-        """Make no more calls; members that wait for this one raise `PeerLostError`."""
+        """Make no more calls; members that wait for this one raise `PeerLostError`. See `Communicator`."""
         self._hub.leave(self._position)

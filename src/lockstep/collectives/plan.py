@@ -1,4 +1,4 @@
-"""Which member sums what, and in which order. Pure: no I/O, no clock.
+"""Which replicas are added in which order, and which member publishes which sums. Pure.
 
 All sums follow one binary tree over the replicas `[0, R)`. A span of more than one replica is the sum
 of its two halves, split at the largest power of two smaller than its length; so every left half is a
@@ -50,13 +50,13 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Sum:
-    """The additions that compute the sum over one span from its parts, in tree order.
+    """The additions that compute the sum over a span from its parts, in tree order.
 
     Attributes:
-        operands: the parts, in order of their replicas; part `i` is register `i`.
-        steps: additions; the last one yields the whole span. Empty if the only part is the span itself.
-        scratch: the number of registers that the steps use after the operands'. The last step's `out` is
-            the register after these.
+        operands: the parts, in the order of their replicas; part `i` is register `i`.
+        steps: the additions; the last one yields the whole span. Empty if the only part is the span itself.
+        scratch: the number of scratch registers, which follow those of the operands. The `out` of the last
+            step is the register after them.
     """
 
     operands: tuple[Span, ...]
@@ -68,7 +68,7 @@ class Sum:
         """Plan the sum over `span`, a subtree, from `parts`.
 
         Raises:
-            InternalError: the parts are not disjoint subtrees that make up the span.
+            InternalError: the parts are not disjoint subtrees that cover the span.
         """
         return cls(*_additions(span, tuple(sorted(parts))))
 
@@ -87,7 +87,7 @@ def _additions(span: Span, operands: tuple[Span, ...]) -> tuple[tuple[Span, ...]
             raise InternalError(f"no partial for replica {node.start} among {_text(operands)}")
         first, second = halves(node)
         left = evaluate(first, depth)
-        # The left result may occupy the scratch register `depth` until it is added.
+        # The left result may occupy the scratch register `depth` until this addition.
         right = evaluate(second, depth + 1)
         steps.append(Step(left, right, len(operands) + depth))
         return len(operands) + depth
@@ -95,7 +95,7 @@ def _additions(span: Span, operands: tuple[Span, ...]) -> tuple[tuple[Span, ...]
     evaluate(span, 0)
     if used != set(operands):
         spare = _text(sorted(set(operands) - used))
-        raise InternalError(f"partials over {spare} do not fit into the tree over {_text([span])}")
+        raise InternalError(f"partials over {spare} are not subtrees of the tree over {_text([span])}")
     scratch = 1 + max((step.out for step in steps[:-1]), default=len(operands) - 1) - len(operands)
     if steps:
         steps[-1] = steps[-1]._replace(out=len(operands) + scratch)
@@ -132,7 +132,9 @@ class ReducePlan:
         ranges = [view.replicas_of(worker) for worker in view.workers]
         ends = [0, *(owned.stop for owned in ranges)]
         if any(not owned or owned.start != end for owned, end in zip(ranges, ends, strict=False)):
-            raise InternalError(f"owners {view.owners} do not give each of {view.workers} one range in order")
+            raise InternalError(
+                f"owners {view.owners}: each of the workers {view.workers} must own one range, in order"
+            )
         if ends[-1] != view.replicas:
             raise InternalError(f"owners {view.owners} are not all among the workers {view.workers}")
         owned = tuple(Span(each.start, each.stop) for each in ranges)
@@ -155,19 +157,18 @@ class ReducePlan:
         return tuple(span for spans in others for span in spans)
 
     def total(self, position: int, partials: Collection[Span]) -> Sum:
-        """Plan the total from one member's own `partials` and the spans that the others publish.
+        """Plan the total from a member's own `partials` and the spans that the others publish.
 
         Raises:
-            InternalError: `partials` do not make up the span that the member owns.
+            InternalError: `partials` do not cover the span that the member owns.
         """
-        foreign = [span for other, spans in enumerate(self.published) if other != position for span in spans]
-        return Sum.of(self.whole, [*partials, *foreign])
+        return Sum.of(self.whole, [*partials, *self.foreign(position)])
 
     def merges(self, position: int, partials: Collection[Span]) -> tuple[Sum, ...]:
         """Plan the sum of each span that a member publishes, from its `partials`.
 
         Raises:
-            InternalError: `partials` do not make up the span that the member owns.
+            InternalError: `partials` do not cover the span that the member owns.
         """
         return _merges(self.owned[position], self.published[position], tuple(partials))
 
@@ -176,7 +177,7 @@ class ReducePlan:
 def _merges(owned: Span, published: tuple[Span, ...], partials: tuple[Span, ...]) -> tuple[Sum, ...]:
     for span in partials:
         if not owned.start <= span.start < span.stop <= owned.stop:
-            raise InternalError(f"a partial over {_text([span])} given by the owner of {_text([owned])}")
+            raise InternalError(f"the owner of {_text([owned])} passed a partial over {_text([span])}")
     return tuple(
         Sum.of(span, [part for part in partials if span.start <= part.start < span.stop])
         for span in published

@@ -1,1 +1,1 @@
-"""One a job: has the supervisor decide, tells agents what to do, and answers people; it starts no process."""
+"""The coordinator of a job: applies the decisions of supervision and answers commands; starts no process."""

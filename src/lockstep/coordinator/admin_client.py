@@ -1,4 +1,4 @@
-"""The jobs of this user that run on this machine: finding them, and sending them orders."""
+"""The running jobs of this user on this machine: finding them, and sending them requests."""
 
 import contextlib
 import socket
@@ -12,7 +12,7 @@ from lockstep.coordinator.admin_socket import address, plain
 from lockstep.errors import ConfigError, UnfitError
 from lockstep.protocol.admin import (
     MAX_PACKET,
-    Order,
+    AdminRequest,
     Refused,
     Reply,
     Status,
@@ -33,11 +33,11 @@ _COLUMNS = ("JOB", "WORKERS", "REPLICAS", "SINCE", "DOING", "FOLDER")
 
 
 class RunningJobs(NamedTuple):
-    """What runs.
+    """The running jobs of this user.
 
     Attributes:
-        running: the jobs that have answered, the oldest first.
-        silent: the names of those that have not.
+        running: the state of each job that replied, the oldest first.
+        silent: the names of jobs that did not reply.
     """
 
     running: tuple[Status, ...]
@@ -45,10 +45,10 @@ class RunningJobs(NamedTuple):
 
 
 def running_jobs(patience: float = 2.0) -> RunningJobs:
-    """Ask every job of this user for its state; each has `patience` seconds to answer.
+    """Return the state of every job of this user; each has `patience` seconds to reply.
 
     Raises:
-        UnfitError: this system does not say which jobs there are.
+        UnfitError: the system does not list its sockets.
     """
     names = _names()
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
@@ -58,26 +58,26 @@ def running_jobs(patience: float = 2.0) -> RunningJobs:
     return RunningJobs(tuple(sorted(running, key=lambda status: status.since)), tuple(silent))
 
 
-def send(job: str, order: Order, patience: float = 5.0) -> Reply:
-    """Send an order to a job of this user, and return what it answers.
+def send(job: str, request: AdminRequest, patience: float = 5.0) -> Reply:
+    """Send a request to a job of this user, and return its reply.
 
     Args:
-        job: its name, or the beginning of it if no other job's name begins so.
-        order: what it should do.
-        patience: seconds that it has to answer.
+        job: its name, or the beginning of its name if that is unambiguous.
+        request: what to send.
+        patience: seconds that the job has to reply.
 
     Raises:
-        ConfigError: there is no such job, several are meant, or it does not answer.
-        UnfitError: this system does not say which jobs there are.
+        ConfigError: there is no such job, the name is ambiguous, or the job does not reply.
+        UnfitError: the system does not list its sockets.
     """
     name = _find(job)
     try:
-        reply = _call(name, order, patience)
+        reply = _call(name, request, patience)
     except TimeoutError:
-        raise ConfigError(f"{name} has not answered in {patience:g} seconds; {_advice(name)}") from None
+        raise ConfigError(f"{name} has not replied in {patience:g} seconds; {_advice(name)}") from None
     except ValueError as error:
         raise ConfigError(
-            f"cannot read the answer of {name} ({error}); use the version of Lockstep that started it"
+            f"cannot read the reply of {name} ({error}); use the version of Lockstep that started it"
         ) from None
     if reply is None:
         raise ConfigError(f"{name} has just ended")
@@ -85,10 +85,10 @@ def send(job: str, order: Order, patience: float = 5.0) -> Reply:
 
 
 def accepted(reply: Reply) -> Status:
-    """Return the state in an answer.
+    """Return the state in a reply.
 
     Raises:
-        ConfigError: the order is refused.
+        ConfigError: the request is refused.
     """
     if isinstance(reply, Refused):
         raise ConfigError(reply.reason)
@@ -96,20 +96,23 @@ def accepted(reply: Reply) -> Status:
 
 
 def wait_until_gone(name: str) -> None:
-    """Wait until no job has this name, or another one has it; say every few seconds for whom this waits."""
-    keepers: set[int] = set()
+    """Wait until no job, or another one, has this name; print a note every few seconds.
+
+    This has no limit: Ctrl-C ends the wait, and the note names the process to kill.
+    """
+    owners: set[int] = set()
     begun = said = time.monotonic()
-    while len(keepers) < 2 and (keeper := _keeper(name)) is not None:
-        keepers |= {keeper} - {_UNSEEN}
+    while len(owners) < 2 and (owner := _owner(name)) is not None:
+        owners |= {owner} - {_UNSEEN}
         if (now := time.monotonic()) - said >= _SAY_EVERY:
             said = now
-            how = f"; to kill the whole job: kill -KILL {keeper}" if keeper else ""
+            how = f"; to kill the whole job: kill -KILL {owner}" if owner else ""
             note(f"{name} is still stopping after {now - begun:.0f} s{how}")
         time.sleep(_PAUSE)
 
 
 def table(running: Sequence[Status], wall: float) -> list[str]:
-    """Return a line for each job below a line of headings, in columns; `wall` is the time now."""
+    """Return a table: a line of headings and a line per job; `wall` is the current time."""
     rows = [_COLUMNS, *(_row(status, wall) for status in running)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
@@ -136,7 +139,7 @@ def _duration(seconds: float) -> str:
 
 
 def _find(job: str) -> str:
-    names = [name for name in _names() if _keeper(name) is not None]
+    names = [name for name in _names() if _owner(name) is not None]
     meant = [name for name in names if name == job]
     meant = meant or [name for name in names if job and name.startswith(job)]
     if len(meant) == 1:
@@ -149,24 +152,24 @@ def _find(job: str) -> str:
 
 
 def _advice(name: str) -> str:
-    keeper = _keeper(name)
-    return "try again" + (f", or kill the whole job with kill -KILL {keeper}" if keeper else "")
+    owner = _owner(name)
+    return "try again" + (f", or kill the whole job with kill -KILL {owner}" if owner else "")
 
 
 def _ask(name: str, patience: float) -> Reply | None:
-    """Return the state of a job; `Refused` if it does not tell, None if it is not there."""
+    """Return the state of a job; `Refused` if it does not reply, None if there is no such job."""
     try:
         return _call(name, StatusRequest(), patience)
     except (TimeoutError, ValueError) as error:
         return Refused(str(error))
 
 
-def _call(name: str, order: Order, patience: float) -> Reply | None:
-    """Return the answer of a job; None if it is not there.
+def _call(name: str, request: AdminRequest, patience: float) -> Reply | None:
+    """Return the reply of a job; None if there is no such job.
 
     Raises:
-        TimeoutError: it has not answered.
-        ValueError: it has answered something else.
+        TimeoutError: it did not reply in time.
+        ValueError: it sent something that is not a reply.
     """
     deadline = time.monotonic() + patience
     while (left := deadline - time.monotonic()) > 0:
@@ -176,18 +179,18 @@ def _call(name: str, order: Order, patience: float) -> Reply | None:
                 return None
             with connection:
                 connection.settimeout(left)
-                connection.send(encode(order))
+                connection.send(encode(request))
                 if packet := connection.recv(MAX_PACKET + 1):
                     return decode_reply(packet)
         except (BlockingIOError, ConnectionError):
             pass
-        # Too many others were at the door, or the job has ended: the next try tells.
+        # Too many other clients are waiting, or the job has ended: the next attempt shows which.
         time.sleep(_PAUSE)
     raise TimeoutError
 
 
-def _keeper(name: str) -> int | None:
-    """Return the id of the process that takes the orders of a job; None if the job is not there."""
+def _owner(name: str) -> int | None:
+    """Return the id of the process that takes the requests to a job; None if there is no such job."""
     try:
         connection = _connect(name)
     except BlockingIOError:
@@ -199,10 +202,10 @@ def _keeper(name: str) -> int | None:
 
 
 def _connect(name: str) -> socket.socket | None:
-    """Return a connection to a job; None if nobody of this user is there.
+    """Return a connection to a job; None if this user has no job of this name.
 
     Raises:
-        BlockingIOError: somebody is there, for whom too many wait already.
+        BlockingIOError: the job exists, but too many clients are waiting for it.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
     try:
@@ -223,7 +226,7 @@ def _connect(name: str) -> socket.socket | None:
 
 
 def _names() -> list[str]:
-    """Return the names of all jobs that this user may have: anybody can take such a name."""
+    """Return the names of sockets that may be jobs of this user; any user can take such a name."""
     try:
         lines = _SOCKETS.read_bytes().split(b"\n")
     except OSError as error:
@@ -233,7 +236,7 @@ def _names() -> list[str]:
     for line in lines:
         fields = line.split(None, 7)
         if tuple(fields[3:5]) == _LISTENS and fields[-1].startswith(start):
-            # Those of jobs are UTF-8.
+            # Names of jobs are UTF-8.
             with contextlib.suppress(UnicodeDecodeError):
                 names.add(fields[-1].removeprefix(start).decode())
     return sorted(name for name in names if name and name == plain(name))

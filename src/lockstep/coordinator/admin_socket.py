@@ -1,4 +1,4 @@
-"""Where a running job takes the orders of its owner: a socket that has a name, but no file."""
+"""The socket on which a running job takes requests of its owner: it has a name, but no file."""
 
 import contextlib
 import errno
@@ -9,11 +9,11 @@ import socket
 from collections.abc import Callable, Iterator
 
 from lockstep.errors import UnfitError
-from lockstep.protocol.admin import MAX_PACKET, Order, Refused, Reply, decode_order, encode
+from lockstep.protocol.admin import MAX_PACKET, AdminRequest, Refused, Reply, decode_request, encode
 from lockstep.system.socket_owners import is_of_this_user
 
 MOST_OPEN = 16
-"""Clients that may be connected without having sent an order."""
+"""The number of clients that may be connected without having sent a request."""
 
 _MOST_ADDRESS = 107
 _MOST_NUMBER = 1000
@@ -29,18 +29,18 @@ def address(name: str) -> bytes:
 
 
 def plain(name: str) -> str:
-    """Return `name` with an underscore for whatever cannot be typed or shown as a part of one word."""
+    """Return `name` with an underscore for each character that cannot be part of one typed word."""
     return "".join(sign if sign.isprintable() and sign not in " /" else "_" for sign in name)
 
 
 class AdminSocket:
-    """Takes orders of this user's processes, one per connection.
+    """Takes requests of this user's processes, one per connection.
 
     `fileno` is readable when there is something to `serve`. A client that sends nothing costs a descriptor;
-    of more than `MOST_OPEN` such clients the one that came first is turned away.
+    if there are more than `MOST_OPEN` such clients, the one that connected first is disconnected.
 
     Attributes:
-        name: under which the job is found.
+        name: the job's name, by which clients find it.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AdminSocket:
         name: str,
         listener: socket.socket,
         arrivals: select.epoll,
-        answer: Callable[[Order], Reply],
+        answer: Callable[[AdminRequest], Reply],
         trusts: Callable[[socket.socket], bool],
     ) -> None:
         self.name = name
@@ -62,18 +62,18 @@ class AdminSocket:
     def open(
         cls,
         wanted: str,
-        answer: Callable[[Order], Reply],
+        answer: Callable[[AdminRequest], Reply],
         trusts: Callable[[socket.socket], bool] = is_of_this_user,
     ) -> "AdminSocket":
-        """Take the name `wanted`, changed where it is too long, cannot be typed or is taken.
+        """Take the name `wanted`, or a similar one if it is too long, cannot be typed or is in use.
 
         Args:
-            wanted: name of the job.
-            answer: says what becomes of an order; waits for nothing, and leaves the door open.
-            trusts: whether to read what a client sends.
+            wanted: the name of the job.
+            answer: carries out a request and returns the reply; must not block, or close this socket.
+            trusts: whether to read from a client.
 
         Raises:
-            UnfitError: there is no socket, or no name.
+            UnfitError: no socket can be opened, or no name is free.
         """
         try:
             with contextlib.ExitStack() as undo:
@@ -83,7 +83,7 @@ class AdminSocket:
                 name = _bind(listener, wanted)
                 listener.listen(_BACKLOG)
                 arrivals = undo.enter_context(select.epoll())
-                # On the edge: who cannot be accepted, for want of descriptors, must not keep the agent busy.
+                # Edge-triggered: a client that cannot be accepted must not cause a busy loop.
                 arrivals.register(listener, _ARRIVES)
                 undo.pop_all()
         except OSError as error:
@@ -95,7 +95,7 @@ class AdminSocket:
         return self._arrivals.fileno()
 
     def serve(self) -> None:
-        """Answer all orders that have come; never waits, and raises only what `answer` raises."""
+        """Answer all pending requests; never blocks, and raises only what `answer` raises."""
         self._arrivals.poll(0)
         for connection in tuple(self._silent):
             self._hear(connection)
@@ -105,11 +105,11 @@ class AdminSocket:
             except OSError:
                 return
             self._admit(connection)
-        # There may be more: `fileno` stays readable, and the agent can do other things first.
+        # There may be more clients: `fileno` stays readable, and the event loop can serve others first.
         self._arrivals.modify(self._listener, _ARRIVES)
 
     def close(self) -> None:
-        """Give the name back, and leave all clients without an answer."""
+        """Release the name, and disconnect all clients without a reply."""
         while self._silent:
             self._drop(self._silent[0])
         self._listener.close()
@@ -143,18 +143,18 @@ class AdminSocket:
 
     def _reply(self, packet: bytes) -> bytes:
         try:
-            order = decode_order(packet)
+            request = decode_request(packet)
         except ValueError as error:
             return encode(Refused(f"unknown request ({error}); {_OTHER_VERSION}"))
-        reply = self._answer(order)
+        reply = self._answer(request)
         try:
             return encode(reply)
         except ValueError as error:
-            return encode(Refused(f"cannot send the answer: {error}"))
+            return encode(Refused(f"cannot send the reply: {error}"))
 
     def _drop(self, connection: socket.socket) -> None:
         self._silent.remove(connection)
-        # Closing does not do that while a worker that is being started still has a copy.
+        # `close` alone does not unregister it while a worker that is just starting has a copy.
         self._arrivals.unregister(connection)
         connection.close()
 
@@ -180,7 +180,7 @@ def _names(wanted: str) -> Iterator[str]:
 
 
 def _cut(name: str, room: int) -> str:
-    # The end tells the runs of one script apart.
+    # The end distinguishes the runs of one script.
     encoded = name.encode()
     if len(encoded) <= room:
         return name

@@ -1,7 +1,7 @@
-"""The coordinator of a job: holds what supervision remembers, and has its decisions carried out.
+"""The coordinator of a job: keeps the state of supervision, and has its decisions carried out.
 
-It hears the agent of the job's host, the command and other terminals; it tells the agent what to do, and the
-person and the event log what happens.
+It receives the reports of the agent, the signals of the command and the requests of other terminals. It sends
+instructions to the agent, shows messages to the user and publishes events.
 """
 
 import select
@@ -21,19 +21,28 @@ from lockstep.errors import LockstepError
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
-from lockstep.protocol.admin import Order, Refused, Reply, ScaleRequest, Status, StatusRequest, StopRequest
+from lockstep.protocol.admin import (
+    AdminRequest,
+    Refused,
+    Reply,
+    ScaleRequest,
+    Status,
+    StatusRequest,
+    StopRequest,
+)
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
     AllReported,
     BeginView,
     DeliverPosition,
+    DropOutput,
     EndExchange,
     EndHost,
     HostEnded,
     HostReport,
     Instruction,
-    LeaveNotice,
     NotUnderstood,
+    PostNotice,
     ProcessArrived,
     ProcessExited,
     ProcessStarted,
@@ -65,18 +74,23 @@ from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.state import Stage, State
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
-from lockstep.system.exit_status import unkillable, whose_lines
+from lockstep.system.exit_status import unkillable
 from lockstep.system.paths import RunPaths
+from lockstep.system.prose import whose_lines
 from lockstep.topology import View
 from lockstep.worker.script import Script
 
 _LEAVE_GRACE = 0.5
 _LAST_FLUSH = 0.5
-_DOWNLOAD_NOTICE = 20.0
+_DOWNLOAD_REPEAT = 20.0
+_REPORT_PATIENCE = 5.0
+"""Seconds that the agent has for `AllReported`; a stop does not wait longer for it."""
+_END_PATIENCE = 20.0
+"""Seconds beyond the grace that the agent has to end all processes; it kills them for 5 seconds."""
 
 
 class CommandGone(Exception):
-    """The command ended before its job."""
+    """The command has ended before the job."""
 
 
 @dataclass
@@ -86,14 +100,14 @@ class Coordinator:
     Attributes:
         spec: the job.
         paths: of the run, absolute.
-        pid: process id that other terminals are told.
+        pid: the process id that other terminals show.
         agent: the channel to the agent of the job's host.
-        command: the channel to the command; its end means that the command has ended.
+        command: the channel to the command; it closes when the command ends.
         loop: serves this coordinator.
-        console: the person's terminal.
-        events: hears what happens.
+        console: shows notes to the user.
+        events: publishes the events of the run.
         clock: for deadlines.
-        state: what supervision remembers.
+        state: of supervision.
     """
 
     spec: JobSpec
@@ -109,7 +123,7 @@ class Coordinator:
     _admin: AdminSocket | None = None
     _admin_descriptor: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
-    _stops: deque[int] = field(default_factory=deque)
+    _stops: deque[tuple[int, float]] = field(default_factory=deque)
     _outcome: job_events.JobOutcome | None = None
     _ended: HostEnded | None = None
     _doing: str = ""
@@ -122,11 +136,13 @@ class Coordinator:
     _since: float = 0.0
     _stopped: bool = False
     _killed: bool = False
+    _drops: bool = False
 
     def run(self) -> int:
         """Run the job to its end and return its exit status.
 
-        After an exception, or when the command is gone, the agent still has to be closed.
+        The caller closes the agent, which ends all processes if the job did not come to its end: after an
+        exception, or when the command has ended.
         """
         try:
             self._open()
@@ -160,8 +176,11 @@ class Coordinator:
 
     def _turn(self) -> None:
         waits = self._progress.due if self._progress else None
-        dues = [due for due in (self.state.due, waits) if due is not None]
+        stop = self._stops[0][1] if self._stops else None
+        dues = [due for due in (self.state.due, waits, stop) if due is not None]
         self.loop.turn(max(0.0, min(dues) - self.clock.now()) if dues else None)
+        if stop is not None and self.clock.now() >= stop:
+            self._stop()
         if self.state.due is not None and self.clock.now() >= self.state.due:
             self._decide(job_events.DeadlinePassed())
         if self._progress is not None and self.state.stage is Stage.RUNNING:
@@ -179,7 +198,17 @@ class Coordinator:
         self.state = decision.state
         for action in decision.actions:
             self._act(action)
-        self._set_hurry()
+        self._drop_output()
+
+    def _publish_and_decide(
+        self,
+        event: run_events.StopRequested
+        | run_events.JoinRequested
+        | run_events.WaitReported
+        | run_events.ScriptEnded,
+    ) -> None:
+        self.events.publish(event)
+        self._decide(event)
 
     def _act(self, action: job_events.Action) -> None:
         match action:
@@ -190,13 +219,13 @@ class Coordinator:
             case job_events.StartWorker(worker):
                 self.agent.send(StartProcess(worker, joins=True, yielding=tuple(self.state.leaving)))
             case job_events.AskMembers(request):
-                self.agent.send(LeaveNotice(request))
+                self.agent.send(PostNotice(request))
             case job_events.SendPosition(worker):
                 self.agent.send(DeliverPosition(worker))
             case job_events.SignalWorker(worker, number):
                 self.agent.send(SignalProcess(worker, number))
             case job_events.KillWorker(worker):
-                # A job may end in peace though somebody who was to join is not needed any more.
+                # Killing a joiner that is no longer needed does not make the end of the job abnormal.
                 self._killed = self._killed or worker in self.state.members
                 self.agent.send(SignalProcess(worker, signal.SIGKILL))
             case job_events.DumpStack(worker):
@@ -219,12 +248,15 @@ class Coordinator:
         self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
         self._view = BeginView(view.number, view.workers, reason, tuple(leaving))
         self.agent.send(self._view)
-        self.console.chief = view.chief
 
-    def _set_hurry(self) -> None:
-        self.console.hurries = self._stopped or self.state.stage is Stage.SAVING
+    def _drop_output(self) -> None:
+        """Workers do not wait for a slow terminal once the user wants the job to end."""
+        drops = self._stopped or self.state.stage is Stage.SAVING
+        if drops != self._drops:
+            self._drops = drops
+            self.agent.send(DropOutput(drops))
 
-    # What the command and other terminals say.
+    # Messages of the command and of other terminals.
 
     def _hear_command(self) -> None:
         match self.command.receive():
@@ -232,15 +264,14 @@ class Coordinator:
                 raise CommandGone
             case Stop(number):
                 self._stopped = True
-                self._set_hurry()
-                # A script that had ended before is known to have: workers are heard first.
-                self._stops.append(number)
+                self._drop_output()
+                # A script that has already ended must count as ended: workers' messages come first.
+                self._stops.append((number, self.clock.now() + _REPORT_PATIENCE))
                 self.agent.send(ReportAll())
 
     def _stop(self) -> None:
-        number = self._stops.popleft()
-        self.events.publish(run_events.StopReceived(number))
-        self._decide(job_events.StopRequested(number))
+        number, _ = self._stops.popleft()
+        self._publish_and_decide(run_events.StopRequested(number))
 
     def _open_admin(self) -> None:
         try:
@@ -257,16 +288,16 @@ class Coordinator:
             self._admin_descriptor = None
             self._admin.close()
 
-    def _answer(self, order: Order) -> Reply:
-        match order:
+    def _answer(self, request: AdminRequest) -> Reply:
+        match request:
             case ScaleRequest(workers):
                 if reason := refusal(self.state, workers):
                     return Refused(reason)
                 self._decide(job_events.ScaleRequested(workers))
             case StopRequest() if self.state.active:
-                self._decide(job_events.StopRequested(signal.SIGTERM))
+                self._decide(run_events.StopRequested(signal.SIGTERM))
             case StopRequest() | StatusRequest():
-                # The same order once more must not cut short how the job ends.
+                # A repeated request must not shorten the end of the job.
                 pass
         return self._status()
 
@@ -286,7 +317,7 @@ class Coordinator:
             where=self._doing,
         )
 
-    # What the agent says.
+    # Reports of the agent.
 
     def _hear_agent(self) -> None:
         while self._ended is None and (report := self.agent.receive()) is not None:
@@ -301,7 +332,7 @@ class Coordinator:
             case StartFailed(worker, joins, why):
                 self._take_failed_start(worker, joins, why)
             case StartCancelled(worker, number):
-                self._decide(job_events.WorkerExited(worker, -number))
+                self._decide(run_events.WorkerExited(worker, -number))
             case ProcessArrived():
                 self._decide(job_events.WorkerArrived())
             case NotUnderstood(worker, error):
@@ -315,8 +346,11 @@ class Coordinator:
             case TerminalLost(why):
                 self.events.publish(run_events.OutputLost(why))
                 self.console.say(why)
-            case AllReported():
+            case AllReported() if self._stops:
                 self._stop()
+            case AllReported():
+                # The deadline has passed, and the stop is decided.
+                pass
             case HostEnded():
                 self._ended = report
             case PeerGone() | Unreadable():
@@ -327,7 +361,7 @@ class Coordinator:
         message = f"cannot start worker {worker}: {why}"
         if joins:
             self._warn(message)
-            self._decide(job_events.WorkerExited(worker, 1))
+            self._decide(run_events.WorkerExited(worker, 1))
         else:
             self._outcome = job_events.JobOutcome(1, message)
 
@@ -341,14 +375,15 @@ class Coordinator:
         worker, status = exited.worker, exited.status
         if self._progress is not None:
             self._progress.gone(worker)
-        self.events.publish(run_events.ProcessEnded(worker, status))
+        event = run_events.WorkerExited(worker, status)
+        self.events.publish(event)
         if exited.memory_kills and self.state.active:
             self.events.publish(run_events.MemoryExhausted(worker, exited.memory_kills))
             self.console.say(
                 f"the kernel killed a process because memory ran out, probably worker {worker}: use fewer "
                 "workers or smaller batches, or give the container or the machine more memory"
             )
-        self._decide(job_events.WorkerExited(worker, status))
+        self._decide(event)
 
     def _take_message(self, worker: int, message: RelayedMessage) -> None:
         match message:
@@ -359,20 +394,16 @@ class Coordinator:
                 self.events.publish(event, worker)
                 self._take_event(worker, event)
             case JoinRequest(whole):
-                self.events.publish(run_events.WorkerJoining(worker, whole))
-                self._decide(job_events.JoinRequested(worker, whole))
+                self._publish_and_decide(run_events.JoinRequested(worker, whole))
             case WaitReport(what, workers, seconds):
-                self.events.publish(run_events.WorkerWaiting(worker, what, workers, seconds))
-                self._decide(job_events.WaitReported(worker, what, workers, seconds))
+                self._publish_and_decide(run_events.WaitReported(worker, what, workers, seconds))
             case FileOpened(path, line):
                 self._tell_of_file(worker, path, line)
             case Failed(status, summary, traceback, blames, prints):
-                self.events.publish(run_events.WorkerFailed(worker, summary, traceback))
-                self._decide(job_events.ScriptFailed(worker, status, summary, blames, prints))
+                self.events.publish(run_events.ScriptFailed(worker, summary, traceback))
+                self._decide(job_events.FailureReported(worker, status, summary, blames, prints))
             case Finished(status):
-                self.events.publish(run_events.WorkerDone(worker, status))
-                if status == 0:
-                    self._decide(job_events.ScriptEnded(worker))
+                self._publish_and_decide(run_events.ScriptEnded(worker, status))
 
     def _take_event(self, worker: int, event: run_events.WorkerEvent) -> None:
         match event:
@@ -380,33 +411,31 @@ class Coordinator:
                 self._used_strategy = True
                 self._note_progress(worker, PREPARING)
                 self._tell_of_backend(worker, backend)
-                self._decide(job_events.StrategyCreated(worker))
-            case run_events.DistributionBegan():
-                self._decide(job_events.DistributionStarted())
+                self._decide(event)
+            case (
+                run_events.DistributionBegan()
+                | run_events.CheckpointsConfigured()
+                | run_events.TimeoutSet()
+                | run_events.LastStepEnded()
+                | run_events.CheckpointNotWritten()
+            ):
+                self._decide(event)
             case run_events.CallStarted(name):
                 self._doing = name
                 self._note_progress(worker, first_step(name))
             case run_events.FirstStepEnded() if self._progress is not None:
                 self._progress.end()
-            case run_events.CheckpointsConfigured():
-                self._decide(job_events.CheckpointingStarted())
-            case run_events.TimeoutSet(seconds):
-                self._decide(job_events.TimeoutChanged(seconds))
-            case run_events.LastStepEnded(step):
-                self._decide(job_events.FinalStepEnded(step))
             case run_events.SourceChanged(path, what):
                 self.console.say(f"worker {worker}: {path} {what}")
             case run_events.DownloadAwaited(file, of, seconds):
                 self._tell_of_download(worker, file, of, seconds)
-            case run_events.TrainingEnded(steps, model, digest) if worker == self.console.chief:
+            case run_events.TrainingEnded(steps, model, digest) if worker == self.state.view.chief:
                 self._tally.trained(steps, model, digest)
-            case run_events.CheckpointWritten(path, step):
+            case run_events.CheckpointWritten(path):
                 self._tally.checkpoints += 1
                 self.console.say(f"checkpoint {path}")
-                self._decide(job_events.CheckpointKept(step))
-            case run_events.CheckpointNotWritten(reason):
-                self._decide(job_events.CheckpointFailed(reason))
-            case run_events.TrainingResumed(where, step) if worker == self.console.chief:
+                self._decide(event)
+            case run_events.TrainingResumed(where, step) if worker == self.state.view.chief:
                 self._tally.before = step
                 self.console.say(f"training resumed after {where}")
 
@@ -414,15 +443,15 @@ class Coordinator:
         if self._progress is not None:
             self._progress.does(worker, what)
         if self.spec.replicas == 1 and what is PREPARING:
-            # Keras's own steps follow, which report nothing.
+            # Keras's own loop follows, which reports nothing.
             self._progress = None
 
     def _tell_of_download(self, worker: int, file: str, of: str, seconds: float) -> None:
-        """Say for whom a worker waits, though not for each of several workers."""
+        """Say which download a worker waits for: once for several workers, then repeatedly."""
         last, now = self._downloads.get(file), self.clock.now()
-        if last is None or now - last >= _DOWNLOAD_NOTICE:
+        if last is None or now - last >= _DOWNLOAD_REPEAT:
             self._downloads[file] = now
-            waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_NOTICE else "waits"
+            waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_REPEAT else "waits"
             self.console.say(f"worker {worker} {waits} for {of} to download {file}")
 
     def _tell_of_file(self, worker: int, path: str, line: str) -> None:
@@ -432,24 +461,21 @@ class Coordinator:
             self.console.say(text)
 
     def _tell_of_backend(self, worker: int, backend: str) -> None:
-        """Correct the job's first line where the script has chosen in a way that its source does not show."""
-        if worker == self.console.chief and self.spec.backend in BACKEND_NAMES and backend in BACKEND_NAMES:
-            own, chosen = BACKEND_NAMES[backend], BACKEND_NAMES[self.spec.backend]
-            if own != chosen:
-                self._warn(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
+        """Correct the first line of the job if the script selects another backend than predicted."""
+        own, chosen = BACKEND_NAMES.get(backend), BACKEND_NAMES.get(self.spec.backend or "")
+        if worker == self.state.view.chief and own and chosen and own != chosen:
+            self._warn(f"the script selects {own} itself, so it runs on {own}, not on {chosen}")
 
     # The end.
 
     def _conclude(self, outcome: job_events.JobOutcome) -> int:
-        in_peace = self.state.stage is Stage.FINISHED and not self._killed
-        self.agent.send(EndHost(_LEAVE_GRACE if in_peace else 0.0, outcome.workers))
-        while self._ended is None:
-            self.loop.turn(None)
-        # Nobody is left: a terminal that waits for the end need not wait for a reader that has paused.
+        normal = self.state.stage is Stage.FINISHED and not self._killed
+        ended = self._end_host(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers))
+        # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.
         self._close_admin()
         self.console.end_lines()
         if outcome.message:
-            self.console.say(explain(outcome, self._ended.evidence, self.console.shows, self._name_log))
+            self.console.say(explain(outcome, ended.evidence, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
             self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
@@ -459,8 +485,8 @@ class Coordinator:
                 f"the script distributed nothing: {lines}; train with model.fit, or "
                 "pass the replica's computation to strategy.run"
             )
-        if self._ended.left:
-            self._warn(unkillable(self._ended.left))
+        if ended.left:
+            self._warn(unkillable(ended.left))
         seconds = self.clock.now() - self._begun
         line = self._tally.line(seconds, len(self.state.members))
         if line and outcome.status == 0:
@@ -468,6 +494,17 @@ class Coordinator:
         self._publish_end(outcome.status, outcome.message, outcome.workers)
         self._flush()
         return outcome.status
+
+    def _end_host(self, end: EndHost) -> HostEnded:
+        self.agent.send(end)
+        deadline = self.clock.now() + end.grace + _END_PATIENCE
+        while self._ended is None:
+            left = deadline - self.clock.now()
+            self.loop.turn(max(0.0, left))
+            if self._ended is None and left <= 0:
+                self._warn(f"the agent has not ended all processes within {_END_PATIENCE:g} s")
+                return HostEnded()
+        return self._ended
 
     def _publish_end(self, status: int, message: str, workers: tuple[int, ...] = ()) -> None:
         done = self._tally.fields(self.clock.now() - self._begun)
@@ -481,7 +518,7 @@ class Coordinator:
         return str(RunPaths(self.spec.run_dir).log(worker))
 
     def _flush(self) -> None:
-        # A reader that has paused (a pager) gets all of it, unless the person wants the end.
+        # A reader that has paused, such as a pager, gets all output, unless the user has stopped the job.
         while self.console.pending:
             busy = [sink.descriptor for sink in self.console.sinks if sink.pending]
             patience = _LAST_FLUSH if self._stopped else None

@@ -1,4 +1,4 @@
-"""Which workers write to which files. Pure."""
+"""Detects files that several workers write. Pure."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ _MOST_LINES = 5
 
 
 class FileConflicts:
-    """Finds files that several workers write, and what to say of them: once a file, and of a few files only.
+    """Detects files that several workers write; warns once per file, and only of the first few.
 
     Args:
-        folder: where the person is; files below it are named from there.
+        folder: the user's current folder; messages name files in it by relative paths.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -21,13 +21,13 @@ class FileConflicts:
         self._told: set[str] = set()
 
     def opened(self, worker: int, path: str, line: str, running: frozenset[int]) -> str | None:
-        """Note that a worker writes to a file; return what to say of it, if anything.
+        """Note that a worker opens a file for writing; return the warning to show, if any.
 
         Args:
             worker: its id.
             path: of the file, absolute.
-            line: of the script, as `train.py:41`.
-            running: the workers that live: what others have written before, they leave to those who follow.
+            line: of the script, such as `train.py:41`.
+            running: the live workers; a file that only ended workers wrote is no conflict.
         """
         if path not in self._writers and len(self._writers) >= _MOST_FILES:
             return None

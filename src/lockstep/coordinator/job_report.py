@@ -1,4 +1,4 @@
-"""What a person is told at the end of a job: what it has done, or why it failed."""
+"""The last message of a job: what it has done, or why it failed. Pure."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -11,16 +11,16 @@ from lockstep.system.prose import count
 
 @dataclass
 class JobSummary:
-    """Counts what a job does.
+    """What a job has done.
 
     Attributes:
-        lost: workers that were left behind.
-        joined: workers that were let in.
-        checkpoints: that were written.
-        before: steps of training that the checkpoint had from which the job has gone on.
-        steps: of training, those included; None as long as nobody has told.
-        model: the name of the model that was trained last; empty where there is none.
-        digest: `lockstep.digest` of it at the end of the script.
+        lost: number of lost workers.
+        joined: number of workers that joined.
+        checkpoints: number of written checkpoints.
+        before: training steps in the checkpoint from which the job resumed.
+        steps: training steps, including those; None until the chief reports them.
+        model: the name of the model that was trained last; empty if there is none.
+        digest: `lockstep.digest` of that model at the end of the script.
     """
 
     lost: int = 0
@@ -32,15 +32,15 @@ class JobSummary:
     digest: str = ""
 
     def trained(self, steps: int, model: str, digest: str) -> None:
-        """Take what the chief says at the end of its script."""
+        """Note what the chief reports at the end of its script."""
         self.steps, self.model, self.digest = steps, model, digest
 
     def fields(self, seconds: float) -> dict[str, Any]:
-        """Return all of it as an event's fields; the job has taken `seconds`."""
+        """Return the fields for the event at the end of the job, which took `seconds`."""
         return {"seconds": round(seconds, 3), **asdict(self)}
 
     def line(self, seconds: float, workers: int) -> str:
-        """Return the last line of a job that ended well, with so many workers; empty if nobody has told."""
+        """Return the last line of a job that ended with `workers`; empty if it trained nothing."""
         if self.steps is None:
             return ""
         before = f", {self.before} of them before," if self.before else ""
@@ -75,9 +75,9 @@ def explain(
 
     Args:
         outcome: how the job ended.
-        evidence: what its agents have of the workers that the outcome names.
-        shown: whether the terminal has had the worker's output already.
-        name_log: the path of a worker's log as the person knows it.
+        evidence: that of the workers that the outcome names.
+        shown: whether the terminal has already shown a worker's output.
+        name_log: returns the path of a worker's log, relative to the user's current folder if possible.
     """
     lines = [outcome.message]
     for one in evidence if outcome.evidence is not Evidence.NONE else ():

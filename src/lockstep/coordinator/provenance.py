@@ -1,4 +1,4 @@
-"""What a run's first event says of where the run comes from, besides what was asked for."""
+"""The provenance of a run, for its first event: versions, script and machine."""
 
 import hashlib
 import platform
@@ -16,7 +16,7 @@ _DISTRIBUTIONS = ("keras-lockstep", "keras", "numpy")
 
 
 def provenance(script: Script) -> dict[str, Any]:
-    """Return versions, the script's hash, and the machine; nothing is imported."""
+    """Return fields of `JobStarted`, without importing the libraries whose versions they name."""
     return {
         "versions": {"python": platform.python_version(), **_installed()},
         "script": _hashed(script),

@@ -1,4 +1,4 @@
-"""What workers do before the first step, reported while the terminal is silent. Pure."""
+"""Reports what workers do before the first step while the terminal is silent. Pure."""
 
 from collections.abc import Callable, Iterable
 
@@ -13,21 +13,21 @@ _EVERY = 10.0
 
 
 def first_step(call: str) -> str:
-    """Say that a worker has begun a call, of which no step is done yet."""
+    """Describe a worker that has begun a call and completed no step of it."""
     return f"compiling and computing the first step of {call}"
 
 
 class Progress:
-    """Says what each worker is doing, after 5 seconds in which nothing was shown and then every 10 seconds.
+    """Reports what each worker does: after 5 silent seconds, then every 10 seconds.
 
     Args:
-        workers: those of the first view.
+        workers: the workers of the first view.
         say: shows a note.
-        shown: returns how much has been shown so far, notes included.
-        now: when the job begins.
+        shown: returns how many bytes the terminal has shown so far, including notes.
+        now: the time when the job begins.
 
     Attributes:
-        due: when there may be something to say; None once a step is done.
+        due: when to call `serve` next; None once a step is complete.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Progress:
         self._since = now
 
     def does(self, worker: int, what: str) -> None:
-        """Note what a worker is doing from now on; ignores workers that join later."""
+        """Note what a worker does from now on; ignores workers that join later."""
         if worker in self._does:
             self._does[worker] = what
 
@@ -50,11 +50,11 @@ class Progress:
         self._does.pop(worker, None)
 
     def end(self) -> None:
-        """Say nothing any more: a step is done, or the job ends."""
+        """Stop reporting, because a step is complete."""
         self.due = None
 
     def serve(self, now: float) -> None:
-        """Say what is waited for, if it is time, and nothing was shown meanwhile."""
+        """Report, if it is time and the terminal was silent."""
         if self.due is None or now < self.due:
             return
         quiet = self._shown() == self._seen

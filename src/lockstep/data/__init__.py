@@ -1,1 +1,1 @@
-"""Which examples each replica gets: pure arithmetic, without Keras."""
+"""Which examples each replica reads: pure arithmetic, without Keras."""

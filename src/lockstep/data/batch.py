@@ -1,4 +1,4 @@
-"""A global batch, and the share of it that each replica gets."""
+"""A global batch, and the share of each replica."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Share(NamedTuple):
     Attributes:
         replica: the replica's id.
         examples: their number; may be 0 if the batch is smaller than the number of replicas.
-        weight: `examples` divided by the examples of the global batch.
-        seed: 64 bits, the same for all replicas of a step: with the replica's id, it determines the random
+        weight: `examples` divided by the number of examples of the global batch.
+        seed: 64 bits, the same for all replicas of a step; with the replica's id, it determines the random
             numbers that do not come from a generator of the model.
         data: reads the examples, as `(x, y, sample_weight)` nests of arrays.
     """
@@ -28,12 +28,12 @@ class Share(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class GlobalBatch:
-    """The examples of one step. Immutable by convention: a frozen class would take as long as the split.
+    """The examples of one step. Immutable by convention: creating a frozen object takes as long as the split.
 
     Attributes:
         examples: their number, over all replicas.
-        read: reads the rows `start <= row < stop` of this batch.
-        check: bytes that are equal on all workers that have the same batch.
+        read: reads a range of rows of this batch.
+        check: returns bytes that are equal on all workers that have the same batch.
     """
 
     examples: int
@@ -51,7 +51,7 @@ class GlobalBatch:
 
 @dataclass(eq=False, slots=True)
 class JoinedBatch(GlobalBatch):
-    """The examples of one step, to which each replica contributes its own.
+    """The examples of one step, each of which belongs to a certain replica.
 
     Attributes:
         counts: the number of examples of each replica; `examples` is their sum.
@@ -75,4 +75,4 @@ class JoinedBatch(GlobalBatch):
 
 
 def _scattered(rows: slice) -> NoReturn:
-    raise InternalError("a batch of which each replica has its own part has no rows in one place")
+    raise InternalError("each replica has its own part of this batch; no part has rows of the whole batch")

@@ -1,4 +1,4 @@
-"""Fast hashes with which workers detect that they read different data (not for security)."""
+"""Fast hashes by which workers detect that they read different data; not for security."""
 
 from collections.abc import Iterable
 from functools import lru_cache
@@ -36,5 +36,5 @@ def sample_rows(count: int) -> npt.NDArray[np.int64]:
 
 @lru_cache
 def _described(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
-    """Return a description; cached, because formatting a dtype takes longer than hashing a small array."""
+    """Return a description; cached, since formatting a dtype takes longer than hashing a small array."""
     return f"{dtype}{shape}".encode()

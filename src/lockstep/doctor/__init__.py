@@ -1,6 +1,5 @@
-"""`lockstep doctor`: whether this machine can run a job, and how to fix it if not.
+"""`lockstep doctor`: whether this machine can run a job, and if not, how to fix it.
 
-Each check examines one thing and returns findings. Functions that judge are pure; functions that examine take
-the paths to examine as arguments. The command imports no framework: checks that need one run in a separate
-process.
+Each check returns findings. Functions that judge are pure; functions that inspect the machine take the paths
+as arguments. The command imports no framework: checks that need one run in a separate process.
 """

@@ -1,6 +1,6 @@
 """The effect of a shell's `TF_CONFIG` on programs started there, and whether its addresses are usable.
 
-The only network traffic is queries to the name service.
+Only queries to the name service use the network.
 """
 
 import contextlib
@@ -29,22 +29,22 @@ Resolve = Callable[[str], str]
 LONGEST_WAIT = 600
 """Maximum seconds that a process started by hand waits for the others."""
 _PATIENCE = 3.0
-_MOST_THREADS = 16
-_MOST_NAMED = 4
+_MAX_THREADS = 16
+_MAX_NAMED = 4
 _NAME = "TF_CONFIG"
 
 
 @dataclass(frozen=True)
-class Place:
+class TaskAddress:
     """The address of a task, and what is known about it.
 
     Attributes:
         task: such as "worker 1".
         address: as in `TF_CONFIG`.
-        number: the IP address of the host; empty if it is unknown.
+        number: the IP address of the host; empty if unknown.
         fault: why the address cannot be used at all; empty if it can.
         here: whether it belongs to this machine.
-        user: the program that uses the port; empty if none does.
+        user: the program that uses the port; empty if no program does.
     """
 
     task: str
@@ -85,11 +85,11 @@ def examine_tf_config(
                 "hand exits where it creates a strategy",
             )
         ]
-    return judge(config, look(config, resolve, patience))
+    return judge(config, inspect_addresses(config, resolve, patience))
 
 
-def look(config: TaskConfig, resolve: Resolve, patience: float) -> list[Place]:
-    """Examine the addresses of all tasks; none for children of a job's workers, which use no address."""
+def inspect_addresses(config: TaskConfig, resolve: Resolve, patience: float) -> list[TaskAddress]:
+    """Inspect the addresses of all tasks; none in child processes of workers, which use no address."""
     if config.environment == RUN:
         return []
     cluster = config.cluster
@@ -99,34 +99,34 @@ def look(config: TaskConfig, resolve: Resolve, patience: float) -> list[Place]:
         for index in cluster.task_indices(job)
     ]
     known = _resolved(list(dict.fromkeys(_split(address)[0] for _, address in tasks)), resolve, patience)
-    return [_look(task, address, *known[_split(address)[0]]) for task, address in tasks]
+    return [_inspect(task, address, *known[_split(address)[0]]) for task, address in tasks]
 
 
-def judge(config: TaskConfig, places: Sequence[Place]) -> list[Finding]:
+def judge(config: TaskConfig, addresses: Sequence[TaskAddress]) -> list[Finding]:
     """Return the findings on a complete `TF_CONFIG`. Pure.
 
     Args:
         config: the parsed value.
-        places: the addresses of its tasks.
+        addresses: of its tasks.
     """
     trainers = tuple(f"{job} {index}" for job, index, _ in training_tasks(config.cluster))
-    # A single training task needs no address; parameter servers and evaluators do not use theirs.
+    # A single training task needs no address, and parameter servers and evaluators do not use theirs.
     used = trainers if len(trainers) > 1 else ()
-    judged = [_of_place(place, place.task in used) for place in places]
+    judged = [_of_address(each, each.task in used) for each in addresses]
     faults = [finding for finding in judged if finding is not None]
-    serve = all(fault.rating is Rating.FINE for fault in faults)
-    if places and not faults:
-        faults = [_of_good_places(places)]
-    numbers = [place.number for place in places if place.task in used]
+    usable = all(fault.rating is Rating.FINE for fault in faults)
+    if addresses and not faults:
+        faults = [_of_usable_addresses(addresses)]
+    numbers = [each.number for each in addresses if each.task in used]
     example = bool(numbers) and all(map(_is_loopback, numbers))
-    return [_of_config(config, trainers, serve, example), *faults]
+    return [_of_config(config, trainers, usable, example), *faults]
 
 
-def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example: bool) -> Finding:
+def _of_config(config: TaskConfig, trainers: Sequence[str], usable: bool, example: bool) -> Finding:
     own = f"{config.task_type} {config.task_id}"
     facts = {"task": own, "training": list(trainers), "environment": config.environment}
     if config.environment == RUN:
-        reason = "it was set in a job of lockstep run: a script that is started by hand trains alone"
+        reason = "a job of lockstep run has set it: a script that is started by hand trains alone"
         return _ROWS.warning(_NAME, reason, "unset TF_CONFIG", **facts)
     if config.task_type == "ps":
         reason = (
@@ -145,7 +145,7 @@ def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example
         reason = f"{own} is the only task that trains: a script that is started by hand trains alone"
         return _ROWS.warning(_NAME, reason, "unset TF_CONFIG if it is left over in this shell", **facts)
     reason = f"this process is {own}, one of {len(trainers)} tasks that train"
-    if serve:
+    if usable:
         others = _listed([task for task in trainers if task != own])
         reason += f": a script that is started by hand waits for {others}, {LONGEST_WAIT} s at most"
     reason += "; lockstep run sets its own TF_CONFIG"
@@ -159,19 +159,19 @@ def _of_config(config: TaskConfig, trainers: Sequence[str], serve: bool, example
     )
 
 
-def _of_place(place: Place, used: bool) -> Finding | None:
+def _of_address(place: TaskAddress, used: bool) -> Finding | None:
     """Return the finding on the address of a task; None if it has no fault."""
     refuse = "workers that are started by hand refuse to train"
     if place.fault:
         reason = f"{place.address}: {place.fault}"
-        remedy = "correct it in every TF_CONFIG, or give the host's IP address"
+        remedy = "correct it in every TF_CONFIG, or give the IP address of the host"
     elif not place.here:
         reason = f"{place.address} is not an address of this machine"
         refuse = "workers that are started by hand must run on one machine and refuse to train otherwise"
         remedy = "give all tasks that train addresses of this machine, such as 127.0.0.1:20000"
     elif place.user:
         reason = f"{place.address} is in use by {place.user}"
-        remedy = "stop it, or give this task another port in every TF_CONFIG"
+        remedy = "stop that program, or give this task another port in every TF_CONFIG"
         refuse = f"{place.task}, started by hand, refuses to train"
     else:
         return None
@@ -181,7 +181,7 @@ def _of_place(place: Place, used: bool) -> Finding | None:
     return _ROWS.warning(name, f"{reason}: {refuse}", remedy, **facts)
 
 
-def _of_good_places(places: Sequence[Place]) -> Finding:
+def _of_usable_addresses(places: Sequence[TaskAddress]) -> Finding:
     name, facts = f"{_NAME}: addresses", {"numbers": {place.address: place.number for place in places}}
     if len(places) == 1:
         return _ROWS.fine(name, f"{places[0].address} belongs to this machine, and its port is free", **facts)
@@ -189,21 +189,21 @@ def _of_good_places(places: Sequence[Place]) -> Finding:
 
 
 def _resolved(hosts: Sequence[str], resolve: Resolve, patience: float) -> dict[str, tuple[str, str]]:
-    """Return for each host its IP address, or "" and the reason why it is unknown."""
-    asked: queue.SimpleQueue[str] = queue.SimpleQueue()
+    """Return for each host its IP address, or "" and the reason for which it is unknown."""
+    requests: queue.SimpleQueue[str] = queue.SimpleQueue()
     answers: queue.SimpleQueue[tuple[str, tuple[str, str]]] = queue.SimpleQueue()
     for host in hosts:
-        asked.put(host)
+        requests.put(host)
 
-    def ask() -> None:
+    def resolve_requests() -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                host = asked.get_nowait()
+                host = requests.get_nowait()
                 answers.put((host, _answer(host, resolve)))
 
-    # The system waits much longer for a name server that does not answer.
-    for _ in range(min(_MOST_THREADS, len(hosts))):
-        threading.Thread(target=ask, daemon=True).start()
+    # On its own, the system waits much longer for a name server that does not answer.
+    for _ in range(min(_MAX_THREADS, len(hosts))):
+        threading.Thread(target=resolve_requests, daemon=True).start()
     known = dict.fromkeys(hosts, ("", f"the host could not be resolved within {patience:g} s"))
     deadline = time.monotonic() + patience
     with contextlib.suppress(queue.Empty):
@@ -220,22 +220,22 @@ def _answer(host: str, resolve: Resolve) -> tuple[str, str]:
         return "", f"the host cannot be resolved ({getattr(error, 'strerror', None) or error})"
 
 
-def _look(task: str, address: str, number: str, why: str) -> Place:
+def _inspect(task: str, address: str, number: str, why: str) -> TaskAddress:
     if not number:
-        return Place(task, address, fault=why)
-    fault = _fault_of_taking(number, 0)
+        return TaskAddress(task, address, fault=why)
+    fault = _bind_error(number, 0)
     if fault is not None and fault.errno == errno.EADDRNOTAVAIL:
-        return Place(task, address, number, here=False)
+        return TaskAddress(task, address, number, here=False)
     if fault is not None:
-        return Place(task, address, number, fault=f"cannot be used here ({fault.strerror or fault})")
-    # Lockstep does not listen there: only a sign that another program uses the address counts.
+        return TaskAddress(task, address, number, fault=f"cannot be used here ({fault.strerror or fault})")
+    # Lockstep does not listen there, so only another program that uses the address is a fault.
     port = _split(address)[1]
-    taken = _fault_of_taking(number, port)
-    user = _user_of(number, port) if taken is not None and taken.errno == errno.EADDRINUSE else ""
-    return Place(task, address, number, user=user)
+    error = _bind_error(number, port)
+    user = _user_of(number, port) if error is not None and error.errno == errno.EADDRINUSE else ""
+    return TaskAddress(task, address, number, user=user)
 
 
-def _fault_of_taking(number: str, port: int) -> OSError | None:
+def _bind_error(number: str, port: int) -> OSError | None:
     """Bind a port of this machine and release it; return the error, if any."""
     family = socket.AF_INET6 if ":" in number else socket.AF_INET
     try:
@@ -255,7 +255,7 @@ def _user_of(number: str, port: int) -> str:
             for connection in psutil.net_connections("tcp")
             if connection.laddr and connection.laddr.port == port and connection.laddr.ip in names
         ]
-        # Listening sockets come before connections from that port.
+        # Sockets that listen come before connections from that port.
         found.sort(key=lambda connection: connection.status != psutil.CONN_LISTEN)
         pid = next((connection.pid for connection in found if connection.pid), None)
         if pid is not None:
@@ -282,7 +282,7 @@ def _is_loopback(number: str) -> bool:
 
 
 def _listed(tasks: Sequence[str]) -> str:
-    if len(tasks) > _MOST_NAMED:
-        return f"{', '.join(tasks[:_MOST_NAMED])} and {len(tasks) - _MOST_NAMED} more"
+    if len(tasks) > _MAX_NAMED:
+        return f"{', '.join(tasks[:_MAX_NAMED])} and {len(tasks) - _MAX_NAMED} more"
     *most, last = tasks
     return f"{', '.join(most)} and {last}" if most else last

@@ -2,8 +2,8 @@
 
     python -m lockstep.doctor.backend_probe BACKEND
 
-It writes one JSON object per line to stdout, each as soon as it is known, so that the last one shows how far
-the process got: `{"built": {"version", "cuda", "cudnn"}}`, `{"devices": [...]}`, and for each device
+It writes each result to stdout at once, one JSON object per line, so that the last line shows how far the
+process got: `{"built": {"version", "cuda", "cudnn"}}`, `{"devices": [...]}`, and for each device
 `{"device", "fault", "same"}`: the error of the computation, empty if there was none, and whether the same
 computation gave the same bits.
 """
@@ -22,14 +22,14 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float32]
 _SIZE = 256
 _ROWS = 4096
-"""Many rows for few sums, so that a device with a nondeterministic order of additions shows it."""
+"""Many rows for few sums, so that a nondeterministic order of additions changes the result."""
 
 
 class Probe(Protocol):
     """A backend."""
 
     def built(self) -> dict[str, str | None]:
-        """Return its version, and the CUDA and cuDNN that it was built for; None if built without."""
+        """Return its version, and the versions of CUDA and cuDNN it was built for; None if built without."""
 
     def devices(self) -> Sequence[Any]:
         """Return its devices, the CPU first."""
@@ -138,17 +138,17 @@ PROBES: dict[str, Callable[[], Probe]] = {
 }
 
 
-def probe(backend: Probe, tell: Callable[[dict[str, Any]], None]) -> None:
+def probe(backend: Probe, report: Callable[[dict[str, Any]], None]) -> None:
     """Report everything about a backend that the module's docstring lists."""
-    tell({"built": backend.built()})
+    report({"built": backend.built()})
     devices = backend.devices()
-    tell({"devices": [str(device) for device in devices]})
+    report({"devices": [str(device) for device in devices]})
     for device in devices:
-        tell({"device": str(device), **tried(backend, device)})
+        report({"device": str(device), **compute_twice(backend, device)})
 
 
-def tried(backend: Probe, device: Any) -> dict[str, Any]:
-    """Compute twice on a device; return the error, if any, and whether the bits were the same."""
+def compute_twice(backend: Probe, device: Any) -> dict[str, Any]:
+    """Compute twice on a device; return the error, if any, and whether the bits were equal."""
     drawn = np.random.default_rng(0)
     matrix = drawn.standard_normal((_SIZE, _SIZE), np.float32)
     places = drawn.integers(0, 64, _ROWS, np.int32)
@@ -158,20 +158,20 @@ def tried(backend: Probe, device: Any) -> dict[str, Any]:
         # Each backend raises its own exceptions.
         return {"fault": f"{type(error).__name__}: {error}", "same": False}
     if not np.allclose(first, _expected(matrix, places), rtol=1e-2, atol=1e-1):
-        return {"fault": "it computes other numbers than NumPy", "same": False}
+        return {"fault": "its results differ from those of NumPy", "same": False}
     return {"fault": "", "same": first.tobytes() == second.tobytes()}
 
 
 def main(name: str) -> None:
     """Probe the backend `name` in this process."""
-    # A framework may write to stdout whenever it likes.
+    # Frameworks may write to stdout, so only this function has the original descriptor.
     stdout = os.dup(1)
     os.dup2(2, 1)
 
-    def tell(what: dict[str, Any]) -> None:
-        os.write(stdout, json.dumps(what).encode() + b"\n")
+    def report(result: dict[str, Any]) -> None:
+        os.write(stdout, json.dumps(result).encode() + b"\n")
 
-    probe(PROBES[name](), tell)
+    probe(PROBES[name](), report)
 
 
 def _expected(matrix: Array, places: npt.NDArray[np.int32]) -> Array:

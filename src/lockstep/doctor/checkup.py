@@ -1,4 +1,4 @@
-"""The complete examination: which checks run, in which order, and with which time limits."""
+"""The complete checkup: which checks run, in which order, and with which time limits."""
 
 import sys
 import tempfile
@@ -10,22 +10,22 @@ from pathlib import Path
 from platform import python_version
 from subprocess import SubprocessError
 
-from lockstep.doctor import backends, training
+from lockstep.doctor import backends, trial_training
 from lockstep.doctor.addresses import examine_tf_config
+from lockstep.doctor.cuda_visibility import visibility
 from lockstep.doctor.environment import examine_environment
 from lockstep.doctor.finding import Finding, Rating, worst
 from lockstep.doctor.gpus import GpuReading
 from lockstep.doctor.gpus import judge as judge_gpus
 from lockstep.doctor.machine import examine_machine
-from lockstep.doctor.programs import Ended, ProbeProgram, results
-from lockstep.doctor.shown import shown
-from lockstep.doctor.versions import Packages, Wish, examine_versions
-from lockstep.launcher.backend import BACKENDS
+from lockstep.doctor.programs import ProbeProgram, ProgramResult, results
+from lockstep.doctor.versions import Packages, examine_versions
+from lockstep.launcher.backend import BACKENDS, Wishes
 from lockstep.system.environment import device_variables, job_environment, visible_gpus
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 PROBE_SECONDS = 60.0
-"""For all backends together: the first import after an installation may take most of it."""
+"""The limit for all backends together: the first import after an installation takes long."""
 TRAINING_SECONDS = 60.0
 _GRACE = 1.0
 _UNTRAINED = Finding(
@@ -38,106 +38,107 @@ _UNTRAINED = Finding(
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """The input of the examination.
+class CheckupInput:
+    """The input of the checkup.
 
     Attributes:
         environment: variables.
-        wish: the requested backend.
+        wishes: the requests for a backend.
         installed: whether a module can be imported.
         reading: the driver's report on GPUs.
-        say: called with a line on what the examination waits for.
+        say: called with a line on what the checkup waits for.
     """
 
     environment: Mapping[str, str]
-    wish: Wish
+    wishes: Wishes
     installed: Callable[[str], bool]
     reading: GpuReading
     say: Callable[[str], None]
 
 
-def examine(around: Surroundings, *, train: bool) -> list[Finding]:
+def examine(given: CheckupInput, *, train: bool) -> list[Finding]:
     """Return all findings, section by section.
 
     Args:
-        around: what to examine.
-        train: whether to train for a second at the end, if no check has failed.
+        given: the input.
+        train: whether to train for a second at the end if no check has failed.
     """
     findings, chosen = examine_versions(
-        Packages.installed(), sys.executable, python_version(), around.wish, around.installed
+        Packages.installed(), sys.executable, python_version(), given.wishes, given.installed
     )
     with ExitStack() as stack:
         deadline = time.monotonic() + PROBE_SECONDS
         probes = {
-            backend: _started(_probe(backend), _as_in_a_job(around.environment, backend))
-            for backend in filter(around.installed, BACKENDS)
+            backend: _started(_probe(backend), _as_in_a_job(given.environment, backend))
+            for backend in filter(given.installed, BACKENDS)
         }
         for probe in probes.values():
             if isinstance(probe, ProbeProgram):
                 stack.callback(probe.end)
-        listed = around.environment.get(_LISTED)
-        findings += judge_gpus(around.reading, listed, around.environment.get("CUDA_DEVICE_ORDER"))
-        # These run while the backends are imported.
-        surroundings = [
+        listed = given.environment.get(_LISTED)
+        findings += judge_gpus(given.reading, listed, given.environment.get("CUDA_DEVICE_ORDER"))
+        # These checks run while the probes import the backends.
+        others = [
             *examine_machine(),
-            *examine_environment(around.environment),
-            *examine_tf_config(around.environment.get("TF_CONFIG")),
+            *examine_environment(given.environment),
+            *examine_tf_config(given.environment.get("TF_CONFIG")),
         ]
         if probes:
-            around.say(f"asking {', '.join(probes)} to compute; this takes a few seconds")
-        gpus = len(shown(around.reading.gpus, listed).places)
-        for backend, ended in _outcomes(probes, deadline, around.say).items():
-            answer = backends.Answer.of(ended)
-            findings += backends.judge(backend, answer, around.reading, gpus, chosen=backend == chosen)
-    findings += surroundings
+            given.say(f"testing {', '.join(probes)}; this takes a few seconds")
+        gpus = len(visibility(given.reading.gpus, listed).indices)
+        for backend, result in _results(probes, deadline, given.say).items():
+            report = backends.ProbeReport.of(result)
+            findings += backends.judge(backend, report, given.reading, gpus, chosen=backend == chosen)
+    findings += others
     if train:
         able = chosen is not None and worst(findings) < Rating.FAILURE
-        findings.append(_train(chosen, around) if able and chosen else _UNTRAINED)
+        findings.append(_train(chosen, given) if able and chosen else _UNTRAINED)
     return findings
 
 
-def _outcomes(
-    probes: Mapping[str, ProbeProgram | Ended], deadline: float, say: Callable[[str], None]
-) -> dict[str, Ended]:
+def _results(
+    probes: Mapping[str, ProbeProgram | ProgramResult], deadline: float, say: Callable[[str], None]
+) -> dict[str, ProgramResult]:
     running = {backend: probe for backend, probe in probes.items() if isinstance(probe, ProbeProgram)}
     names = list(running)
 
-    def waits(places: Sequence[int], seconds: float) -> None:
-        say(_waiting(" and ".join(names[place] for place in places), seconds, PROBE_SECONDS))
+    def report(indices: Sequence[int], seconds: float) -> None:
+        say(_waiting(" and ".join(names[index] for index in indices), seconds, PROBE_SECONDS))
 
-    ended = dict(zip(running, results(list(running.values()), deadline, waits), strict=True))
+    ended = dict(zip(running, results(list(running.values()), deadline, report), strict=True))
     return {
-        backend: probe if isinstance(probe, Ended) else ended[backend] for backend, probe in probes.items()
+        backend: probe if isinstance(probe, ProgramResult) else ended[backend]
+        for backend, probe in probes.items()
     }
 
 
 def _waiting(what: str, seconds: float, limit: float) -> str:
-    return f"waiting for {what}, {seconds:.0f} s of {limit:.0f} at most"
+    return f"waiting for {what}: {seconds:.0f} of at most {limit:.0f} s"
 
 
-def _train(backend: str, around: Surroundings) -> Finding:
-    around.say(f"training on {backend} with {training.WORKERS} workers; this takes a few seconds")
+def _train(backend: str, given: CheckupInput) -> Finding:
+    given.say(f"training on {backend} with {trial_training.WORKERS} workers; this takes a few seconds")
     with tempfile.TemporaryDirectory(prefix="lockstep-doctor-") as name:
-        program = _started(training.command(backend, Path(name)), around.environment, _GRACE)
-        if isinstance(program, Ended):
-            return training.judge(backend, program, Path(name))
+        program = _started(trial_training.command(backend, Path(name)), given.environment, _GRACE)
+        if isinstance(program, ProgramResult):
+            return trial_training.judge(backend, program, Path(name))
         try:
             ended = program.result(
                 time.monotonic() + TRAINING_SECONDS,
-                lambda seconds: around.say(_waiting("the training", seconds, TRAINING_SECONDS)),
+                lambda seconds: given.say(_waiting("the training", seconds, TRAINING_SECONDS)),
             )
         finally:
             program.end()
-        return training.judge(backend, ended, Path(name))
+        return trial_training.judge(backend, ended, Path(name))
 
 
 def _started(
     command: Sequence[str], environment: Mapping[str, str], grace: float = 0.0
-) -> ProbeProgram | Ended:
+) -> ProbeProgram | ProgramResult:
     try:
         return ProbeProgram.start(command, environment, grace)
     except (OSError, SubprocessError) as error:
-        return Ended(None, "", "", 0.0, getattr(error, "strerror", None) or str(error))
+        return ProgramResult(None, "", "", 0.0, getattr(error, "strerror", None) or str(error))
 
 
 def _probe(backend: str) -> list[str]:

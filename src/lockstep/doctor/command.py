@@ -1,4 +1,4 @@
-"""The functions behind the command `lockstep doctor`. No logic: they compose and call."""
+"""The functions behind the command `lockstep doctor`: they compose the checks and the output."""
 
 import importlib.util
 import io
@@ -7,18 +7,18 @@ import sys
 import traceback
 from pathlib import Path
 
-from lockstep.agent.command import fill_standard_descriptors, let_go_of_stdout
 from lockstep.doctor import report
-from lockstep.doctor.checkup import Surroundings, examine
+from lockstep.doctor.checkup import CheckupInput, examine
 from lockstep.doctor.finding import worst
 from lockstep.doctor.gpus import absence
+from lockstep.doctor.load_monitor import log_once, watch
 from lockstep.doctor.nvml import load, read, reader
-from lockstep.doctor.programs import nothing_left
-from lockstep.doctor.versions import Wish
-from lockstep.doctor.watching import log_once, watch
+from lockstep.doctor.programs import ending_descendants
 from lockstep.errors import InternalError, LockstepError, UnfitError
+from lockstep.launcher.backend import Wishes
 from lockstep.system.environment import environment_at_start, keras_backend
 from lockstep.system.notes import note
+from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
 
 
 def check(*, as_json: bool, train: bool) -> int:
@@ -29,20 +29,21 @@ def check(*, as_json: bool, train: bool) -> int:
         InternalError: a check raised an unexpected error.
     """
     fill_standard_descriptors()
-    around = Surroundings(
+    variable, configured = keras_backend()
+    given = CheckupInput(
         environment=environment_at_start(),
-        wish=Wish(*keras_backend()),
+        wishes=Wishes(variable=variable, configured=configured),
         installed=lambda name: importlib.util.find_spec(name) is not None,
         reading=read(load()),
         say=note,
     )
     try:
-        with nothing_left():
-            findings = examine(around, train=train)
+        with ending_descendants():
+            findings = examine(given, train=train)
     except LockstepError:
         raise
     except Exception as error:
-        # Python's own status for this is 1, which would mean that jobs work.
+        # Python would exit with status 1, which means that jobs work.
         traceback.print_exception(error)
         raise InternalError(f"the check itself failed: {error}") from error
     if as_json:
@@ -55,30 +56,30 @@ def check(*, as_json: bool, train: bool) -> int:
 
 
 def follow(seconds: float | None, log: Path | None) -> None:
-    """Show and log the load of GPUs and cores every `seconds` until Ctrl-C; if it is None, only log it once.
+    """Show and log the load of GPUs and cores every `seconds` until Ctrl-C; if None, only log it once.
 
     Raises:
         LockstepError: see `watch`.
     """
     fill_standard_descriptors()
-    with reader(load()) as look:
+    with reader(load()) as read_gpus:
         if seconds is not None:
             if sys.stdout is None and log is None:
                 raise UnfitError("stdout is closed and --csv is not given, so there is no output")
             try:
                 with Path(os.devnull).open("w") as nowhere:
-                    watch(seconds, log, look, sys.stdout or nowhere)
+                    watch(seconds, log, read_gpus, sys.stdout or nowhere)
             except OSError as error:
                 _close_stdout(error)
         elif log is not None:
-            reading = look()
+            reading = read_gpus()
             log_once(log, reading)
             if not reading.gpus:
                 note(absence(reading))
 
 
 def _write(text: str) -> None:
-    # It is None if the caller has closed it.
+    # stdout is None if the caller has closed it.
     if sys.stdout is None:
         return
     try:
@@ -89,7 +90,7 @@ def _write(text: str) -> None:
 
 
 def _close_stdout(error: OSError) -> None:
-    let_go_of_stdout()
+    discard_stdout()
     # A reader such as head closes the pipe once it has enough.
     if not isinstance(error, BrokenPipeError):
         raise UnfitError(f"cannot write the report: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The effect of a shell's variables on jobs started there."""
+"""The effects of a shell's variables on jobs started there."""
 
 import re
 import site
@@ -20,10 +20,10 @@ _ROWS = Section("environment")
 
 _LISTED = "CUDA_VISIBLE_DEVICES"
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-_MOST_SHOWN = 120
+_MAX_SHOWN = 120
 
-_THREADS = "Lockstep sets its own for workers; a script that runs without Lockstep uses this one"
-_SHARED_GPU = "Lockstep sets its own where workers share a GPU; otherwise this one applies"
+_THREADS = "Lockstep sets its own value for workers; a script without Lockstep uses this one"
+_SHARED_GPU = "Lockstep sets its own value if workers share a GPU; otherwise this one applies"
 _BITS = "applies to workers too; it may change the bits of results"
 EFFECTS: Mapping[str, str] = {
     "KERAS_BACKEND": "the backend of jobs unless lockstep run --backend names another",
@@ -33,7 +33,7 @@ EFFECTS: Mapping[str, str] = {
     "TF_NUM_INTRAOP_THREADS": _THREADS,
     "TF_NUM_INTEROP_THREADS": _THREADS,
     "NPROC": _THREADS,
-    "PYTHONHASHSEED": "Lockstep sets its own for workers, from the job's seed",
+    "PYTHONHASHSEED": "Lockstep sets its own value for workers, from the job's seed",
     "XLA_FLAGS": f"{_BITS}, and JAX fails on a flag that it does not know",
     "JAX_ENABLE_X64": f"if true, JAX keeps 64-bit numbers; {_BITS}",
     "TF_FORCE_GPU_ALLOW_GROWTH": f"whether TensorFlow allocates GPU memory as needed. {_SHARED_GPU}",
@@ -55,7 +55,7 @@ _STEP = ("PROCID", "STEP_NUM_TASKS", "STEP_NODELIST", "STEP_TASKS_PER_NODE")
 
 @dataclass(frozen=True)
 class Shell:
-    """The environment to examine.
+    """The environment to inspect.
 
     Attributes:
         environ: all variables.
@@ -69,7 +69,7 @@ class Shell:
     installed: Sequence[Path]
     driver: Path
 
-    def shown(self, name: str) -> str:
+    def display(self, name: str) -> str:
         """Return the value of a variable for display."""
         return plain(self.environ[name])
 
@@ -98,7 +98,7 @@ def examine_environment(
 def plain(text: str) -> str:
     """Return a text without control characters, shortened if it is long."""
     text = printable(text)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def without_secrets(proxy: str) -> str:
@@ -106,8 +106,8 @@ def without_secrets(proxy: str) -> str:
     return _SECRET.sub(lambda found: f"{found[1] or ''}***@", proxy)
 
 
-def leaves_out(no_proxy: str) -> list[str]:
-    """Return the names of this machine that a `no_proxy` does not cover."""
+def uncovered_names(no_proxy: str) -> list[str]:
+    """Return the names of this machine that `no_proxy` does not cover."""
     entries = [entry.strip().lower() for entry in no_proxy.split(",")]
     return [name for name in _LOCAL if not any(_covers(entry, name) for entry in entries)]
 
@@ -117,19 +117,19 @@ def _visible_devices(shell: Shell) -> Iterator[Finding]:
         return
     named = len(shell.environ[_LISTED].split(","))
     shown, there = visible_gpus(shell.environ), visible_gpus({}, shell.driver)
-    facts = {"value": shell.shown(_LISTED), "shown": list(shown), "there": len(there)}
+    facts = {"value": shell.display(_LISTED), "shown": list(shown), "there": len(there)}
     if not shown:
         found = f", of which the driver has {len(there)}" if there else ""
         yield _ROWS.warning(
             _LISTED,
-            f"{shell.shown(_LISTED)!r} hides all GPUs{found}: jobs compute on the CPU",
+            f"{shell.display(_LISTED)!r} hides all GPUs{found}: jobs compute on the CPU",
             f"unset {_LISTED} to use GPUs, or name some with lockstep run --devices",
             **facts,
         )
     elif len(shown) < named:
         yield _ROWS.warning(
             _LISTED,
-            f"{shell.shown(_LISTED)!r} shows {count(len(shown), 'GPU')}, and hides those after them",
+            f"{shell.display(_LISTED)!r} shows {count(len(shown), 'GPU')} and hides the following ones",
             f"let {_LISTED} name only GPUs",
             **facts,
         )
@@ -146,7 +146,7 @@ def _table(shell: Shell) -> Iterator[Finding]:
             yield _ROWS.warning(
                 name,
                 f"{plain(value)!r} disables deterministic operations: equal bits on GPUs are not guaranteed",
-                f"unset {name}, or remove that part: Lockstep itself sets what is needed",
+                f"unset {name}, or remove that part: Lockstep sets what is necessary",
                 value=plain(value),
             )
         elif value.strip():
@@ -159,7 +159,7 @@ def _platforms(shell: Shell) -> Iterator[Finding]:
         names = [each.strip().lower() for each in shell.environ.get(name, "").split(",") if each.strip()]
         if not names:
             continue
-        value = shell.shown(name)
+        value = shell.display(name)
         if names[0] == _WITHOUT_GPU and gpus:
             reason = f"{value}: JAX computes on the CPU despite {count(len(gpus), 'visible GPU')}"
             yield _ROWS.warning(name, reason, f"unset {name} to use GPUs", value=value)
@@ -173,7 +173,7 @@ def _platforms(shell: Shell) -> Iterator[Finding]:
 def _fractions(shell: Shell) -> Iterator[Finding]:
     given = [name for name in _FRACTIONS if shell.environ.get(name)]
     for name in given:
-        value = shell.shown(name)
+        value = shell.display(name)
         if len(given) > 1:
             reason = f"{value}: JAX refuses to use a GPU if both names of this variable are set"
             yield _ROWS.warning(name, reason, f"unset {_FRACTIONS[1]}, the old name", value=value)
@@ -188,7 +188,7 @@ def _fractions(shell: Shell) -> Iterator[Finding]:
 def _old_keras(shell: Shell) -> Iterator[Finding]:
     value = legacy_keras(shell.environ)
     if value is not None and is_legacy(value):
-        reason = f"{shell.shown(LEGACY_KERAS)}: tf.keras is Keras 2, and lockstep run refuses to start"
+        reason = f"{shell.display(LEGACY_KERAS)}: tf.keras is Keras 2, and lockstep run refuses to start"
         yield Finding(
             "environment", LEGACY_KERAS, Rating.FAILURE, reason, f"unset {LEGACY_KERAS}", {"value": value}
         )
@@ -205,9 +205,9 @@ def _python_path(shell: Shell) -> Iterator[Finding]:
     for folder, modules in hiding.items():
         yield _ROWS.warning(
             "PYTHONPATH",
-            f"{plain(str(folder))} has {_modules(modules)}, which programs import instead of what is "
-            "installed",
-            "remove this folder from PYTHONPATH, or rename what it has",
+            f"{plain(str(folder))} has {_modules(modules)}, which programs import instead of the installed "
+            "packages",
+            "remove this folder from PYTHONPATH, or rename these files",
             modules=list(modules),
             **facts,
         )
@@ -222,8 +222,9 @@ def _current_folder(shell: Shell) -> Iterator[Finding]:
     if modules := hidden_modules(shell.folder, shell.installed):
         yield _ROWS.warning(
             "current folder",
-            f"it has {_modules(modules)}, which a script in this folder imports instead of what is installed",
-            "rename it",
+            f"it has {_modules(modules)}, which a script in this folder imports instead of the installed "
+            "packages",
+            "rename these files",
             modules=list(modules),
         )
 
@@ -234,7 +235,7 @@ def _preload(shell: Shell) -> Iterator[Finding]:
     facts = {"libraries": libraries, "missing": missing}
     if missing:
         reason = (
-            f"{plain(', '.join(missing))} does not exist: the loader reports it whenever a process starts"
+            f"{plain(', '.join(missing))} does not exist: the loader reports that when any process starts"
         )
         yield _ROWS.warning("LD_PRELOAD", reason, "unset LD_PRELOAD, or correct it", **facts)
     elif libraries:
@@ -247,13 +248,13 @@ def _proxies(shell: Shell) -> Iterator[Finding]:
         return
     shown = ", ".join(f"{name}={plain(without_secrets(shell.environ[name]))}" for name in names)
     reason = f"{shown}: Lockstep's workers use no proxy; downloads, gRPC and the Kubernetes client may"
-    out = leaves_out(shell.environ.get("no_proxy") or shell.environ.get("NO_PROXY", ""))
+    out = uncovered_names(shell.environ.get("no_proxy") or shell.environ.get("NO_PROXY", ""))
     if not out:
         yield _ROWS.fine("proxies", reason, set=names, left_out=out)
         return
     yield _ROWS.warning(
         "proxies",
-        f"{reason}. no_proxy leaves out {' and '.join(out)}: a script asks the proxy even for servers on "
+        f"{reason}. no_proxy does not contain {' and '.join(out)}: scripts use the proxy even for servers on "
         "this machine",
         f"export no_proxy={','.join(out)}${{no_proxy:+,$no_proxy}}",
         set=names,
@@ -266,9 +267,9 @@ def _own_variables(shell: Shell) -> Iterator[Finding]:
     if names:
         yield _ROWS.warning(
             "LOCKSTEP_*",
-            f"{plain(', '.join(names))}: these are for workers only, which remove them at their start; "
+            f"{plain(', '.join(names))}: only workers use these and remove them at their start; "
             "lockstep run removes them",
-            "unset them: they are left over or meant for another program",
+            "unset them: they are left over, or belong to another program",
             names=names,
         )
 
@@ -292,8 +293,8 @@ def _slurm(shell: Shell) -> Iterator[Finding]:
         )
         return
     reason = (
-        f"SlurmClusterResolver takes this for worker {rank} of {number} on {count(len(found), 'host')}; "
-        "lockstep run ignores them and starts a job of its own in each task that runs it"
+        f"for SlurmClusterResolver, this is worker {rank} of {number} on {count(len(found), 'host')}; "
+        "lockstep run ignores these variables and starts a separate job in each task"
     )
     yield _ROWS.fine("SLURM_*", reason, rank=int(rank), tasks=int(number), hosts=len(found))
 
@@ -379,7 +380,7 @@ def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
         if any(folder == each.resolve() for each in installed):
             return ()
     except OSError:
-        # The current folder may have been removed.
+        # The current folder may no longer exist.
         return ()
     found = [name for name in NAMES if _finds(name, folder)]
     return tuple(
@@ -391,7 +392,7 @@ def hidden_modules(folder: Path, installed: Sequence[Path]) -> tuple[str, ...]:
 
 def _finds(name: str, folder: Path) -> bool:
     spec = PathFinder.find_spec(name, [str(folder)])
-    # A folder without __init__.py has no origin; it hides nothing.
+    # A folder without __init__.py has no origin and hides no module.
     return spec is not None and spec.origin is not None
 
 

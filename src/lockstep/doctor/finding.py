@@ -1,4 +1,4 @@
-"""A finding of a check: a row of the report, with a rating, the reason and the remedy. Pure."""
+"""A finding of a check, which is a row of the report: its rating, reason and remedy. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Rating(IntEnum):
-    """How well a job would work; the worst of a report is the exit status of the command."""
+    """Whether a job would work; the worst rating of a report is the exit status of the command."""
 
     FINE = 0
     WARNING = 1
@@ -27,7 +27,7 @@ class Finding:
         rating: `FAILURE` if a job would not work, `WARNING` if it works with a problem.
         reason: what was found, in at most one sentence.
         remedy: what to do about it; empty if nothing needs to be done.
-        facts: the same in numbers and names, for programs; JSON.
+        facts: the same as JSON values, for programs.
     """
 
     section: str
@@ -40,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report; creates its findings."""
+    """A part of the report; makes its findings."""
 
     name: str
 
@@ -49,7 +49,7 @@ class Section:
         return Finding(self.name, name, Rating.FINE, reason, "", facts)
 
     def warning(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:
-        """Return a row on a problem with which jobs work."""
+        """Return a row on a problem despite which jobs work."""
         return Finding(self.name, name, Rating.WARNING, reason, remedy, facts)
 
     def failure(self, name: str, reason: str, remedy: str, **facts: Any) -> Finding:

@@ -4,16 +4,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from lockstep.doctor.cuda_visibility import visibility
 from lockstep.doctor.finding import Finding, Rating
-from lockstep.doctor.shown import shown
 from lockstep.system.prose import count
 
 _SECTION = "gpus"
 _LISTED = "CUDA_VISIBLE_DEVICES"
 _ORDER = "PCI_BUS_ID"
 _GIB = 2**30
-_LITTLE = 0.1
-"""A fraction of a GPU's memory that is too little for training."""
+_LEAST_FREE = 0.1
+"""The fraction of a GPU's memory below which free memory is too little for training."""
 _ON_CPU = "workers compute on the CPU"
 _OLDEST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580.65.06"}
 """For each CUDA version, the first driver that supports all of its minor versions."""
@@ -26,7 +26,7 @@ _OLDEST_INSTALLED = 12
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes."""
+    """Memory of a GPU, in bytes."""
 
     total: int
     used: int
@@ -39,8 +39,8 @@ class Process:
 
     Attributes:
         pid: its id.
-        name: empty if it is unknown.
-        memory: bytes of the GPU's memory; None if unknown.
+        name: empty if unknown.
+        memory: bytes of the GPU's memory that it uses; None if unknown.
     """
 
     pid: int
@@ -50,15 +50,15 @@ class Process:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU; None stands for a value that it does not report.
+    """One GPU; values that it does not report are None.
 
     Attributes:
         index: its NVML index, in the order of the PCI bus.
-        name: of its model.
+        name: of the model.
         uuid: as `CUDA_VISIBLE_DEVICES` accepts it.
         bus: its PCI address.
         memory: its own memory, also called FB.
-        bar1: the part of it that other devices on the PCI bus can address.
+        bar1: the part of the memory that other devices on the PCI bus can address.
         temperature: degrees Celsius.
         power: watts.
         power_limit: watts.
@@ -68,8 +68,8 @@ class Gpu:
         denied: whether the only fault is a lack of permission.
         slowdown: the temperature, in degrees Celsius, from which on it throttles.
         hot: whether it throttles because of heat.
-        repair_pending: whether a defective part of its memory is waiting to be replaced.
-        repair_failed: whether a defective part of its memory could not be replaced.
+        repair_pending: whether the replacement of a defective part of its memory is pending.
+        repair_failed: whether the replacement of a defective part of its memory failed.
         capability: its CUDA compute capability.
         instances: the UUIDs of its MIG instances; None if it is not partitioned.
     """
@@ -113,7 +113,7 @@ class GpuReading:
     """The driver's report.
 
     Attributes:
-        driver: None if none answers.
+        driver: None if no driver answers.
         gpus: in the order of their indices.
         missing: why there is no driver or no GPU.
         remedy: what to do about that; empty if nothing needs to be done.
@@ -126,7 +126,7 @@ class GpuReading:
 
 
 def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> list[Finding]:
-    """Return a row for the driver, one for `CUDA_VISIBLE_DEVICES` if it is set, and one for each GPU.
+    """Return findings on the driver, on `CUDA_VISIBLE_DEVICES` if it is set, and on each GPU.
 
     Args:
         reading: the driver's report.
@@ -142,8 +142,8 @@ def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> 
         return [*findings, Finding(_SECTION, "GPUs", rating, absence(reading), reading.remedy)]
     # CUDA does not count GPUs that this process may not use.
     counted = [gpu for gpu in reading.gpus if not gpu.denied]
-    places, problem, by_number = shown(counted, listed)
-    indices = [counted[place].index for place in places]
+    visible, problem, by_number = visibility(counted, listed)
+    indices = [counted[place].index for place in visible]
     if listed is not None and counted:
         mixed = by_number and order != _ORDER and len({gpu.name for gpu in counted}) > 1
         chosen = indices != [gpu.index for gpu in counted]
@@ -153,17 +153,17 @@ def judge(reading: GpuReading, listed: str | None, order: str | None = None) -> 
 
 
 def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str | None) -> Finding:
-    """Return whether a backend that was built for this CUDA version can use the GPUs.
+    """Return the finding on whether a backend that was built for a CUDA version can use the GPUs.
 
     A driver runs programs for its own CUDA version, for every older one, and for newer ones of the same major
-    version if the driver need not compile code for them. Otherwise the backend computes on the CPU, which is
-    a warning.
+    version if it need not compile code for them. Otherwise the backend computes on the CPU, which is a
+    warning.
 
     Args:
         reading: the driver's report.
         backend: its name.
-        cuda: such as "12.8", or "12" if the minor version does not matter; None if it was built without.
-        cudnn: such as "9.10.2" or "91002"; None if it was built without.
+        cuda: such as "12.8", or "12" if the minor version does not matter; None if built without CUDA.
+        cudnn: such as "9.10.2" or "91002"; None if built without cuDNN.
     """
     usable = [gpu for gpu in reading.gpus if not gpu.fault]
     built = f"built for CUDA {cuda}" if cuda else "built without CUDA"
@@ -171,18 +171,18 @@ def judge_build(reading: GpuReading, backend: str, cuda: str | None, cudnn: str 
         built += f" and cuDNN {_show_cudnn(cudnn)}"
     driver = reading.driver
     if driver is None or not usable:
-        rating, effect, remedy = Rating.FINE, "and there is no GPU for it to use", ""
+        rating, effect, remedy = Rating.FINE, "and there is no GPU that it could use", ""
     elif cuda:
         rating, effect, remedy = _compare(backend, _numbers(cuda)[:2], driver, usable)
     else:
-        effect = f"so it computes on the CPU, beside {count(len(usable), 'GPU')}"
+        effect = f"so it computes on the CPU, despite {count(len(usable), 'GPU')}"
         rating, remedy = Rating.WARNING, _install(backend, driver)
     facts = {"cuda": cuda, "cudnn": cudnn, "driver": None if driver is None else asdict(driver)}
     return Finding("backends", f"{backend} and the driver", rating, f"{built}, {effect}", remedy, facts)
 
 
 def absence(reading: GpuReading) -> str:
-    """Return a text that there is no GPU, and why; empty if there is one."""
+    """Return a text on the absence of GPUs and its reason; empty if there is a GPU."""
     if reading.gpus:
         return ""
     if reading.remedy:
@@ -191,7 +191,7 @@ def absence(reading: GpuReading) -> str:
 
 
 def quantities(gpu: Gpu) -> dict[str, str]:
-    """Return a GPU's memory, temperature and so on as texts; empty for values that it does not report."""
+    """Return the measurements of a GPU as texts, by heading; empty for values that it does not report."""
     limit = "" if gpu.power_limit is None else f" of {gpu.power_limit:.0f}"
     return {
         "memory": _show_memory(gpu.memory),
@@ -204,7 +204,7 @@ def quantities(gpu: Gpu) -> dict[str, str]:
 
 
 def describe(gpu: Gpu) -> str:
-    """Return all that a GPU reports, or its fault, in a sentence."""
+    """Return everything that a GPU reports, or its fault, as one text."""
     if gpu.fault:
         return ": ".join(filter(None, (title(gpu), gpu.fault)))
     values = [f"{what} {text}" for what, text in quantities(gpu).items() if text]
@@ -233,9 +233,7 @@ def _judge_list(listed: str, indices: Sequence[int], problem: str, counted: int,
         remedy = f"name numbers from 0 to {counted - 1}, or UUIDs as nvidia-smi -L shows them, each once"
         return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
     if guessed:
-        reason = (
-            f"{listed!r} may name other GPUs than below: where models differ, CUDA counts the fastest first"
-        )
+        reason = f"{listed!r} may name other GPUs than below: if models differ, CUDA counts the fastest first"
         remedy = f"set CUDA_DEVICE_ORDER={_ORDER}, or name UUIDs"
         return Finding(_SECTION, _LISTED, Rating.WARNING, reason, remedy, facts)
     reason = f"{listed!r} shows {names}" + ("" if indices else f": {_ON_CPU}")
@@ -246,7 +244,7 @@ def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
     rating, reasons = Rating.FINE, [describe(gpu)]
     remedies: list[str] = []
     if gpu.denied:
-        # This is how a cluster assigns some of a machine's GPUs to a job.
+        # Clusters thus assign some of a machine's GPUs to a job.
         if not usable:
             rating = Rating.WARNING
             remedies.append(f"ask for access to /dev/nvidia{gpu.index}, or for GPUs for the job")
@@ -254,7 +252,7 @@ def _judge_gpu(gpu: Gpu, usable: Sequence[Gpu], *, is_shown: bool) -> Finding:
         rating = Rating.FAILURE if is_shown else Rating.WARNING
         remedies.append("look for its Xid in the kernel's log (sudo dmesg | grep -i xid), and reboot")
         if usable and is_shown:
-            remedies.append(f"until then name the UUIDs of the others in {_LISTED}")
+            remedies.append(f"until then, name the UUIDs of the others in {_LISTED}")
     elif is_shown and (problems := _problems(gpu)):
         rating = Rating.WARNING
         reasons += [problem for problem, _ in problems]
@@ -280,9 +278,9 @@ def _problems(gpu: Gpu) -> list[tuple[str, str]]:
     if gpu.repair_failed:
         found.append(("a defective part of its memory could not be replaced", "replace the GPU"))
     if gpu.repair_pending:
-        reset = f"when nothing uses it, sudo nvidia-smi --gpu-reset -i {gpu.index}, or reboot"
+        reset = f"when no process uses it, sudo nvidia-smi --gpu-reset -i {gpu.index}, or reboot"
         found.append(("a defective part of its memory is pending replacement", reset))
-    if gpu.memory is not None and gpu.memory.free < _LITTLE * gpu.memory.total:
+    if gpu.memory is not None and gpu.memory.free < _LEAST_FREE * gpu.memory.total:
         found.append(_used_up(gpu.processes or (), gpu.memory))
     return found
 
@@ -293,7 +291,9 @@ def _used_up(processes: Sequence[Process], memory: GpuMemory) -> tuple[str, str]
         reason += (
             f": {' and '.join(map(_show_process, processes))} {'uses' if len(processes) == 1 else 'use'} it"
         )
-        end = f"stop what is not needed: kill {' '.join(str(process.pid) for process in processes)}"
+        end = (
+            f"stop processes that are not needed: kill {' '.join(str(process.pid) for process in processes)}"
+        )
     else:
         end = "stop the processes that use it; they may belong to another user or run in another container"
     return reason, f"{end}; or name other GPUs in {_LISTED}"
@@ -314,8 +314,8 @@ def _compare(
         remedy = f"install a {backend} built for an older CUDA"
         return Rating.WARNING, f"which has no code for {names}", remedy
     if driver.cuda is not None and wanted > driver.cuda:
-        known = f"but the driver knows it up to {_dotted(driver.cuda)}"
-        return Rating.FINE, f"{known}: all works except code that the driver must compile (PTX)", ""
+        known = f"but the driver supports up to {_dotted(driver.cuda)}"
+        return Rating.FINE, f"{known}: only code that the driver must compile (PTX) does not work", ""
     return Rating.FINE, "which the driver supports", ""
 
 
@@ -336,7 +336,7 @@ def _install(backend: str, driver: Driver) -> str:
     ways = {
         "jax": f"pip install 'jax[cuda{major}]'",
         "tensorflow": "pip install 'tensorflow[and-cuda]'",
-        "torch": f"install it for CUDA {major}, as pytorch.org/get-started says",
+        "torch": f"install it for CUDA {major}, as pytorch.org/get-started describes",
     }
     return ways.get(backend, f"install a {backend} built for CUDA {major}")
 

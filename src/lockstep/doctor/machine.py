@@ -10,12 +10,12 @@ from lockstep.doctor.resources import (
     Disk,
     HostMemory,
     Machine,
-    Shared,
+    SharedMemoryTest,
     System,
     SystemPaths,
     UserLimits,
-    look,
-    look_at_system,
+    inspect_machine,
+    inspect_system,
 )
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.prose import count
@@ -24,7 +24,7 @@ _ROWS = Section("machine")
 
 _PROCESSORS = ("x86_64", "aarch64")
 _LEAST_MEMORY, _ENOUGH_MEMORY = 300 * 10**6, 2 * 10**9
-_ENOUGH_IN_SHM = 256 * 10**6
+_ENOUGH_SHM = 256 * 10**6
 _ENOUGH_FILES, _MANY_FILES = 1024, 2**16
 _ENOUGH_THREADS = 256
 _ENOUGH_DISK = 10**9
@@ -32,20 +32,20 @@ _FAST_CLOCKS = ("tsc", "tsc-early", "arch_sys_counter", "kvm-clock", "hyperv_clo
 """Clock sources that a program can read without a system call."""
 _TOLERANCE = 600.0
 """Seconds by which the clock of a file server may be ahead."""
-_TOO_FAR_BACK = 1e-3
-"""Seconds. Clocks of a virtual machine's cores differ by microseconds, which does no harm."""
+_MAX_STEP_BACK = 1e-3
+"""Seconds. The clocks of a virtual machine's cores may differ by microseconds, which is harmless."""
 _CLOCK = SystemClock()
 
 
 def examine_machine(places: SystemPaths = HERE, clock: Clock = _CLOCK) -> list[Finding]:
-    """Examine this machine; if it does not run Linux, return only that finding.
+    """Return the findings on this machine; if it does not run Linux, only that finding.
 
     Args:
-        places: the paths to examine.
-        clock: the clock to examine.
+        places: the paths to inspect.
+        clock: the clock to inspect.
     """
-    system = look_at_system()
-    return judge(look(system, places, clock)) if system.name == "Linux" else [judge_system(system)]
+    system = inspect_system()
+    return judge(inspect_machine(system, places, clock)) if system.name == "Linux" else [judge_system(system)]
 
 
 def judge(machine: Machine) -> list[Finding]:
@@ -70,7 +70,7 @@ def judge_system(system: System) -> Finding:
     if system.name != "Linux" or system.processor not in _PROCESSORS:
         return _ROWS.failure(
             "system",
-            f"workers exchange data on Linux only, on {' and '.join(_PROCESSORS)}; this is {system.name} on "
+            f"workers exchange data only on Linux on {' and '.join(_PROCESSORS)}; this is {system.name} on "
             f"{system.processor}",
             "use such a machine, virtual machine or container",
             **facts,
@@ -78,7 +78,7 @@ def judge_system(system: System) -> Finding:
     if system.unwatched:
         return _ROWS.failure(
             "system",
-            f"workers cannot be watched: pidfd_open says {system.unwatched!r} (kernel {system.kernel})",
+            f"Lockstep cannot watch workers: pidfd_open fails: {system.unwatched} (kernel {system.kernel})",
             "use Linux 5.3 or newer; a sandbox must allow pidfd_open",
             **facts,
         )
@@ -122,7 +122,7 @@ def _memory(memory: HostMemory) -> Finding:
     return _ROWS.fine("memory", shown, **facts)
 
 
-def _shared_memory(shared: Shared) -> Finding:
+def _shared_memory(shared: SharedMemoryTest) -> Finding:
     facts = {"bytes": shared.probed, "fault": shared.fault}
     if shared.fault:
         return _ROWS.failure(
@@ -134,12 +134,12 @@ def _shared_memory(shared: Shared) -> Finding:
         )
     return _ROWS.fine(
         "shared memory",
-        f"{_size(shared.probed)} could be allocated; exchanged data counts as memory of the workers",
+        f"{_size(shared.probed)} could be allocated; it counts as memory of the workers",
         **facts,
     )
 
 
-def _files_in_memory(shared: Shared) -> Finding:
+def _files_in_memory(shared: SharedMemoryTest) -> Finding:
     facts = {"free": shared.files, "fault": shared.files_fault}
     remedy = (
         "docker run --shm-size=2g; in Kubernetes, mount an emptyDir with medium: Memory there; or "
@@ -148,15 +148,15 @@ def _files_in_memory(shared: Shared) -> Finding:
     if shared.files_fault:
         return _ROWS.warning(
             "/dev/shm",
-            f"{shared.files_fault}: Lockstep needs nothing there, but multiprocessing and the workers of "
+            f"{shared.files_fault}: Lockstep does not use it, but multiprocessing and the workers of "
             "PyTorch's DataLoader do",
             remedy,
             **facts,
         )
-    if shared.files is not None and shared.files < _ENOUGH_IN_SHM:
+    if shared.files is not None and shared.files < _ENOUGH_SHM:
         return _ROWS.warning(
             "/dev/shm",
-            f"{_size(shared.files)} are free: Lockstep needs nothing there, but the workers of PyTorch's "
+            f"{_size(shared.files)} are free: Lockstep does not use it, but the workers of PyTorch's "
             "DataLoader share tensors there and fail with a bus error when it is full",
             remedy,
             **facts,
@@ -173,7 +173,7 @@ def _open_files(limits: UserLimits) -> Finding:
     raised = limits.most_files is None or limits.most_files >= _ENOUGH_FILES
     return _ROWS.warning(
         "open files",
-        f"{limits.files:,} per process: many workers, or an input of many files, need more",
+        f"{limits.files:,} per process: many workers, or an input with many files, need more",
         f"ulimit -n {min(limits.most_files or _MANY_FILES, _MANY_FILES)}"
         if raised
         else "raise the hard limit (limits.conf, LimitNOFILE= of systemd, the container's --ulimit nofile=)",
@@ -186,7 +186,7 @@ def _threads(limits: UserLimits) -> Finding:
     left = [each for each in (limits.user_left, limits.group_left) if each is not None]
     if not left:
         return _ROWS.fine("processes and threads", "no limit", **facts)
-    shown = f"{min(left):,} more may start"
+    shown = f"{min(left):,} more can start"
     if min(left) >= _ENOUGH_THREADS:
         return _ROWS.fine("processes and threads", shown, **facts)
     by_user = limits.user_left == min(left)
@@ -225,19 +225,19 @@ def _disk(disk: Disk) -> Finding:
 def _monotonic_clock(clocks: Clocks) -> Finding:
     facts = {"source": clocks.source, "seconds_a_reading": clocks.cost, "seconds_back": clocks.back}
     shown = f"{clocks.source or 'of an unknown source'}, {clocks.cost * 1e9:,.0f} ns per reading"
-    if clocks.back > _TOO_FAR_BACK:
+    if clocks.back > _MAX_STEP_BACK:
         return _ROWS.warning(
             "monotonic clock",
             f"{shown}: it went back by {clocks.back:.3g} s; all timeouts depend on it",
-            "let the kernel use another clock source (its log names those that it distrusts)",
+            "select another clock source (the kernel's log names the unstable ones)",
             **facts,
         )
     if clocks.source and clocks.source not in _FAST_CLOCKS:
         return _ROWS.warning(
             "monotonic clock",
-            f"{shown}: each is a system call, and workers read the clock continuously while they wait",
-            f"let the kernel use {_FAST_CLOCKS[0]} or the hypervisor's clock, unless its log says that "
-            "it is unstable",
+            f"{shown}: each reading is a system call, and waiting workers read the clock continuously",
+            f"select the clock source {_FAST_CLOCKS[0]} or that of the hypervisor, unless the kernel's log "
+            "calls it unstable",
             **facts,
         )
     return _ROWS.fine("monotonic clock", shown, **facts)
@@ -248,8 +248,8 @@ def _wall_clock(clocks: Clocks) -> Finding:
     if clocks.wall < clocks.installed - _TOLERANCE:
         return _ROWS.warning(
             "wall clock",
-            f"it says {_date(clocks.wall)}, but installed files date from {_date(clocks.installed)}: names "
-            "of runs and times in logs will be wrong, and downloads may be refused",
+            f"it shows {_date(clocks.wall)}, but installed files date from {_date(clocks.installed)}: names "
+            "of runs and times in logs will be wrong, and downloads may fail",
             "set the clock (timedatectl set-ntp true)",
             **facts,
         )

@@ -1,4 +1,4 @@
-"""Readings of this machine's GPUs through NVML, NVIDIA's library that comes with the driver."""
+"""Reads the GPUs of this machine through NVML, NVIDIA's library, which comes with the driver."""
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,23 +14,23 @@ from lockstep.system.prose import printable
 PCI = Path("/sys/bus/pci/devices")
 _NVIDIA = "0x10de"
 _DISPLAY = "0x03"
-_FOR_GUESTS = "vfio-pci"
+_PASSTHROUGH = "vfio-pci"
 """The driver of GPUs that are passed through to virtual machines."""
 _HEAT = 0x20 | 0x40
 """The throttle reasons for heat, detected by software and by hardware."""
-_UNTOLD = 2**64 - 1
+_UNKNOWN = 2**64 - 1
 _REFUSALS = {
     "NVMLError_LibraryNotFound": (
-        "NVIDIA's driver is not installed: there is no libnvidia-ml.so.1",
+        "NVIDIA's driver is not installed: libnvidia-ml.so.1 is missing",
         "install NVIDIA's driver; for a container, start it with the GPUs (docker run --gpus all)",
     ),
     "NVMLError_DriverNotLoaded": (
         "NVIDIA's driver is installed, but not loaded",
-        "load it: sudo modprobe nvidia; where that fails, the kernel's log (sudo dmesg) says why",
+        "load it: sudo modprobe nvidia; if that fails, the kernel's log (sudo dmesg) contains the reason",
     ),
     "NVMLError_LibRmVersionMismatch": (
-        "the driver that is loaded has another version than its library: it was updated since it was loaded",
-        "reboot; restart a container",
+        "the versions of the loaded driver and its library differ: the driver was updated after loading",
+        "reboot; in a container, restart the container",
     ),
     "NVMLError_NoPermission": (
         "this user may not use NVIDIA's driver",
@@ -81,35 +81,35 @@ def read(library: Any | None, pci: Path = PCI) -> GpuReading:
 
 @contextmanager
 def reader(library: Any | None, pci: Path = PCI) -> Iterator[Callable[[], GpuReading]]:
-    """Yield a function that works like `read`, but fast: the driver stays initialized between readings."""
-    awake = False
+    """Yield a faster function like `read`: the driver stays initialized between readings."""
+    initialized = False
     if library is not None:
         with suppress(library.NVMLError):
             library.nvmlInit()
-            awake = True
+            initialized = True
     try:
         yield lambda: read(library, pci)
     finally:
-        if library is not None and awake:
+        if library is not None and initialized:
             with suppress(library.NVMLError):
                 library.nvmlShutdown()
 
 
-class _Questions:
-    """Queries NVML.
+class _Queries:
+    """Queries of NVML.
 
     Attributes:
-        fault: why the GPU cannot be used, as far as its answers show.
+        fault: why the GPU cannot be used, according to the answers so far; empty if it can.
     """
 
     def __init__(self, library: Any) -> None:
         self.fault = ""
         self._library = library
-        # The second is raised if the library is newer than the driver.
+        # NVML raises the second one if the library is newer than the driver.
         self._errors = (library.NVMLError, getattr(library, "NVMLLibraryMismatchError", library.NVMLError))
 
-    def ask(self, function: str, *arguments: Any) -> Any:
-        """Return the result of a function; None if this device, driver or library does not support it."""
+    def query(self, function: str, *arguments: Any) -> Any:
+        """Return the result of a function; None if the device, driver or library does not support it."""
         if not hasattr(self._library, function):
             return None
         try:
@@ -122,7 +122,7 @@ class _Questions:
 
     def text(self, function: str, *arguments: Any) -> str | None:
         """Return a text result as one line that is safe to print."""
-        answer = self.ask(function, *arguments)
+        answer = self.query(function, *arguments)
         return None if answer is None else _plain(answer)
 
 
@@ -141,15 +141,15 @@ def _nothing(devices: tuple[str, ...], why: str, remedy: str, driver: Driver | N
 
 
 def _with_driver(library: Any, devices: tuple[str, ...]) -> GpuReading:
-    questions = _Questions(library)
-    version = questions.text("nvmlSystemGetDriverVersion") or "of an unknown version"
-    # The first returns the CUDA version that programs would find, which may be newer than the driver's own.
+    queries = _Queries(library)
+    version = queries.text("nvmlSystemGetDriverVersion") or "of an unknown version"
+    # The first function returns the CUDA version that programs find; it may be newer than the driver's own.
     names = ("nvmlSystemGetCudaDriverVersion_v2", "nvmlSystemGetCudaDriverVersion")
-    number = next((answer for answer in map(questions.ask, names) if answer), None)
+    number = next((answer for answer in map(queries.query, names) if answer), None)
     driver = Driver(version, None if number is None else (number // 1000, number % 1000 // 10))
-    gpus = tuple(_gpu(library, index) for index in range(questions.ask("nvmlDeviceGetCount") or 0))
+    gpus = tuple(_gpu(library, index) for index in range(queries.query("nvmlDeviceGetCount") or 0))
     if devices and not gpus:
-        remedy = "the kernel's log says why: sudo dmesg | grep -i nvrm"
+        remedy = "the kernel's log contains the reason: sudo dmesg | grep -i nvrm"
         return _nothing(devices, "the driver does not support it", remedy, driver)
     return GpuReading(driver, gpus)
 
@@ -161,68 +161,68 @@ def _gpu(library: Any, index: int) -> Gpu:
         if type(error).__name__ == "NVMLError_NoPermission":
             return Gpu(index, fault="this process may not use it", denied=True)
         return Gpu(index, fault=_LOST.get(type(error).__name__, f"it does not respond: {error}"))
-    questions = _Questions(library)
-    ask, text = questions.ask, questions.text
-    bus, rates = ask("nvmlDeviceGetPciInfo", handle), ask("nvmlDeviceGetUtilizationRates", handle)
-    _, _, pending, failed = ask("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
-    kind = ask("nvmlDeviceGetCudaComputeCapability", handle)
+    queries = _Queries(library)
+    query, text = queries.query, queries.text
+    bus, rates = query("nvmlDeviceGetPciInfo", handle), query("nvmlDeviceGetUtilizationRates", handle)
+    _, _, pending, failed = query("nvmlDeviceGetRemappedRows", handle) or (0, 0, 0, 0)
+    kind = query("nvmlDeviceGetCudaComputeCapability", handle)
     return Gpu(
         index,
         name=text("nvmlDeviceGetName", handle),
         uuid=text("nvmlDeviceGetUUID", handle),
         bus=None if bus is None else _plain(bus.busId),
-        memory=_memory(ask("nvmlDeviceGetMemoryInfo", handle)),
-        bar1=_memory(ask("nvmlDeviceGetBAR1MemoryInfo", handle), "bar1Total", "bar1Used", "bar1Free"),
-        temperature=ask("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU),
-        power=_watts(ask("nvmlDeviceGetPowerUsage", handle)),
-        power_limit=_watts(ask("nvmlDeviceGetEnforcedPowerLimit", handle)),
+        memory=_memory(query("nvmlDeviceGetMemoryInfo", handle)),
+        bar1=_memory(query("nvmlDeviceGetBAR1MemoryInfo", handle), "bar1Total", "bar1Used", "bar1Free"),
+        temperature=query("nvmlDeviceGetTemperature", handle, library.NVML_TEMPERATURE_GPU),
+        power=_watts(query("nvmlDeviceGetPowerUsage", handle)),
+        power_limit=_watts(query("nvmlDeviceGetEnforcedPowerLimit", handle)),
         utilization=None if rates is None else int(rates.gpu),
-        processes=_processes(questions, handle),
-        slowdown=ask(
+        processes=_processes(queries, handle),
+        slowdown=query(
             "nvmlDeviceGetTemperatureThreshold", handle, library.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN
         ),
-        hot=bool((ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _HEAT),
-        repair_pending=bool(pending or ask("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
+        hot=bool((query("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0) & _HEAT),
+        repair_pending=bool(pending or query("nvmlDeviceGetRetiredPagesPendingStatus", handle)),
         repair_failed=bool(failed),
         capability=None if kind is None else (int(kind[0]), int(kind[1])),
-        instances=_instances(questions, handle),
-        # The last argument, because each query above may set it.
-        fault=questions.fault,
+        instances=_instances(queries, handle),
+        # This must be the last argument: each query above may set the fault.
+        fault=queries.fault,
     )
 
 
-def _processes(questions: _Questions, handle: Any) -> tuple[Process, ...] | None:
-    """Return compute and graphics processes, by their ids; None if the GPU reports neither."""
+def _processes(queries: _Queries, handle: Any) -> tuple[Process, ...] | None:
+    """Return the compute and graphics processes, sorted by id; None if the GPU reports neither."""
     kinds = ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetGraphicsRunningProcesses")
-    answer = [running for running in (questions.ask(kind, handle) for kind in kinds) if running is not None]
+    answer = [running for running in (queries.query(kind, handle) for kind in kinds) if running is not None]
     if not answer:
         return None
     memory: dict[int, int | None] = {}
     for process in (process for running in answer for process in running):
-        # A process that does both is listed twice, with the same memory.
-        used = None if process.usedGpuMemory == _UNTOLD else process.usedGpuMemory
+        # A process of both kinds is listed twice, with the same memory.
+        used = None if process.usedGpuMemory == _UNKNOWN else process.usedGpuMemory
         memory[process.pid] = _most((memory.get(process.pid), used))
-    return tuple(Process(pid, _name(questions, pid), used) for pid, used in sorted(memory.items()))
+    return tuple(Process(pid, _name(queries, pid), used) for pid, used in sorted(memory.items()))
 
 
 def _most(values: Iterable[int | None]) -> int | None:
     return max((value for value in values if value is not None), default=None)
 
 
-def _name(questions: _Questions, pid: int) -> str:
+def _name(queries: _Queries, pid: int) -> str:
     try:
         return _plain(psutil.Process(pid).name())
     except psutil.Error:
-        return questions.text("nvmlSystemGetProcessName", pid) or ""
+        return queries.text("nvmlSystemGetProcessName", pid) or ""
 
 
-def _instances(questions: _Questions, handle: Any) -> tuple[str, ...] | None:
-    now, _ = questions.ask("nvmlDeviceGetMigMode", handle) or (0, 0)
+def _instances(queries: _Queries, handle: Any) -> tuple[str, ...] | None:
+    now, _ = queries.query("nvmlDeviceGetMigMode", handle) or (0, 0)
     if not now:
         return None
-    places = range(questions.ask("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
-    found = [questions.ask("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
-    names = [questions.text("nvmlDeviceGetUUID", instance) for instance in found if instance is not None]
+    places = range(queries.query("nvmlDeviceGetMaxMigDeviceCount", handle) or 0)
+    found = [queries.query("nvmlDeviceGetMigDeviceHandleByIndex", handle, place) for place in places]
+    names = [queries.text("nvmlDeviceGetUUID", instance) for instance in found if instance is not None]
     return tuple(name for name in names if name is not None)
 
 
@@ -254,5 +254,5 @@ def _is_gpu(device: Path) -> bool:
         vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
     except OSError:
         return False
-    taken = (device / "driver").resolve().name == _FOR_GUESTS
+    taken = (device / "driver").resolve().name == _PASSTHROUGH
     return vendor == _NVIDIA and kind.startswith(_DISPLAY) and not taken

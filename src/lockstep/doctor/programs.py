@@ -1,4 +1,4 @@
-"""Programs that may crash, hang or write anything: each runs in its own process, with a time limit."""
+"""Programs that may crash, hang or write any output: each runs in its own process, with a time limit."""
 
 import contextlib
 import os
@@ -19,23 +19,22 @@ from lockstep.system.descendants import LinuxDescendants, children_now
 from lockstep.system.exit_status import signal_name
 from lockstep.system.prctl import adopt_orphans
 
-_ENDING = 1.0
-_LOOK_EVERY = 0.05
-_SAY_EVERY = 5.0
-_PART = 2**16
-_MOST_KEPT = 2**20
-"""Bytes to keep of the beginning of a program's output, and as many of its end."""
-_SHOWN = 300
+_POLL_SECONDS = 0.05
+_REPORT_SECONDS = 5.0
+_READ_SIZE = 2**16
+_MAX_KEPT = 2**20
+"""Bytes to keep of the beginning of a program's output, and of its end."""
+_MAX_LINE = 300
 
 
 @dataclass(frozen=True)
-class Ended:
+class ProgramResult:
     """How a program ended.
 
     Attributes:
         status: its exit status, negative for a signal; None if it timed out or was not started.
-        output: what it wrote to stdout; of a long output, the beginning and the end.
-        errors: what it wrote to stderr; likewise.
+        output: what it wrote to stdout; only the beginning and the end of a long output.
+        errors: likewise, what it wrote to stderr.
         seconds: how long it ran.
         fault: why it could not be started; empty if it could.
     """
@@ -47,7 +46,7 @@ class Ended:
     fault: str = ""
 
     def how(self) -> str:
-        """Describe how it ended, as the end of a sentence."""
+        """Describe how the program ended, as the end of a sentence."""
         if self.fault:
             return f"could not be started: {self.fault}"
         if self.status is None:
@@ -60,7 +59,7 @@ class Ended:
 
     def _last_line(self) -> str:
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
-        return lines[-1][-_SHOWN:] if lines else ""
+        return lines[-1][-_MAX_LINE:] if lines else ""
 
 
 class ProbeProgram:
@@ -77,20 +76,20 @@ class ProbeProgram:
 
     @classmethod
     def start(cls, command: Sequence[str], environment: Mapping[str, str], grace: float = 0.0) -> Self:
-        """Start it in a new session, so that it can be ended with its children.
+        """Start a program in a new session, so that it can be ended with its children.
 
         Args:
             command: the program's path and its arguments.
             environment: its variables.
-            grace: seconds that it has after SIGTERM to end its children.
+            grace: the seconds that it has after SIGTERM to end its children.
 
         Raises:
-            OSError: the machine cannot.
+            OSError: the program cannot be started.
         """
-        # Otherwise a hanging program would outlive a killed command.
-        bound = [sys.executable, "-P", "-m", "lockstep.doctor.bound", str(os.getpid())]
+        # Otherwise a hanging program would outlive a command that is killed.
+        wrapper = [sys.executable, "-P", "-m", "lockstep.doctor.child_wrapper", str(os.getpid())]
         process = subprocess.Popen(
-            [*bound, *command],
+            [*wrapper, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -99,116 +98,116 @@ class ProbeProgram:
         )
         return cls(process, time.monotonic(), grace)
 
-    def result(self, deadline: float, say: Callable[[float], object] = lambda seconds: None) -> Ended:
-        """Wait for the end, until `deadline` on the monotonic clock, and return how it ended; call this once.
+    def result(self, deadline: float, say: Callable[[float], object] = lambda seconds: None) -> ProgramResult:
+        """Wait for the end, at most until `deadline` on the monotonic clock, and return the result.
 
-        `say` is called every few seconds with the seconds waited so far.
+        Call this once. `say` is called every few seconds with the seconds waited so far.
         """
-        return results([self], deadline, lambda places, seconds: say(seconds))[0]
+        return results([self], deadline, lambda indices, seconds: say(seconds))[0]
 
     def end(self) -> None:
-        """End it, if it runs, and the remaining processes of its session."""
+        """End the program, if it runs, and the remaining processes of its session."""
         if self._has_ended:
             return
         self._has_ended = True
-        below = []
+        children = []
         if self._process.poll() is None:
             with contextlib.suppress(psutil.Error):
-                below = psutil.Process(self._process.pid).children(recursive=True)
+                children = psutil.Process(self._process.pid).children(recursive=True)
             if self._grace:
-                # `lockstep run` then ends its workers, which have their own sessions.
+                # On SIGTERM, `lockstep run` ends its workers, which have their own sessions.
                 self._process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     self._process.wait(self._grace)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        for process in below:
+        for process in children:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self._process.wait()
 
-    def told(self, status: int | None, seconds: float) -> Ended:
-        """Return how it ended, once it has."""
+    def collect(self, status: int | None, seconds: float) -> ProgramResult:
+        """Return the result of the program, which has ended."""
         output, errors = (stream.rest() for stream in self.streams)
         for pipe in (self._process.stdout, self._process.stderr):
             if pipe is not None:
                 pipe.close()
-        return Ended(status, output, errors, seconds)
+        return ProgramResult(status, output, errors, seconds)
 
     def seconds(self) -> float:
-        """Return how long it has been running."""
+        """Return how long the program has been running."""
         return time.monotonic() - self._begun
 
     def status(self) -> int | None:
-        """Return its exit status; None if it runs."""
+        """Return its exit status; None while it runs."""
         return self._process.poll()
 
 
 def results(
     programs: Sequence[ProbeProgram],
     deadline: float,
-    say: Callable[[Sequence[int], float], object] = lambda places, seconds: None,
-) -> list[Ended]:
-    """Wait for all at once, and return how each ended.
+    say: Callable[[Sequence[int], float], object] = lambda indices, seconds: None,
+) -> list[ProgramResult]:
+    """Wait for all programs, and return their results.
 
     Args:
         programs: to wait for.
         deadline: on the monotonic clock.
-        say: called every few seconds with the indices of those that still run and the seconds waited so far.
+        say: called every few seconds with the indices of running programs and the seconds waited so far.
     """
     begun = reported = time.monotonic()
-    ways: dict[int, tuple[int | None, float]] = {}
-    # The output of a program must neither fill the memory nor block the program.
+    ends: dict[int, tuple[int | None, float]] = {}
+    # Output must neither fill the memory nor block the program.
     with selectors.PollSelector() as selector:
         for stream in (stream for program in programs for stream in program.streams):
             selector.register(stream.descriptor, selectors.EVENT_READ, stream)
         while True:
-            for place, program in enumerate(programs):
-                if place not in ways and (status := program.status()) is not None:
-                    ways[place] = status, program.seconds()
+            for index, program in enumerate(programs):
+                if index not in ends and (status := program.status()) is not None:
+                    ends[index] = status, program.seconds()
                     program.end()
             now = time.monotonic()
             left = deadline - now
-            if left <= 0 or len(ways) == len(programs):
+            if left <= 0 or len(ends) == len(programs):
                 break
-            if now - reported >= _SAY_EVERY:
+            if now - reported >= _REPORT_SECONDS:
                 reported = now
-                say([place for place in range(len(programs)) if place not in ways], now - begun)
-            for key, _ in selector.select(min(left, _LOOK_EVERY)):
+                say([index for index in range(len(programs)) if index not in ends], now - begun)
+            for key, _ in selector.select(min(left, _POLL_SECONDS)):
                 if not key.data.read():
                     selector.unregister(key.fd)
-    for place, program in enumerate(programs):
-        ways.setdefault(place, (None, program.seconds()))
+    for index, program in enumerate(programs):
+        ends.setdefault(index, (None, program.seconds()))
     for program in programs:
         program.end()
-    return [program.told(*ways[place]) for place, program in enumerate(programs)]
+    return [program.collect(*ends[index]) for index, program in enumerate(programs)]
 
 
 @contextmanager
-def nothing_left() -> Iterator[None]:
-    """End all processes started within, in any session, also after SIGTERM and SIGHUP."""
-    spare = children_now()
+def ending_descendants() -> Iterator[None]:
+    """End all processes that were started within the block, in any session, also after SIGTERM and SIGHUP."""
+    earlier = children_now()
     with contextlib.suppress(OSError):
         adopt_orphans()
-    heard = [
+    handled = [
         number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) == signal.SIG_DFL
     ]
 
     def leave(number: int, frame: FrameType | None) -> None:
-        for each in heard:
+        for each in handled:
             signal.signal(each, signal.SIG_IGN)
         raise SystemExit(128 + number)
 
-    for number in heard:
+    for number in handled:
         signal.signal(number, leave)
     try:
         yield
     finally:
-        LinuxDescendants(spare).end(grace=0)
+        LinuxDescendants(earlier).end(grace=0)
 
 
 class _ProbeOutput:
-    """The beginning and the end of a program's output to a pipe."""
+    """The output of a program to a pipe: its beginning and its end."""
 
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
@@ -218,23 +217,23 @@ class _ProbeOutput:
         self._has_lost = False
 
     def read(self) -> bool:
-        """Read the available data; return whether more may come."""
+        """Read the available data; return whether more may follow."""
         try:
-            part = os.read(self.descriptor, _PART)
+            part = os.read(self.descriptor, _READ_SIZE)
         except BlockingIOError:
             return True
-        room = _MOST_KEPT - len(self._start)
+        room = _MAX_KEPT - len(self._start)
         self._start += part[:room]
         self._end += part[room:]
-        if len(self._end) > 2 * _MOST_KEPT:
-            del self._end[:-_MOST_KEPT]
+        if len(self._end) > 2 * _MAX_KEPT:
+            del self._end[:-_MAX_KEPT]
             self._has_lost = True
         return bool(part)
 
     def rest(self) -> str:
-        """Read the rest of the pipe, and return all kept output."""
-        # An escaped process may still write: this reads no more than a pipe holds.
-        for _ in range(_MOST_KEPT // _PART):
+        """Read the rest of the pipe, and return the kept output."""
+        # A process that was not ended may still write, so this reads at most what a pipe holds.
+        for _ in range(_MAX_KEPT // _READ_SIZE):
             if not self.read():
                 break
         gap = b"\n...\n" if self._has_lost else b""

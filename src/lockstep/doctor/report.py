@@ -1,4 +1,4 @@
-"""The findings as a table, and as JSON for programs."""
+"""The report: findings as a table for people, and as JSON for programs."""
 
 import json
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         table.add_column(overflow="fold")
         for finding in group:
             text, style = _MARKS[finding.rating]
-            # It may contain output of failed programs.
+            # The reason may contain output of failed programs.
             reason = Text(printable(finding.reason, _LINES))
             if finding.remedy:
                 reason.append("\n-> " + printable(finding.remedy, _LINES), style="cyan")

@@ -1,4 +1,4 @@
-"""The resources of this machine, and the part that this process may use. Examines without judging."""
+"""The resources of this machine, and the part that this process may use. Inspects without judging."""
 
 import fcntl
 import mmap
@@ -21,13 +21,13 @@ from lockstep.system.process_limits import processes_of_user_left
 _PROBE = 2**24
 """Bytes of shared memory to allocate and free as a test."""
 _LEAST_PROBE = mmap.PAGESIZE
-_PART_FOR_PROBE = 8
+_PROBE_DIVISOR = 8
 _READINGS = 5000
 
 
 @dataclass(frozen=True)
 class SystemPaths:
-    """The paths that `look` examines.
+    """The paths that `inspect_machine` inspects.
 
     Attributes:
         proc: the mount point of procfs.
@@ -52,7 +52,7 @@ _CLOCK = SystemClock()
 
 @dataclass(frozen=True)
 class System:
-    """The system.
+    """The operating system.
 
     Attributes:
         name: such as "Linux".
@@ -69,11 +69,11 @@ class System:
 
 @dataclass(frozen=True)
 class Cores:
-    """Cores.
+    """The cores.
 
     Attributes:
-        all: number of cores of the machine.
-        usable: number on which this process may run.
+        all: the number of cores of the machine.
+        usable: the number of cores on which this process may run.
         quota: the CPU quota of its cgroups in cores; None for no limit.
     """
 
@@ -84,12 +84,12 @@ class Cores:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Memory, in bytes.
+    """The memory, in bytes.
 
     Attributes:
         total: of the machine.
         available: free memory of the machine.
-        room: memory left under the limits of the cgroups; None if there are none.
+        room: memory left under the limits of the cgroups; None without limits.
     """
 
     total: int
@@ -103,13 +103,13 @@ class HostMemory:
 
 
 @dataclass(frozen=True)
-class Shared:
-    """Shared memory.
+class SharedMemoryTest:
+    """The result of a test of shared memory.
 
     Attributes:
         probed: bytes of the test allocation.
-        fault: why the allocation failed; empty if it did not.
-        files_fault: why no file can be created in shared memory; empty if one can.
+        fault: why the allocation failed; empty if it succeeded.
+        files_fault: why no file can be created in shared memory; empty if files can be created.
         files: bytes left for such files; None for no limit.
     """
 
@@ -124,9 +124,9 @@ class UserLimits:
     """Limits; None for no limit.
 
     Attributes:
-        files: number of files that a process may open.
-        most_files: the highest value to which it may raise that limit.
-        user_left: number of processes and threads that this user may still start.
+        files: the number of files that a process may open.
+        most_files: the highest value to which a process may raise that limit.
+        user_left: the number of processes and threads that this user may still start.
         group_left: the same for the cgroups of this process.
     """
 
@@ -153,12 +153,12 @@ class Disk:
 
 @dataclass(frozen=True)
 class Clocks:
-    """Clocks.
+    """The clocks.
 
     Attributes:
         source: the clock source of the kernel; empty if unknown.
         cost: seconds that a reading takes.
-        back: seconds by which the monotonic clock went back; 0 if it did not.
+        back: seconds by which the monotonic clock went back; 0 if it never did.
         wall: seconds since 1970.
         installed: the modification time of the newest file of the installation; 0 if there is none.
     """
@@ -172,24 +172,24 @@ class Clocks:
 
 @dataclass(frozen=True)
 class Machine:
-    """The result of `look`."""
+    """The result of `inspect_machine`."""
 
     system: System
     cores: Cores
     memory: HostMemory
-    shared: Shared
+    shared: SharedMemoryTest
     limits: UserLimits
     disk: Disk
     clocks: Clocks
 
 
-def look_at_system() -> System:
-    """Examine what any kind of system reports about itself."""
+def inspect_system() -> System:
+    """Inspect an operating system of any kind."""
     return System(platform.system(), platform.machine(), platform.release(), _unwatched())
 
 
-def look(system: System, places: SystemPaths = HERE, clock: Clock = _CLOCK) -> Machine:
-    """Examine a Linux system."""
+def inspect_machine(system: System, places: SystemPaths = HERE, clock: Clock = _CLOCK) -> Machine:
+    """Inspect a machine that runs Linux."""
     membership = places.proc / "self" / "cgroup"
     memory = _memory(membership, places.cgroups)
     return Machine(
@@ -213,19 +213,19 @@ def _unwatched() -> str:
 
 def _memory(membership: Path, mount: Path) -> HostMemory:
     machine = psutil.virtual_memory()
-    # Version 1 represents "no limit" by a very large number.
+    # Version 1 of cgroups represents "no limit" by a very large number.
     rooms = [room for room in cgroup_rooms(membership, mount) if room < machine.total]
     return HostMemory(int(machine.total), int(machine.available), min(rooms, default=None))
 
 
-def _shared(shm: Path, usable: int) -> Shared:
+def _shared(shm: Path, usable: int) -> SharedMemoryTest:
     # A process that takes the last memory of a cgroup may be killed.
-    size = max(_LEAST_PROBE, min(_PROBE, usable // _PART_FOR_PROBE))
+    size = max(_LEAST_PROBE, min(_PROBE, usable // _PROBE_DIVISOR))
     files_fault, files = _files_in_memory(shm)
-    return Shared(size, _fault_of_sharing(size), files_fault, files)
+    return SharedMemoryTest(size, _sharing_error(size), files_fault, files)
 
 
-def _fault_of_sharing(size: int) -> str:
+def _sharing_error(size: int) -> str:
     """Allocate memory as the exchange between workers does, free it, and return the error, if any."""
     try:
         descriptor = os.memfd_create("lockstep-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -248,7 +248,7 @@ def _files_in_memory(shm: Path) -> tuple[str, int | None]:
     except OSError as error:
         return error.strerror or str(error), None
     if not os.access(shm, os.W_OK | os.X_OK):
-        return "no file can be made there", None
+        return "no file can be created there", None
     return "", found.f_bavail * found.f_frsize if found.f_blocks else None
 
 

@@ -2,8 +2,8 @@
 
     lockstep run ... -m lockstep.doctor.trial_program FILE
 
-The chief writes a JSON object to FILE: the images per second of the second epoch, since the first compiles,
-and the hash of the result.
+The chief writes a JSON object to FILE: the images per second of the second epoch, since the first one
+compiles, and the hash of the result.
 """
 
 import json
@@ -47,7 +47,7 @@ def main(file: Path) -> None:
 
 
 class _Clock(keras.callbacks.Callback):  # type: ignore[misc]
-    """Measures epochs."""
+    """Measures the seconds of each epoch."""
 
     def __init__(self) -> None:
         super().__init__()

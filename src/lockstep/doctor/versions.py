@@ -1,4 +1,4 @@
-"""Whether Python, Lockstep, Keras and the backends are compatible, and which backend a job would use."""
+"""Whether the versions of Python, Lockstep, Keras and the backends fit, and which backend a job would use."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _ROWS = Section("versions")
 LOCKSTEP = "keras-lockstep"
 _CPU_BUILDS = {"tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu")}
 """The distributions that provide a backend, if there are several."""
-_FOLLOWED = ("keras", "jaxlib", "tf-keras")
+_CHECKED = ("keras", "jaxlib", "tf-keras")
 _PLUGINS = "jax-cuda"
 
 
@@ -38,9 +38,9 @@ class Packages:
         """Return the packages of this process."""
         found: dict[str, metadata.Distribution] = {}
         for distribution in metadata.distributions():
-            # The first one on the path is imported.
-            # An interrupted installation leaves a folder without a name or a version.
             fields = distribution.metadata
+            # An interrupted installation leaves a folder without a name or a version. Of several
+            # distributions with one name, Python imports the first one on the path.
             if fields["Name"] and fields["Version"]:
                 found.setdefault(canonicalize_name(fields["Name"]), distribution)
         return cls(
@@ -48,7 +48,7 @@ class Packages:
             {name: tuple(each.requires or ()) for name, each in found.items()},
         )
 
-    def brings(self, backend: str) -> str | None:
+    def provider(self, backend: str) -> str | None:
         """Return the distribution that provides a backend; None if none is installed."""
         names = _CPU_BUILDS.get(backend, (backend,))
         return next((name for name in names if name in self.versions), None)
@@ -87,29 +87,16 @@ class Packages:
         return next((self.versions[each] for each in names if each in self.versions), None)
 
 
-@dataclass(frozen=True)
-class Wish:
-    """The user's choice of a backend.
-
-    Attributes:
-        variable: `KERAS_BACKEND`; None if it is not set.
-        configured: the backend in Keras's configuration file; None if there is none.
-    """
-
-    variable: str | None
-    configured: str | None
-
-
 def examine_versions(
-    packages: Packages, python: str, version: str, wish: Wish, installed: Callable[[str], bool]
+    packages: Packages, python: str, version: str, wishes: Wishes, installed: Callable[[str], bool]
 ) -> tuple[list[Finding], str | None]:
-    """Return the findings, and the backend that a job would use, None if it could not use any.
+    """Return the findings, and the backend that a job would use; None if it could not use any.
 
     Args:
         packages: the installed packages.
         python: the interpreter's path.
         version: of Python.
-        wish: the user's choice of a backend.
+        wishes: the user's requests for a backend.
         installed: whether a backend can be imported.
     """
     findings = [
@@ -117,16 +104,16 @@ def examine_versions(
         _of_lockstep(packages),
         _of_keras(packages),
     ]
-    chosen, why = _choose(wish, installed, python)
+    chosen, why = _choose(wishes, installed, python)
     findings += [_of_backend(packages, backend, installed(backend), chosen) for backend in BACKENDS]
     findings.append(why)
-    followed = {
+    checked = {
         name
-        for name in (LOCKSTEP, *_FOLLOWED, *map(packages.brings, BACKENDS))
+        for name in (LOCKSTEP, *_CHECKED, *map(packages.provider, BACKENDS))
         if name is not None and name in packages.versions
     }
     plugins = (name for name in packages.versions if name.startswith(_PLUGINS))
-    findings.append(_of_requirements(list(packages.unmet(sorted({*followed, *plugins})))))
+    findings.append(_of_requirements(list(packages.unmet(sorted({*checked, *plugins})))))
     return findings, chosen
 
 
@@ -162,7 +149,7 @@ def _of_keras(packages: Packages) -> Finding:
 
 
 def _of_backend(packages: Packages, backend: str, importable: bool, chosen: str | None) -> Finding:
-    name = packages.brings(backend)
+    name = packages.provider(backend)
     facts = {"installed": importable, "chosen": backend == chosen}
     if not importable:
         return Finding("versions", backend, Rating.FINE, "not installed", "", facts)
@@ -181,9 +168,9 @@ def _of_backend(packages: Packages, backend: str, importable: bool, chosen: str 
     )
 
 
-def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[str | None, Finding]:
+def _choose(wishes: Wishes, installed: Callable[[str], bool], python: str) -> tuple[str | None, Finding]:
     try:
-        choice = choose_backend(Wishes(variable=wish.variable, configured=wish.configured), installed, python)
+        choice = choose_backend(wishes, installed, python)
     except LockstepError as error:
         return None, Finding(
             "versions",
@@ -201,12 +188,12 @@ def _choose(wish: Wish, installed: Callable[[str], bool], python: str) -> tuple[
 
 def _of_requirements(unmet: list[str]) -> Finding:
     if not unmet:
-        return _ROWS.fine("requirements", "all packages find their requirements")
+        return _ROWS.fine("requirements", "the requirements of all packages are met")
     return Finding(
         "versions",
         "requirements",
         Rating.WARNING,
         "; ".join(unmet),
-        "pip check lists them; install compatible versions, in a new environment if necessary",
+        "install compatible versions, in a new environment if necessary; pip check lists conflicts",
         {"unmet": unmet},
     )

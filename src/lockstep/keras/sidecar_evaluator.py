@@ -8,9 +8,10 @@ from typing import Any
 
 import keras
 
-from lockstep.checkpoint.store import Contents, Store, load
-from lockstep.checkpoint.store_lock import is_training, last_sign
-from lockstep.checkpoint.watch import CheckpointWatch, Look
+from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.checkpoint_watch import CheckpointWatch, FolderState
+from lockstep.checkpoint.store import Store
+from lockstep.checkpoint.store_lock import is_training, last_activity
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.keras.input.global_inputs import split_validation
 from lockstep.keras.state.checkpoint_callback import asked_in, take_out
@@ -147,20 +148,20 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
     callbacks = _listed(evaluator)
     while evaluator.max_evaluations is None or len(history.epoch) < evaluator.max_evaluations:
         # In this order, so that all checkpoints of a job that has ended are found.
-        trains, begun = is_training(folder), last_sign(folder) >= since
+        trains, begun = is_training(folder), last_activity(folder) >= since
         checkpoints = store.steps()
-        look = Look(clock.now(), trains, begun, checkpoints)
-        step = watch.choose(look)
+        state = FolderState(clock.now(), trains, begun, checkpoints)
+        step = watch.choose(state)
         if step is not None:
             if contents := _read(checkpoints[step], watch, step):
                 _load(evaluator, checkpoints[step], contents)
                 figures = evaluator.evaluate(evaluator.steps, callbacks)
                 _note(history, step, figures)
                 watch.evaluated(step, clock.now())
-        elif watch.is_over(look):
+        elif watch.is_over(state):
             break
         else:
-            _print_note(watch.line(look))
+            _print_note(watch.status_line(state))
             pause(_PAUSE)
     return history
 
@@ -170,7 +171,7 @@ def _read(path: Path, watch: CheckpointWatch, step: int) -> Contents | None:
     try:
         return load(path)
     except CheckpointError as error:
-        if watch.could_not_read(step) and path.exists():
+        if watch.read_failed(step) and path.exists():
             _print_note(f"{error}; skipping this checkpoint")
         return None
 

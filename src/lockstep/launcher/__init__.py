@@ -1,1 +1,1 @@
-"""Starting worker processes: backend, devices, fork server and main program; supervision is elsewhere."""
+"""How worker processes start: backend, devices, fork server and main program; nothing that watches them."""

@@ -105,7 +105,8 @@ def choose_backend(wishes: Wishes, installed: Callable[[str], bool], python: str
     for name in filter(installed, _BY_DEFAULT):
         return Choice(name, "it is the first installed of TensorFlow, JAX and PyTorch")
     raise ConfigError(
-        f"no Keras backend is installed for {python}: pip install 'keras-lockstep[jax]' brings JAX"
+        f"no Keras backend is installed for {python}: install one, such as JAX with pip install "
+        "'keras-lockstep[jax]'"
     )
 
 

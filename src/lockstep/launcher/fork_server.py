@@ -24,9 +24,9 @@ class ForkServerPlan:
 
     Attributes:
         arguments: the program, `[-m] target arguments...`.
-        environment: of all of them.
-        inherited: descriptors that they inherit with the same numbers.
-        scan: the modules that they will import.
+        environment: the part of the environment that they share.
+        inherited: descriptors that workers inherit with the same numbers.
+        scan: the modules that workers will import.
     """
 
     arguments: tuple[str, ...]

@@ -45,7 +45,7 @@ class Forked:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve as the parent of all workers that run the script of `arguments`; return in each worker only."""
+    """Fork the workers that run the script of `arguments`; return only in the workers."""
     setup = ForkServerSetup.read(parent_told())
     die_with(setup.agent)
     connection = socket.socket(fileno=setup.connection)

@@ -1,4 +1,4 @@
-"""Which GPUs each worker gets. Pure."""
+"""Which GPUs each worker of `lockstep run` gets. Pure."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Starting workers: an interface and its local implementation; tests have a fake one."""
+"""The contract of a launcher, which starts workers, and the launcher for this host."""
 
 import contextlib
 import os

@@ -1,7 +1,7 @@
-"""The main program of a worker: joins its job, then runs the user's script.
+"""The main program of a worker: enters its job, then runs the user's script.
 
-The agent starts it, or a process that the user started. Most modules are imported late, because this process
-must first be bound to the life of the agent.
+The fork server starts it, or a process that the user started by hand. Most modules are imported late, because
+this process must first be bound to the life of the agent.
 """
 
 import os
@@ -19,9 +19,10 @@ from lockstep.observability.events import WORKER_EVENTS, SourceChanged
 from lockstep.protocol.worker import AgentMessage
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import WorkerConfig, cache_folder, forget_worker, home_folder, read_worker
-from lockstep.system.notes import flush_streams, note
+from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import die_with
+from lockstep.system.standard_streams import flush_streams
 from lockstep.transport.packet_channel import PacketChannel
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.downloads import share_downloads

@@ -1,1 +1,1 @@
-"""`lockstep.launch`: runs a function on several workers from a notebook; other jobs do not use this."""
+"""`lockstep.launch`, which runs a function on several workers; `lockstep run` uses nothing of it."""

@@ -1,8 +1,8 @@
-"""The command of a job that `lockstep.launch` starts: `lockstep run`, which ends with its caller.
+"""The program that `lockstep.launch` starts: `lockstep run`, bound to the life of its caller.
 
     python -m lockstep.notebook.command CALLER CALL RESULT OPTIONS...
 
-CALLER is a process id, the next two are descriptors, and the options are those of `lockstep run`.
+CALLER is a process id, CALL and RESULT are descriptors, and the options are those of `lockstep run`.
 """
 
 import sys
@@ -17,7 +17,7 @@ from lockstep.system.prctl import die_with
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Become the command; its errors are returned to the caller in place of a result."""
+    """Run the command; its errors go to the caller instead of a result."""
     caller, call_file, result, *options = arguments
     die_with(int(caller))
     try:

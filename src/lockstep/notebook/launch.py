@@ -93,7 +93,7 @@ def launch(
         giver, result = box.take()
     if giver is Giver.COMMAND:
         raise result
-    if status != 0 or giver is Giver.NOBODY:
+    if status != 0 or giver is Giver.NONE:
         raise history.error(status, folder)
     return result  # type: ignore[no-any-return]
 
@@ -163,7 +163,7 @@ class _Relay:
         self._selector.close()
 
     def run(self, seconds: float | None) -> None:
-        """Copy until both pipes are closed, or for so many seconds."""
+        """Copy until both pipes are closed, which the command does when it ends, or for at most `seconds`."""
         end = None if seconds is None else time.monotonic() + seconds
         while self._selector.get_map():
             patience = None if end is None else end - time.monotonic()

@@ -1,6 +1,6 @@
 """A function for other processes, and its result, in anonymous memory that only they inherit.
 
-The only module that pickles, and only for processes that this one or its parent starts.
+This is the only module that pickles, and only for processes that this one or its parent starts.
 """
 
 import dis
@@ -27,9 +27,9 @@ _PICKLING_FAILS = (pickle.PicklingError, TypeError, ValueError, AttributeError, 
 
 
 class Giver(IntEnum):
-    """The writer of a result. The command writes an error if there was no job."""
+    """The process that wrote a result. The command writes an error if no job started."""
 
-    NOBODY = 0
+    NONE = 0
     WORKER = 1
     CHIEF = 2
     COMMAND = 3
@@ -47,7 +47,7 @@ def pack(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     """
     cloudpickle = _cloudpickle()
     sources = {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-    descriptor = os.memfd_create("lockstep-errand", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("lockstep-call", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(descriptor, "wb", closefd=False) as file:
             pickle.dump((sys.path, sources), file)
@@ -93,7 +93,7 @@ class ResultBox:
 
     @classmethod
     def create(cls) -> "ResultBox":
-        """Create an empty one."""
+        """Create an empty box."""
         descriptor = os.memfd_create("lockstep-result")
         os.ftruncate(descriptor, _HEADER.size)
         return cls(descriptor)
@@ -109,7 +109,7 @@ class ResultBox:
         # Opened again, because forked processes share the lock and the position of an open file.
         with Path(f"/proc/self/fd/{self.descriptor}").open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if giver is Giver.WORKER and self._header()[2] != Giver.NOBODY:
+            if giver is Giver.WORKER and self._header()[2] != Giver.NONE:
                 return
             start = file.seek(0, os.SEEK_END)
             try:
@@ -126,8 +126,8 @@ class ResultBox:
     def take(self) -> tuple[Giver, Any]:
         """Return the writer of the current result, and the result."""
         start, _, giver = self._header()
-        if giver == Giver.NOBODY:
-            return Giver.NOBODY, None
+        if giver == Giver.NONE:
+            return Giver.NONE, None
         with mmap.mmap(self.descriptor, 0, prot=mmap.PROT_READ) as memory:
             memory.seek(start)
             return Giver(giver), pickle.load(memory)

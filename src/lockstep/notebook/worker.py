@@ -1,8 +1,8 @@
-"""The program of the workers of `lockstep.launch`: runs a function that it gets in inherited memory.
+"""The script of the workers of `lockstep.launch`: runs a function that it gets in inherited memory.
 
     python -m lockstep.notebook.worker CALL RESULT
 
-Both arguments are descriptors.
+CALL and RESULT are descriptors.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""What a run publishes of itself, and where that is written or shown; nothing that decides."""
+"""The events of a run, the bus that publishes them, the event log and the console; no decisions."""

@@ -21,7 +21,7 @@ class PublishedEvent(NamedTuple):
 
     Attributes:
         time: when it was published, in seconds since 1970.
-        worker: the worker that published it; None if an agent did.
+        worker: the worker that published it; None for the coordinator.
         event: what happened.
     """
 
@@ -42,7 +42,7 @@ class Bus:
 
     Args:
         clock: for the time of events.
-        worker: that publishes; None for an agent.
+        worker: the worker that publishes; None in the coordinator.
         complain: shows a line about a subscriber that raised.
     """
 
@@ -63,11 +63,11 @@ class Bus:
         return lambda: self._remove(subscriber)
 
     def feed(self, *kinds: type[Event], size: int = 1024) -> "Feed":
-        """Return a queue of the events of these classes, which holds the newest `size`."""
+        """Return a queue of the newest `size` events of these classes."""
         return Feed(self, kinds, size)
 
     def has_subscribers(self, kind: type[Event]) -> bool:
-        """Whether events of this class have a subscriber; costs less than making one."""
+        """Whether events of this class have a subscriber; cheaper than creating an event."""
         return kind in self._subscribers
 
     def publish(self, event: Event, worker: int | None = None) -> None:
@@ -75,7 +75,7 @@ class Bus:
 
         Args:
             event: what happened.
-            worker: the worker that published it first, if an agent publishes it again.
+            worker: the worker that published it first, if the coordinator publishes it again.
         """
         subscribers = self._subscribers.get(type(event))
         if subscribers is None:

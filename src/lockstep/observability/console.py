@@ -1,4 +1,4 @@
-"""The person's terminal: what workers write, and what Lockstep says of them."""
+"""The user's terminal: the output of workers, and notes of Lockstep."""
 
 from collections.abc import Callable
 from functools import partial
@@ -10,7 +10,7 @@ _FULL = 1024 * 1024
 _NAMES = ("stdout", "stderr")
 
 Tee = Literal["chief", "all"]
-"""Whose output is shown."""
+"""Workers whose output the terminal shows."""
 
 Write = Callable[[bytes], None]
 
@@ -19,18 +19,19 @@ class Console:
     """Shows the output of the chief as it is, or of all workers line by line.
 
     Args:
-        stdout: takes what workers write to stdout.
-        stderr: takes what workers write to stderr, and notes.
-        tee: whose output is shown.
-        chief: the worker whose output is shown as it is; may change.
+        stdout: takes the stdout of workers.
+        stderr: takes the stderr of workers, and notes.
+        tee: the workers whose output is shown.
+        chief: the first chief.
 
     Attributes:
-        hurries: whether what a reader that is behind cannot take is lost: workers must not wait for it.
+        chief: the worker whose output is shown as it is; changes with views.
+        drops: whether output is dropped while the reader is far behind; otherwise workers wait for it.
     """
 
     def __init__(self, stdout: Sink, stderr: Sink, tee: Tee, chief: int) -> None:
         self.sinks: tuple[Sink, ...] = (stdout, stderr)
-        self.hurries = False
+        self.drops = False
         self._tee = tee
         self.chief = chief
         self._prefixers: list[LinePrefixer] = []
@@ -38,16 +39,16 @@ class Console:
 
     @property
     def full(self) -> bool:
-        """Whether the reader is so far behind that workers should wait for it, unless they hurry."""
+        """Whether the reader is so far behind that workers should wait for it, unless output is dropped."""
         return any(sink.pending > _FULL for sink in self.sinks)
 
     @property
     def pending(self) -> int:
-        """Bytes that the reader has not taken yet."""
+        """Number of bytes that the reader has not taken yet."""
         return sum(sink.pending for sink in self.sinks)
 
     def shown(self) -> int:
-        """Return how many bytes were given to the terminal so far."""
+        """Return the number of bytes that were written so far."""
         return sum(sink.taken for sink in self.sinks)
 
     def shows(self, worker: int) -> bool:
@@ -55,7 +56,7 @@ class Console:
         return self._tee == "all" or worker == self.chief
 
     def outlets(self, worker: int) -> tuple[Write, Write]:
-        """Return where the stdout and the stderr of `worker` go."""
+        """Return the functions that show the stdout and the stderr of `worker`."""
         stdout, stderr = self.sinks[:2]
         if self._tee == "chief":
             return partial(self._show, worker, stdout), partial(self._show, worker, stderr)
@@ -68,11 +69,11 @@ class Console:
         return prefixers[0].write, prefixers[1].write
 
     def say(self, text: str) -> None:
-        """Show a note, a line or several."""
+        """Show a note of one line or several."""
         self.sinks[1].write(f"lockstep: {text}\n".encode(errors="backslashreplace"))
 
     def lost(self) -> list[str]:
-        """Return, once for each, what the terminal does not show any more, and why."""
+        """Return a message for each stream that can no longer be written; each is returned once."""
         failed = [at for at, sink in enumerate(self.sinks) if sink.failure and at not in self._told]
         self._told.update(failed)
         return [
@@ -82,12 +83,12 @@ class Console:
         ]
 
     def end_lines(self) -> None:
-        """Show last lines that have no end."""
+        """Show unterminated last lines."""
         for prefixer in self._prefixers:
             prefixer.close()
 
     def flush(self) -> None:
-        """Pass on what can be passed on now."""
+        """Write what can be written without blocking."""
         for sink in self.sinks:
             sink.flush()
 
@@ -96,5 +97,5 @@ class Console:
             self._pass_on(sink, data)
 
     def _pass_on(self, sink: Sink, data: bytes) -> None:
-        if not (self.hurries and self.full):
+        if not (self.drops and self.full):
             sink.write(data)

@@ -1,4 +1,4 @@
-"""The subscriber that writes `events.jsonl`: a JSON object a line, as docs/run-folder.md describes it."""
+"""The subscriber that writes `events.jsonl`: one JSON object per line, as docs/run-folder.md describes."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,9 @@ from lockstep.system.files import AppendFile, Complain
 class EventLog:
     """Appends events to a file.
 
-    Each event is one `write` of one line, `{"time": ..., "event": ..., <fields>}`, so that lines of
-    a run that was killed are whole, and a reader can follow the file while it grows. Events of a worker have
-    the field `worker`.
+    Each event is one `write` of one line, `{"time": ..., "event": ..., <fields>}`, so a killed run leaves
+    no incomplete lines, and a reader can follow the file while it grows. Events of a worker have the field
+    `worker`.
     """
 
     def __init__(self, file: AppendFile) -> None:
@@ -24,21 +24,21 @@ class EventLog:
 
     @classmethod
     def open(cls, path: Path, complain: Complain) -> Self:
-        """Open `path` to append; a line that an earlier run left unfinished is ended first."""
+        """Open `path` to append; an incomplete last line of an earlier run is terminated first."""
         file = AppendFile.open(path, complain)
         if file.start and file.read(1, file.start - 1) != b"\n":
             file.write(b"\n")
         return cls(file)
 
     def append(self, published: PublishedEvent) -> None:
-        """Append one event; loses it if the file cannot be written."""
+        """Append one event; it is lost if the file cannot be written."""
         line = {"time": round(published.time, 3), **msgspec.to_builtins(published.event)}
         if published.worker is not None:
             line["worker"] = published.worker
         try:
             text = msgspec.json.encode(line)
         except UnicodeEncodeError:
-            # The name of a file that is no UTF-8: JSON has an escape for each of its bytes.
+            # For a file name that is not UTF-8, JSON can escape each byte.
             text = json.dumps(line, ensure_ascii=False).encode(errors="backslashreplace")
         self._file.write(text + b"\n")
 

@@ -1,6 +1,8 @@
-"""What happens in a run: one frozen class an event, with its name in `events.jsonl` as its tag.
+"""The events that a run publishes: one frozen class each, whose tag is the name of the event on disk.
 
-Times are in seconds. A class, its tag and its fields are a row of docs/run-folder.md, which a test compares.
+A fact has one class: supervision decides on these classes too, and adds only events that no run publishes
+(`lockstep.supervisor.events`). Times are in seconds. The tag and the fields of a class are a row of
+docs/run-folder.md, which a test compares.
 """
 
 from collections.abc import Mapping
@@ -9,24 +11,24 @@ from typing import Any, get_args
 import msgspec
 
 FORMAT = 1
-"""Of `events.jsonl`; docs/run-folder.md says what a number promises."""
+"""The format of `events.jsonl`; docs/run-folder.md states what a format number guarantees."""
 
 
 class _Event(msgspec.Struct, frozen=True, tag_field="event"):
-    """Has an immutable value; its tag is its name on the disk."""
+    """An immutable event; its tag is its name on disk."""
 
 
 class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     """A run starts.
 
     Attributes:
-        format: of the events that follow.
-        versions: of Python and of what is installed, by distribution.
+        format: of the events of the run.
+        versions: of Python and of installed distributions, by name.
         script: `path` and `sha256` of its file; None if it cannot be read.
-        cores: that the run may use.
-        host: the machine's name.
+        cores: number of cores that the run may use.
+        host: the name of the host.
 
-    The rest is `lockstep.protocol.job_spec.JobSpec`, as built-in types.
+    The other fields are those of `lockstep.protocol.job_spec.JobSpec`, as built-in types.
     """
 
     format: int = FORMAT
@@ -58,7 +60,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
 
 
 class WorkerStarted(_Event, frozen=True, tag="started"):
-    """The process of a worker was started."""
+    """The process of a worker has started."""
 
     worker: int
     pid: int
@@ -70,8 +72,8 @@ class WorkerReady(_Event, frozen=True, tag="ready"):
     worker: int
 
 
-class WorkerJoining(_Event, frozen=True, tag="asks"):
-    """A joining worker requests the position of the training, or, if `whole`, to join the next view."""
+class JoinRequested(_Event, frozen=True, tag="asks"):
+    """A joiner requests the position of the training, or, if `whole`, to join the next view."""
 
     worker: int
     whole: bool
@@ -93,42 +95,42 @@ class WorkerJoined(_Event, frozen=True, tag="joined"):
 
 
 class WorkerLeft(_Event, frozen=True, tag="left"):
-    """A worker was asked to leave and is not in the next view."""
+    """A worker was asked to leave, and is not in the next view."""
 
     worker: int
     reason: str
 
 
 class WorkerLost(_Event, frozen=True, tag="lost"):
-    """A worker was lost and is not in the next view."""
+    """A worker was lost, and is not in the next view."""
 
     worker: int
     reason: str
 
 
-class WorkerFailed(_Event, frozen=True, tag="failed"):
-    """The script raised an exception on a worker: in one line, and as Python prints it."""
+class ScriptFailed(_Event, frozen=True, tag="failed"):
+    """The script raised on a worker: the error in one line, and the traceback as Python prints it."""
 
     worker: int
     summary: str
     traceback: str
 
 
-class WorkerDone(_Event, frozen=True, tag="done"):
-    """The script finished on a worker (status 0) or exited with another status."""
+class ScriptEnded(_Event, frozen=True, tag="done"):
+    """The script finished on a worker (status 0), or exited with another status; its process still runs."""
 
     worker: int
     status: int
 
 
-class ProcessEnded(_Event, frozen=True, tag="exited"):
+class WorkerExited(_Event, frozen=True, tag="exited"):
     """The process of a worker has ended; its status is negative for a signal."""
 
     worker: int
     status: int
 
 
-class WorkerWaiting(_Event, frozen=True, tag="wait"):
+class WaitReported(_Event, frozen=True, tag="wait"):
     """A worker has waited for `seconds` in `what` for the workers `waits_for`; repeated while it waits."""
 
     worker: int
@@ -137,14 +139,14 @@ class WorkerWaiting(_Event, frozen=True, tag="wait"):
     seconds: float
 
 
-class StopReceived(_Event, frozen=True, tag="stop"):
-    """The command received a signal to end the job."""
+class StopRequested(_Event, frozen=True, tag="stop"):
+    """A signal, or `lockstep stop`, requests the end of the job; only a signal is published."""
 
     signal: int
 
 
 class DecisionMade(_Event, frozen=True, tag="decision"):
-    """The supervisor decided on actions (their names) for a reason."""
+    """Supervision decided on actions, given by their class names, for a reason."""
 
     reason: str
     actions: tuple[str, ...]
@@ -189,14 +191,14 @@ class JobFinished(_Event, frozen=True, kw_only=True, tag="finished"):
 
     Attributes:
         status: exit status of the command.
-        message: why, in one line; empty if all went well.
-        workers: that are the reason.
-        seconds: that the run took.
-        lost: how many workers were.
-        joined: how many workers have.
-        checkpoints: how many were written.
-        before: steps of training that were taken before this run.
-        steps: of training, those included; None if the script trained nothing or did not end well.
+        message: why, in one line; empty on success.
+        workers: the workers that are the reason.
+        seconds: duration of the run.
+        lost: number of lost workers.
+        joined: number of workers that joined.
+        checkpoints: number of written checkpoints.
+        before: training steps before this run.
+        steps: training steps, including those; None if the script trained nothing or failed.
         model: name of the model that was trained last; empty if there is none.
         digest: `lockstep.digest` of it; empty if there is none.
     """
@@ -219,7 +221,7 @@ class StrategyInstalled(_Event, frozen=True, tag="strategy"):
 
     Attributes:
         backend: of Keras.
-        libraries: their versions, by name, as imported.
+        libraries: versions of the imported libraries, by name.
     """
 
     backend: str
@@ -247,7 +249,7 @@ class TimeoutSet(_Event, frozen=True, tag="patience"):
 
 
 class SourceChanged(_Event, frozen=True, tag="source"):
-    """The file of a module differs from the text that the workers run; `what` says how."""
+    """The file of a module differs from the source that the workers run; `what` says how."""
 
     path: str
     what: str
@@ -268,7 +270,7 @@ class CheckpointsConfigured(_Event, frozen=True, tag="keeps"):
 
 
 class CheckpointWritten(_Event, frozen=True, tag="checkpoint"):
-    """The checkpoint of a step is on the disk, which took `seconds`."""
+    """The checkpoint of a step is on disk; writing it took `seconds`."""
 
     path: str
     step: int
@@ -296,7 +298,7 @@ class TrainingResumed(_Event, frozen=True, tag="resumed"):
 
 
 class LastStepEnded(_Event, frozen=True, tag="leaving"):
-    """The chief completed its last step after a request to end."""
+    """The chief, asked to stop, completed its last step."""
 
     step: int
 
@@ -305,7 +307,7 @@ class TrainingEnded(_Event, frozen=True, tag="trained"):
     """The chief's script finished.
 
     Attributes:
-        steps: of training, in all.
+        steps: training steps in total.
         model: name of the model that was trained last; empty if there is none.
         digest: `lockstep.digest` of it; empty if there is none.
     """
@@ -316,24 +318,24 @@ class TrainingEnded(_Event, frozen=True, tag="trained"):
 
 
 class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
-    """A worker has taken a step of `fit`, `evaluate` or `train_on_batch` that several replicas compute.
+    """A worker completed a step of `fit`, `evaluate` or `train_on_batch` that several replicas compute.
 
-    The parts are seconds of the worker's main thread; they follow one another and add up to `seconds`. A
-    backend may return from an update before it has computed it: what is left of it counts for the part that
-    waits for the result, mostly the next `compute`.
+    The parts are seconds of the worker's main thread; they do not overlap, and add up to `seconds`. A backend
+    may return from an update before it is computed: the remaining time counts for the part that waits for the
+    result, usually the next `compute`.
 
     Attributes:
         call: such as `fit 1`.
         number: of the step in its call, from 1.
-        seconds: from the end of the step before it to its own; of the first step of a call, or after a
-            validation, from when it has its batch.
+        seconds: from the end of the previous step; in the first step of a call, or after a validation, from
+            when its batch is read.
         input: reading the batch and this worker's rows.
-        compute: the replicas of this worker, forward and backward.
-        wait: for other workers, in the sum and for a new view.
-        exchange: publishing and summing, without waiting.
+        compute: forward and backward passes of the replicas of this worker.
+        wait: waiting for other workers, in the reduce and for a new view.
+        exchange: publishing and summing in the reduce, without waiting.
         update: applying the total.
-        other: callbacks, Keras's own loop, comparing states, and copying checkpoints.
-        logs: what the step returns: arrays of the backend, which it may still be computing.
+        other: callbacks, Keras's own loop, comparing states and copying checkpoints.
+        logs: the results of the step, as arrays of the backend, which may still be computing them.
     """
 
     call: str
@@ -348,20 +350,20 @@ class StepEnded(_Event, frozen=True, kw_only=True, tag="step"):
     logs: Mapping[str, Any] | None = None
 
 
-AgentEvent = (
+CoordinatorEvent = (
     JobStarted
     | WorkerStarted
     | WorkerReady
-    | WorkerJoining
+    | JoinRequested
     | ViewStarted
     | WorkerJoined
     | WorkerLeft
     | WorkerLost
-    | WorkerFailed
-    | WorkerDone
-    | ProcessEnded
-    | WorkerWaiting
-    | StopReceived
+    | ScriptFailed
+    | ScriptEnded
+    | WorkerExited
+    | WaitReported
+    | StopRequested
     | DecisionMade
     | MemoryExhausted
     | OutputLost
@@ -370,7 +372,7 @@ AgentEvent = (
     | WarningShown
     | JobFinished
 )
-"""What an agent or the coordinator publishes."""
+"""Events that the coordinator publishes."""
 
 WorkerEvent = (
     StrategyInstalled
@@ -388,13 +390,13 @@ WorkerEvent = (
     | LastStepEnded
     | TrainingEnded
 )
-"""What a worker publishes, and its agent publishes again."""
+"""Events that a worker publishes; the coordinator publishes them again."""
 
-Event = AgentEvent | WorkerEvent | StepEnded
-"""Every event. A step's stays in its worker."""
+Event = CoordinatorEvent | WorkerEvent | StepEnded
+"""All events. `StepEnded` stays in its worker."""
 
 WORKER_EVENTS: tuple[type[Event], ...] = get_args(WorkerEvent)
-"""Those that a worker sends to its agent."""
+"""The events that a worker sends to its agent."""
 
-RUN_EVENTS: tuple[type[Event], ...] = get_args(AgentEvent | WorkerEvent)
-"""Those of `events.jsonl`."""
+RUN_EVENTS: tuple[type[Event], ...] = get_args(CoordinatorEvent | WorkerEvent)
+"""The events in `events.jsonl`."""

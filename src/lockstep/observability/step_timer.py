@@ -1,4 +1,4 @@
-"""Where the time of a step goes, measured while somebody subscribes to steps."""
+"""Measures the parts of a step, while `StepEnded` has a subscriber."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -13,11 +13,12 @@ Part = Literal["input", "compute", "wait", "exchange", "update", "other"]
 class StepTimer:
     """Measures the steps of one thread, and publishes each as a `StepEnded`.
 
-    A lap is the time since the last lap. It counts for one part of the step; what of it was spent on waiting
-    for others counts for `wait`. Without a subscriber every method returns at once, and reads no clock.
+    A lap is the time since the previous lap. It counts for one part of the step, except for the time spent
+    waiting for others, which counts for `wait`. Without a subscriber, each method returns at once and reads
+    no clock.
 
     Args:
-        events: where steps are published.
+        events: the bus that publishes steps.
         waited: returns the seconds that this worker has waited for others in its view so far.
         now: reads a clock, in seconds.
     """
@@ -41,7 +42,7 @@ class StepTimer:
         return self._call is not None
 
     def begin(self, call: str) -> None:
-        """Note that a step of `call` begins: the step before has ended then, or this is the call's first."""
+        """Note that a step of `call` begins: its first, or one that follows the end of another."""
         if not self._events.has_subscribers(StepEnded):
             self.stop()
         elif self._call == call:
@@ -52,22 +53,22 @@ class StepTimer:
             self._reset(self._now())
 
     def stop(self) -> None:
-        """Note that what follows belongs to no step, until one begins."""
+        """Note that the following time belongs to no step, until `begin`."""
         self._call = None
 
     def lap(self, part: Part) -> None:
-        """Count the time since the last lap for `part`."""
+        """Count the time since the previous lap for `part`."""
         if self._call is None:
             return
         now, waited = self._now(), self._waited()
-        # A new view counts from zero.
+        # A new view starts to count at zero.
         waiting = max(0.0, waited - self._last_waited)
         self._parts["wait"] += waiting
         self._parts[part] += now - self._last - self._charged - waiting
         self._last, self._last_waited, self._charged = now, waited, 0.0
 
     def charging(self, part: Part, act: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what does as `act`, whose time counts for `part` and not for the lap around it."""
+        """Return `act`, wrapped so that its time counts for `part` and not for the enclosing lap."""
         if self._call is None:
             return act
 
@@ -82,7 +83,7 @@ class StepTimer:
         return timed
 
     def end(self, number: int, logs: Mapping[str, Any] | None) -> None:
-        """Publish step `number` of the call; the time since the last lap is in no other part."""
+        """Publish step `number` of the call; the time since the previous lap counts for `other`."""
         if self._call is None:
             return
         self.lap("other")

@@ -1,1 +1,1 @@
-"""Every message between processes, what a channel promises, and what a job is asked to be; no sockets."""
+"""The messages between processes, the contract of a channel, and the specification of a job; no sockets."""

@@ -1,45 +1,45 @@
-"""What a person's commands and a running job tell each other. JSON, one message per packet."""
+"""The requests of `lockstep list`, `scale` and `stop` to a job, and its replies: JSON, one per packet."""
 
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
 MAX_TEXT = 4 * 1024
-"""Bytes of UTF-8 that any one text of a message may have; of a longer one the beginning is sent."""
+"""Bytes of UTF-8 that each text in a message may have; a longer one is cut."""
 
 MAX_PACKET = 128 * 1024
-"""Bytes that no encoded message exceeds; whoever receives reads with a buffer that is larger by one."""
+"""The size limit of an encoded message in bytes; receivers read with a buffer that is larger by one."""
 
 _MOST_WORKERS = 2**31 - 1
 
 
 class StatusRequest(msgspec.Struct, frozen=True, tag="ask"):
-    """What is the state of the job?"""
+    """Requests the state of the job."""
 
 
 class ScaleRequest(msgspec.Struct, frozen=True, tag="scale"):
-    """Go on with so many workers."""
+    """Requests this number of workers."""
 
     workers: Annotated[int, msgspec.Meta(ge=1, le=_MOST_WORKERS)]
 
 
 class StopRequest(msgspec.Struct, frozen=True, tag="end"):
-    """End as after SIGTERM: with checkpoints, keep one first."""
+    """Requests the end of the job, as SIGTERM does: if it saves checkpoints, after a last one."""
 
 
 class Status(msgspec.Struct, frozen=True, tag="status"):
-    """The state of the job; after a `ScaleRequest` or a `StopRequest` it also accepts the request.
+    """The state of the job, which also accepts a `ScaleRequest` or a `StopRequest`.
 
     Attributes:
-        job: the name of the job.
-        script: what it runs.
-        pid: of its agent.
-        run_dir: its folder.
+        job: its name.
+        script: the script or module that it runs.
+        pid: process id of its coordinator and agent.
+        run_dir: its run folder.
         since: when it started, in seconds since 1970.
-        replicas: their number.
-        workers: ids of the members now.
-        joining: ids of those that are starting.
-        wanted: how many workers it should have.
+        replicas: number of replicas.
+        workers: ids of the members.
+        joining: ids of the joiners.
+        wanted: the number of workers that it should have.
         where: what it is doing, such as "fit 1"; may be empty.
     """
 
@@ -56,24 +56,24 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The order is not carried out, for `reason`."""
+    """The request is refused, for `reason`."""
 
     reason: str
 
 
-Order = StatusRequest | ScaleRequest | StopRequest
+AdminRequest = StatusRequest | ScaleRequest | StopRequest
 Reply = Status | Refused
 Kind = TypeVar("Kind")
 
-_orders: msgspec.json.Decoder[Order] = msgspec.json.Decoder(Order)
+_requests: msgspec.json.Decoder[AdminRequest] = msgspec.json.Decoder(AdminRequest)
 _replies: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
-def encode(message: Order | Reply) -> bytes:
-    """Return the packet of `message`; long texts lose their end.
+def encode(message: AdminRequest | Reply) -> bytes:
+    """Return the packet of `message`; long texts are cut.
 
     Raises:
-        ValueError: the message is too large although its texts are not.
+        ValueError: the message is too large although its texts are short enough.
     """
     fields: dict[str, Any] = msgspec.to_builtins(message)
     packet = msgspec.json.encode(
@@ -84,20 +84,20 @@ def encode(message: Order | Reply) -> bytes:
     return packet
 
 
-def decode_order(packet: bytes) -> Order:
-    """Return the order of a packet.
+def decode_request(packet: bytes) -> AdminRequest:
+    """Return the request in a packet.
 
     Raises:
-        ValueError: the packet is not one that `encode` makes of an order.
+        ValueError: the packet is not an encoded request.
     """
-    return _decode(_orders, packet)
+    return _decode(_requests, packet)
 
 
 def decode_reply(packet: bytes) -> Reply:
-    """Return the reply of a packet.
+    """Return the reply in a packet.
 
     Raises:
-        ValueError: the packet is not one that `encode` makes of a reply.
+        ValueError: the packet is not an encoded reply.
     """
     return _decode(_replies, packet)
 
@@ -112,5 +112,5 @@ def _decode(decoder: msgspec.json.Decoder[Kind], packet: bytes) -> Kind:
 
 
 def _clip(text: str) -> str:
-    # A lone surrogate (an undecodable file name) has no UTF-8.
+    # A lone surrogate, as in an undecodable file name, has no UTF-8 encoding.
     return text.encode(errors="backslashreplace")[:MAX_TEXT].decode(errors="ignore")

@@ -1,7 +1,7 @@
-"""How two parts of a job send each other messages: the contract of a channel.
+"""The contract of a channel, which connects two parts of a job.
 
 A channel connects a worker and its agent, an agent and the coordinator, or the command and the coordinator.
-Its messages are typed, arrive whole and in order, and may hold attachments.
+Its messages are typed, arrive complete and in order, and may contain attachments.
 """
 
 import os
@@ -15,9 +15,9 @@ In = TypeVar("In", covariant=True)
 
 
 class Attachment:
-    """Memory that a message hands to another process of this machine: a descriptor.
+    """Memory that a message passes to another process on this host: a descriptor.
 
-    The descriptor is closed once nothing refers to the attachment, unless somebody has taken it.
+    The attachment closes the descriptor when nothing refers to it any longer, unless `take` was called.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -25,7 +25,7 @@ class Attachment:
 
     @classmethod
     def copy_of(cls, descriptor: int) -> Self:
-        """Return an attachment for a descriptor that the caller keeps.
+        """Return an attachment with a copy of a descriptor, which the caller keeps.
 
         Raises:
             OSError: this process has too many descriptors.
@@ -34,21 +34,21 @@ class Attachment:
 
     @classmethod
     def missing(cls) -> Self:
-        """Return what arrives in the place of an attachment for which the receiver had no descriptor left."""
+        """Return an attachment without a descriptor: the receiver had too many open files."""
         return cls(_MISSING)
 
     @property
     def is_missing(self) -> bool:
-        """Whether there is no descriptor: it did not arrive, or was taken."""
+        """Whether there is no descriptor, because it did not arrive or was taken."""
         return self._descriptor == _MISSING
 
     @property
     def descriptor(self) -> int:
-        """The descriptor, which the attachment keeps."""
+        """The descriptor, which still belongs to the attachment."""
         return self._descriptor
 
     def take(self) -> int:
-        """Return the descriptor, which the caller closes."""
+        """Return the descriptor, which now belongs to the caller."""
         descriptor, self._descriptor = self._descriptor, _MISSING
         return descriptor
 
@@ -59,12 +59,12 @@ class Attachment:
 
 @dataclass(frozen=True)
 class PeerGone:
-    """The other end is closed, or its process has ended: nothing more will arrive."""
+    """The other end is closed, or its process has ended; nothing more arrives."""
 
 
 @dataclass(frozen=True)
 class Unreadable:
-    """Something arrived that is not a message for this end, for the reason in `error`."""
+    """Data arrived that is not a message for this end; `error` says why."""
 
     error: str
 
@@ -73,24 +73,25 @@ class Channel(Protocol[Out, In]):
     """One end of a channel."""
 
     def send(self, message: Out, patience: float = 0.0) -> bool:
-        """Send a message; from any thread.
+        """Send a message; may be called from any thread.
 
         Args:
-            message: what to send; the sender keeps its attachments.
-            patience: seconds to wait for a peer that is behind.
+            message: the message; the sender keeps its attachments.
+            patience: seconds to wait while the peer's queue is full.
 
         Returns:
-            Whether the message is on its way: not if the peer is gone or behind, or the message is too large.
+            Whether the message was sent; it is not if the peer is gone, its queue is full, or the message is
+            too large.
         """
 
     def receive(self) -> In | Unreadable | PeerGone | None:
-        """Return what has arrived next, None for nothing; never waits.
+        """Return the next message; None if none has arrived. This never blocks.
 
-        `PeerGone` comes after everything that the peer has sent, and then every time.
+        It returns `PeerGone` after the last message of the peer, and from then on in each call.
         """
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `receive` returns something."""
+        """Return a descriptor that is readable when `receive` does not return None."""
 
     def close(self) -> None:
-        """Close this end; more than once does nothing."""
+        """Close this end; does nothing if it is closed."""

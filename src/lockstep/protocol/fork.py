@@ -1,4 +1,4 @@
-"""What the agent tells the parent of its workers, and asks of it: to fork one. JSON, a packet each."""
+"""The messages between an agent and its fork server: JSON, one per packet."""
 
 from typing import Self
 
@@ -7,20 +7,20 @@ import msgspec
 from lockstep.errors import ConfigError
 
 READY = b"ready"
-"""What the parent says first: from now on a worker is forked at once."""
+"""The first packet of the fork server, sent once it can fork a worker without delay."""
 
 MAX_REQUEST = 160 * 1024
-"""Bytes that no request exceeds."""
+"""The size limit of an encoded request in bytes."""
 
 
 class ForkServerSetup(msgspec.Struct, frozen=True):
-    """What the parent is told when it is started.
+    """What a fork server gets when it starts.
 
     Attributes:
         agent: process id of the agent.
         connection: inherited descriptor of the socket to the agent.
         imports: modules to import, in this order.
-        folder: where the script will find modules first; None where nothing is imported for it.
+        folder: where the script searches for modules first; None if no modules are imported.
     """
 
     agent: int
@@ -29,15 +29,15 @@ class ForkServerSetup(msgspec.Struct, frozen=True):
     folder: str | None = None
 
     def written(self) -> str:
-        """Return the text of a variable."""
+        """Return the value of the environment variable that passes it."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """Parse that text.
+        """Parse the result of `written`.
 
         Raises:
-            ConfigError: it is none.
+            ConfigError: the text is invalid.
         """
         try:
             return msgspec.json.decode(text, type=cls)
@@ -46,10 +46,10 @@ class ForkServerSetup(msgspec.Struct, frozen=True):
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """One worker to fork; its descriptors come along.
+    """Requests a fork; the descriptors of the worker are sent with it.
 
     Attributes:
-        environment: how its environment differs from the parent's; None for a variable that it lacks.
+        environment: how the worker's environment differs from the fork server's; None removes a variable.
     """
 
     environment: dict[str, str | None]
@@ -59,7 +59,7 @@ def encode_fork(request: ForkRequest) -> bytes:
     """Return the packet of a request.
 
     Raises:
-        OSError: it is too large, or not UTF-8.
+        OSError: it is too large, or has no UTF-8 encoding.
     """
     try:
         packet = msgspec.json.encode(request)
@@ -71,10 +71,10 @@ def encode_fork(request: ForkRequest) -> bytes:
 
 
 def decode_fork(packet: bytes) -> ForkRequest:
-    """Return the request of a packet.
+    """Return the request in a packet.
 
     Raises:
-        ValueError: `encode_fork` has not made it.
+        ValueError: the packet is not an encoded request.
     """
     try:
         return msgspec.json.decode(packet, type=ForkRequest)

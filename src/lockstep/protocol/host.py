@@ -1,19 +1,18 @@
-"""What the coordinator of a job, the agents of its hosts and the command tell each other.
+"""The messages between the coordinator of a job and the agents of its hosts, and from the command.
 
-The coordinator decides, and an agent does so on its host; an agent tells what happens there. Both work alike
-whether they are parts of one process or on different hosts.
+The coordinator sends instructions, which an agent carries out on its host, and the agent reports what happens
+there. They work in the same way in one process and on different hosts.
 """
 
 import msgspec
 
-from lockstep.protocol.request import Request
-from lockstep.protocol.worker import RelayedMessage
+from lockstep.protocol.worker import Notice, RelayedMessage
 
 # From the command to the coordinator.
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """The command was asked to end the job by `signal`."""
+    """The command received `signal`, which asks it to end the job."""
 
     signal: int
 
@@ -22,16 +21,16 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
-    """End the present view, if there is one, and begin another.
+    """End the current view, if there is one, and begin another.
 
-    Members learn how to reach the new exchange, at their start if that is still to come. Members that were
-    not in the present view also get the state that was given in it.
+    The agent tells the members how to reach the new exchange, when they start if they have not yet. Members
+    that are not in the current view also get the state that the chief sent in it.
 
     Attributes:
         number: of the view.
         workers: its members, the longest-serving first.
-        reason: why the present view ends.
-        leaving: workers that are told to leave, if they were in the present view.
+        reason: why the current view ends.
+        leaving: the members of the current view that must leave.
     """
 
     number: int
@@ -45,8 +44,8 @@ class StartProcess(msgspec.Struct, frozen=True, tag="start"):
 
     Attributes:
         worker: its id.
-        joins: whether it joins a job that runs already.
-        yielding: workers whose slots are free already, though their processes have not ended.
+        joins: whether it joins a running job.
+        yielding: workers whose slots it may take, although their processes have not ended.
     """
 
     worker: int
@@ -54,47 +53,53 @@ class StartProcess(msgspec.Struct, frozen=True, tag="start"):
     yielding: tuple[int, ...] = ()
 
 
-class LeaveNotice(msgspec.Struct, frozen=True, tag="notice"):
-    """Ask the members of the view for something, or for nothing any more."""
+class PostNotice(msgspec.Struct, frozen=True, tag="notice"):
+    """Post a notice to the members of the view; it replaces the one before."""
 
-    request: Request
+    notice: Notice
 
 
 class DeliverPosition(msgspec.Struct, frozen=True, tag="deliver position"):
-    """Tell a worker that joins what the chief has given last."""
+    """Send a joiner the position that the chief sent last."""
 
     worker: int
 
 
 class SignalProcess(msgspec.Struct, frozen=True, tag="signal"):
-    """Send a signal to the main process of a worker; one that is not started yet is never started."""
+    """Send a signal to the main process of a worker; a worker that has not started yet never starts."""
 
     worker: int
     signal: int
 
 
 class TakeStack(msgspec.Struct, frozen=True, tag="take stack"):
-    """Ask a worker for its Python stack, which is evidence at the end."""
+    """Ask a worker for its Python stack, as evidence for `HostEnded`."""
 
     worker: int
 
 
 class EndExchange(msgspec.Struct, frozen=True, tag="end exchange"):
-    """End the view, for `reason`: no other follows."""
+    """Abort the exchange of the view, for `reason`; no other view follows."""
 
     reason: str
 
 
+class DropOutput(msgspec.Struct, frozen=True, tag="drop output"):
+    """Drop output for which the terminal is too slow, or have its workers wait for the terminal."""
+
+    drops: bool
+
+
 class ReportAll(msgspec.Struct, frozen=True, tag="report all"):
-    """Tell everything that workers have said by now, and then `AllReported`."""
+    """Report every message that workers have sent so far, then `AllReported`."""
 
 
 class EndHost(msgspec.Struct, frozen=True, tag="end"):
-    """End everything that runs on the host for the job.
+    """End all processes of the job on the host.
 
     Attributes:
-        grace: seconds that processes have to end by themselves.
-        evidence: workers whose log and stack are wanted.
+        grace: seconds that they have to exit on their own.
+        evidence: workers whose log and stack the agent reports.
     """
 
     grace: float
@@ -105,7 +110,7 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
 
 
 class ProcessStarted(msgspec.Struct, frozen=True, tag="started"):
-    """A worker was started."""
+    """A worker has started."""
 
     worker: int
     pid: int
@@ -116,8 +121,8 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start failed"):
 
     Attributes:
         worker: its id.
-        joins: whether it was to join.
-        reason: why not.
+        joins: whether it was to join a running job.
+        reason: why it cannot.
     """
 
     worker: int
@@ -126,32 +131,32 @@ class StartFailed(msgspec.Struct, frozen=True, tag="start failed"):
 
 
 class StartCancelled(msgspec.Struct, frozen=True, tag="start cancelled"):
-    """A worker will not be started, because of a signal that came before."""
+    """A worker will not start, because a signal for it came first."""
 
     worker: int
     signal: int
 
 
 class ProcessArrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """A person has started a process that waits to become a worker."""
+    """A user has started a process by hand, which waits to become a worker."""
 
 
 class WorkerSaid(msgspec.Struct, frozen=True, tag="said"):
-    """A worker has sent a message."""
+    """A worker sent a message."""
 
     worker: int
     message: RelayedMessage
 
 
 class NotUnderstood(msgspec.Struct, frozen=True, tag="not understood"):
-    """A worker has sent something that is no message."""
+    """A worker sent an invalid message."""
 
     worker: int
     error: str
 
 
 class StateHeld(msgspec.Struct, frozen=True, tag="state"):
-    """The chief of a view has given the state, which this agent holds; see `StateReply`."""
+    """The chief of a view sent a state, which the agent holds; see `StateReply`."""
 
     view: int
     whole: bool
@@ -159,13 +164,13 @@ class StateHeld(msgspec.Struct, frozen=True, tag="state"):
 
 
 class ProcessExited(msgspec.Struct, frozen=True, tag="exited"):
-    """The process of a worker has ended; what it said and wrote before was told before.
+    """The process of a worker has ended; all its messages and output were reported before.
 
     Attributes:
         worker: its id.
         status: its exit status, negative for a signal, or `UNKNOWN_STATUS`.
-        memory_kills: how many processes the kernel has killed for want of memory since the last worker was
-            killed; 0 where this one was not.
+        memory_kills: how many processes the kernel has killed for lack of memory since a worker was last
+            killed; 0 if this one was not killed.
     """
 
     worker: int
@@ -174,30 +179,30 @@ class ProcessExited(msgspec.Struct, frozen=True, tag="exited"):
 
 
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
-    """A view cannot begin on this host; the present one goes on."""
+    """A view cannot begin on this host; the current one continues."""
 
     number: int
     reason: str
 
 
 class TerminalLost(msgspec.Struct, frozen=True, tag="terminal lost"):
-    """The terminal does not take output any more, for `reason`."""
+    """The terminal no longer accepts output, for `reason`."""
 
     reason: str
 
 
 class AllReported(msgspec.Struct, frozen=True, tag="reported"):
-    """Everything that workers had said when `ReportAll` came was told."""
+    """Every message that workers had sent when `ReportAll` arrived is reported."""
 
 
 class WorkerEvidence(msgspec.Struct, frozen=True):
-    """What a worker has left behind.
+    """What remains of a worker for the message about a failed job.
 
     Attributes:
         worker: its id.
-        has_log: whether there is a log of it.
+        has_log: whether it has a log.
         log: the last lines of its log.
-        stack: the stack that it was asked for, the innermost frame first; empty if there is none.
+        stack: the stack that it wrote on request, the innermost frame first; empty if there is none.
     """
 
     worker: int
@@ -207,11 +212,11 @@ class WorkerEvidence(msgspec.Struct, frozen=True):
 
 
 class HostEnded(msgspec.Struct, frozen=True, tag="ended"):
-    """Nothing runs on the host any more; the last message.
+    """No process of the job runs on the host; the last message.
 
     Attributes:
-        left: process ids that even SIGKILL did not end.
-        evidence: what was asked for, as far as it is there.
+        left: ids of processes that even SIGKILL did not end.
+        evidence: the available evidence of the requested workers.
     """
 
     left: tuple[int, ...] = ()
@@ -221,11 +226,12 @@ class HostEnded(msgspec.Struct, frozen=True, tag="ended"):
 Instruction = (
     BeginView
     | StartProcess
-    | LeaveNotice
+    | PostNotice
     | DeliverPosition
     | SignalProcess
     | TakeStack
     | EndExchange
+    | DropOutput
     | ReportAll
     | EndHost
 )

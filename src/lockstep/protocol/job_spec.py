@@ -1,4 +1,4 @@
-"""What a person asked for: one job on this host."""
+"""The specification of a job on this host."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +9,10 @@ from lockstep.system.prose import count
 from lockstep.topology import View, place
 
 GRACE = 20.0
-"""Seconds that a job which is stopped has for its step and a checkpoint, unless a person says otherwise."""
+"""The default number of seconds that a stopped job has to complete its step and write a checkpoint."""
 
 BACKEND_NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
-"""The Keras backends as people call them."""
+"""The Keras backends, and their names in messages."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Devices:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """One job, with nothing left to decide.
+    """One job, with all defaults resolved.
 
     Attributes:
         target: path of the script, or name of the module.
@@ -39,21 +39,21 @@ class JobSpec:
         workers: number of workers.
         replicas: number of replicas.
         threads: number of threads that compute one replica.
-        seed: everything random in the job follows from it.
-        timeout: seconds after which a worker that others wait for is stuck.
-        run_dir: the run's own folder, as the person wrote it.
-        tee: whose output the terminal shows.
-        backend: the Keras backend, None to leave it.
-        chosen: says in words which backend it is, and why.
-        devices: of each worker; empty to leave them.
-        checkpoints: what is kept, if anything is.
+        seed: determines everything random in the job.
+        timeout: seconds after which a worker that others wait for counts as stuck.
+        run_dir: the run folder, as the user wrote it.
+        tee: the workers whose output the terminal shows.
+        backend: the Keras backend; None to leave it unchanged.
+        chosen: the backend and the reason for it, for messages.
+        devices: of each worker; empty to leave them unchanged.
+        checkpoints: the checkpoints to save; None for none.
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
-        min_workers: with fewer, training waits.
+        min_workers: with fewer workers, training waits.
         max_restarts: how many lost workers are replaced.
-        grace: seconds that a stopped job has for its step and a checkpoint.
+        grace: seconds that a stopped job has to complete its step and write a checkpoint.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
-        adopts: whether models are distributed that a script without a strategy compiles.
-        inherited: descriptors of this process that the script finds at the same numbers.
+        adopts: whether models that a script compiles without a strategy are distributed.
+        inherited: descriptors of this process that workers inherit with the same numbers.
     """
 
     target: str
@@ -80,13 +80,13 @@ class JobSpec:
 
     @property
     def view(self) -> View:
-        """Who owns which replica at the start."""
+        """The first view."""
         return place(self.replicas, tuple(range(self.workers)))
 
     def devices_of(self, slot: int) -> Devices | None:
-        """Return the GPUs of the worker at a slot; None to leave them.
+        """Return the GPUs of the worker at a slot; None to leave them unchanged.
 
-        Who has none of the first workers' slots shares theirs.
+        A worker beyond the first slots shares the GPUs of one of them.
         """
         if not self.devices:
             return None
@@ -94,12 +94,12 @@ class JobSpec:
         return devices if slot < len(self.devices) else Devices(devices.visible, shared=True)
 
     def describe(self) -> str:
-        """Say in one line what is about to run, and where its workers write."""
+        """Describe in one line what will run, and where its logs are."""
         return f"{self.shape}; logs in {self.run_dir}"
 
     @property
     def shape(self) -> str:
-        """What the result depends on, and how many compute it, in one line."""
+        """One line on what the result depends on, and on the number of workers."""
         parts = [
             f"{count(self.workers, 'worker')}, {count(self.replicas, 'replica')}, "
             f"{count(self.threads, 'thread')} each, seed {self.seed}"

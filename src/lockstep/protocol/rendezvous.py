@@ -1,6 +1,6 @@
-"""What a process that a person starts for a task, and the coordinator of its job, tell each other.
+"""The messages between a process that a user starts by hand for a task, and the coordinator of its job.
 
-JSON, one message per packet. Once the process is admitted, both go on with `lockstep.protocol.worker`.
+JSON, one message per packet. After `Admitted`, both use `lockstep.protocol.worker` on the same socket.
 """
 
 import msgspec
@@ -8,20 +8,20 @@ import msgspec
 from lockstep.system.prose import count
 
 MAX_PACKET = 256 * 1024
-"""Bytes that no encoded message exceeds; whoever receives reads with a buffer of this size."""
+"""The size limit of an encoded message in bytes, and the size of the buffers of receivers."""
 
 MOST_OF_ARRIVAL = 120 * 1024
-"""Bytes that no encoded arrival exceeds: it is an argument of the coordinator's command, too."""
+"""The size limit of an encoded arrival in bytes, which is also an argument of the coordinator's command."""
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A task that trains.
+    """A training task.
 
     Attributes:
         kind: "chief" or "worker".
-        index: among those of its kind.
-        address: as `TF_CONFIG` has it.
-        place: the same with the host's number in the place of its name.
+        index: among the tasks of this kind.
+        address: as in `TF_CONFIG`.
+        place: the address with the host's IP address instead of its name.
     """
 
     kind: str
@@ -31,7 +31,7 @@ class Task(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"{self.kind} {self.index}"
 
     def __str__(self) -> str:
@@ -39,15 +39,15 @@ class Task(msgspec.Struct, frozen=True):
 
 
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
-    """A process has come for a task; the descriptor of its stderr comes with this message.
+    """A process has started for a task; the descriptor of its stderr is sent with this message.
 
     Attributes:
-        tasks: all that train, in the order of their replicas.
-        slot: which of them the process is for.
+        tasks: all training tasks, in the order of their replicas.
+        slot: the index of the task that the process is for.
         version: of Lockstep.
         backend: of Keras.
-        cores: that the process may use.
-        gpus: that it sees.
+        cores: number of cores that the process may use.
+        gpus: the GPUs that are visible to the process.
         target: the script or module that it runs.
     """
 
@@ -66,7 +66,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
 
 
 class KeepWaiting(msgspec.Struct, frozen=True, tag="patience"):
-    """The process has to wait, for `what`."""
+    """The process must wait for `what`."""
 
     what: str
 
@@ -78,17 +78,17 @@ class Rejected(msgspec.Struct, frozen=True, tag="turned away"):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag="admitted"):
-    """The process is a worker now.
+    """The process becomes a worker.
 
     Attributes:
         worker: its id.
-        joins: whether the job runs already.
-        replicas: of the job.
+        joins: whether it joins a running job.
+        replicas: number of replicas of the job.
         seed: of the job.
-        threads: that compute one replica.
-        timeout: seconds after which a worker that others wait for is stuck.
-        run_dir: the run's folder, absolute.
-        coordinator: process id.
+        threads: number of threads that compute one replica.
+        timeout: seconds after which a worker that others wait for counts as stuck.
+        run_dir: the run folder, absolute.
+        coordinator: process id of the coordinator.
         shares: whether another worker uses one of its GPUs.
     """
 
@@ -113,7 +113,7 @@ def encode(message: Arrival | Answer) -> bytes:
     """Return the packet of `message`.
 
     Raises:
-        ValueError: it is too large.
+        ValueError: the message is too large.
     """
     packet = msgspec.json.encode(message)
     if len(packet) > MAX_PACKET:
@@ -125,7 +125,7 @@ def decode_arrival(packet: bytes) -> Arrival:
     """Return the arrival in a packet.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the packet is not an encoded arrival, or its slot is not one of its tasks.
     """
     try:
         arrival = _arrivals.decode(packet)
@@ -140,7 +140,7 @@ def decode_answer(packet: bytes) -> Answer:
     """Return the answer in a packet.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the packet is not an encoded answer.
     """
     try:
         return _answers.decode(packet)
@@ -149,12 +149,12 @@ def decode_answer(packet: bytes) -> Answer:
 
 
 def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
-    """Say why a process cannot take part in a job; nothing if it can.
+    """Return why a process cannot take part in a job; empty if it can.
 
     Args:
         first: the arrival that the job began with.
-        other: the process's own.
-        pid: of the process that is there for the same task already; None if there is none.
+        other: the arrival of the process.
+        pid: process id of another process for the same task; None if there is none.
     """
     name, version = other.task.name, first.version
     if other.version != version:
@@ -166,8 +166,8 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
         )
     if pid is not None:
         return (
-            f"{name} ({other.task.address}) already runs: process {pid}. Each process needs its own task "
-            "in TF_CONFIG: give this one another 'index', or stop that process first"
+            f"{name} ({other.task.address}) is already running: process {pid}. Each process needs its own "
+            "task in TF_CONFIG: give this one another 'index', or stop that process first"
         )
     if other.backend != first.backend:
         return (
@@ -178,7 +178,7 @@ def refusal(first: Arrival, other: Arrival, pid: int | None) -> str:
 
 
 def _difference(first: Arrival, other: Arrival) -> str:
-    """Say how the tasks of two arrivals differ; nothing if they do not."""
+    """Return how the tasks of two arrivals differ; empty if they do not."""
     mine, theirs = other.tasks, first.tasks
     if len(mine) != len(theirs):
         return (

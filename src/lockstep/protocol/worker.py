@@ -1,10 +1,11 @@
-"""What a worker and its agent tell each other."""
+"""The messages between a worker and its agent, and the notice that reaches all members of a view at once."""
+
+from enum import IntEnum
 
 import msgspec
 
 from lockstep.observability.events import WorkerEvent
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.endpoint import Endpoint
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -12,13 +13,13 @@ class Started(msgspec.Struct, frozen=True, tag="started"):
 
 
 class EventReport(msgspec.Struct, frozen=True, tag="report"):
-    """The worker has published an event."""
+    """The worker published an event."""
 
     event: WorkerEvent
 
 
 class WaitReport(msgspec.Struct, frozen=True, tag="waiting"):
-    """The worker has been waiting for `seconds` in `what` for `workers`."""
+    """The worker has waited for `seconds` in `what` for `workers`."""
 
     what: str
     workers: tuple[int, ...]
@@ -26,11 +27,11 @@ class WaitReport(msgspec.Struct, frozen=True, tag="waiting"):
 
 
 class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
-    """The script opens a file to write to it.
+    """The script opens a file for writing.
 
     Attributes:
         path: of the file, absolute.
-        line: of the program, as `train.py:41`.
+        line: of the program, such as `train.py:41`.
     """
 
     path: str
@@ -38,14 +39,14 @@ class FileOpened(msgspec.Struct, frozen=True, tag="writes"):
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The script raised, and the worker will end with `status`.
+    """The script raised, and the worker will exit.
 
     Attributes:
-        status: the exit status that follows.
+        status: the exit status.
         summary: the error in one line.
         traceback: as Python prints it.
         blames: whether the error only says that another worker is lost or stuck.
-        prints: whether the worker prints the traceback; else the agent puts it into the worker's log.
+        prints: whether the worker prints the traceback; otherwise the agent writes it to the worker's log.
     """
 
     status: int
@@ -56,25 +57,26 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished"):
-    """The script came to its end, or has left with `status`, which the process will end with."""
+    """The script ended, with the exit status that its process will have."""
 
     status: int = 0
 
 
 class JoinRequest(msgspec.Struct, frozen=True, tag="asks"):
-    """A worker that joins wants to know where the training is, or, if `whole`, to be let in."""
+    """A joiner requests the position of the training, or, if `whole`, to join the next view."""
 
     whole: bool
 
 
 class StateReply(msgspec.Struct, frozen=True, tag="given"):
-    """What a joining worker asked for.
+    """The chief sends what joiners requested.
 
     Attributes:
-        view: the number of the view in which it is given.
-        whole: whether it is the whole state, and all members wait for the next view; else the position.
-        state: what was published; None if that failed.
-        failure: why it could not be given.
+        view: the number of the view in which the chief sends it.
+        whole: whether it is the whole state, after which all members wait for the next view; otherwise, it is
+            the position.
+        state: the published state; None if publishing it failed.
+        failure: why it failed; empty on success.
     """
 
     view: int
@@ -83,24 +85,51 @@ class StateReply(msgspec.Struct, frozen=True, tag="given"):
     failure: str = ""
 
 
+class SharedMemory(msgspec.Struct, frozen=True, tag="shared memory"):
+    """An exchange in memory, for members that are processes of one host.
+
+    Attributes:
+        control: the control segment of the view.
+    """
+
+    control: Attachment
+
+
+Endpoint = SharedMemory
+"""How a member reaches the exchange of a view; a union of one until a view has members on several hosts."""
+
+
+class Notice(IntEnum):
+    """What the coordinator asks of the members of a view; all of them see it in the same call.
+
+    It is no message: the exchange of the view carries it as a number.
+    """
+
+    NOTHING = 0
+    POSITION = 1
+    """The chief reports the position of the training, for joiners."""
+    CHANGE = 2
+    """All members leave the view at the end of the step; the chief sends the whole state, for joiners."""
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The first message to each worker.
 
     Attributes:
-        pool: the memory for partials and totals, which all workers of this host share.
+        pool: the memory for partials and totals, which all workers on the host share.
     """
 
     pool: Attachment
 
 
 class NewView(msgspec.Struct, frozen=True, tag="view"):
-    """The view that follows, or the first one.
+    """The first view, or the next one.
 
     Attributes:
         number: of the view.
         workers: its members, the longest-serving first.
-        endpoint: where they meet.
-        state: for a worker that joins with this view, the state of the training.
+        endpoint: how they reach the exchange of the view.
+        state: of the training, for a worker that joins with this view; None for others.
     """
 
     number: int
@@ -110,23 +139,23 @@ class NewView(msgspec.Struct, frozen=True, tag="view"):
 
 
 class Position(msgspec.Struct, frozen=True, tag="position"):
-    """Where the training is, published as a state."""
+    """The position of the training, published as a state."""
 
     state: Attachment
 
 
 class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """The worker is not needed any more, and ends."""
+    """The worker is no longer needed and must exit."""
 
 
 class JobOver(msgspec.Struct, frozen=True, tag="over"):
-    """The job ends, for `reason`: no view follows."""
+    """The job ends, for `reason`; no other view follows."""
 
     reason: str
 
 
 RelayedMessage = Started | EventReport | WaitReport | FileOpened | Failed | Finished | JoinRequest
-"""What an agent passes on to the coordinator as it is."""
+"""The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateReply
 AgentMessage = Welcome | NewView | Position | Leave | JobOver

@@ -1,1 +1,1 @@
-"""How processes that a person starts by hand find each other and become one job; nothing that trains."""
+"""How processes that a user starts by hand find each other and become workers of one job; no training."""

@@ -1,7 +1,7 @@
 """The addresses of tasks on this host, and the names by which their processes find each other.
 
 Nothing listens at the addresses themselves. Each stands for the name of an abstract Unix socket, which has no
-file and which the kernel frees when the last process that has it ends.
+file, and which the kernel frees when the last process that has the socket ends.
 """
 
 import contextlib
@@ -19,10 +19,11 @@ _BACKLOG = 128
 
 
 def resolve(address: str, task: str) -> str:
-    """Return the place of an address: the same, with a number in the place of the host's name.
+    """Return the place of an address: the same, with the host's IP address instead of its name.
 
     Raises:
-        ConfigError: there is no host of this name, or the place is on another host.
+        ConfigError: the name cannot be resolved, or the place is on another host.
+        UnfitError: the address cannot be used.
     """
     host, _, port = address.rpartition(":")
     number = _number(host.strip("[]"), address, task)
@@ -41,10 +42,10 @@ def resolve(address: str, task: str) -> str:
 
 
 def check_free(place: str, task: str) -> None:
-    """See that no other program listens at a place.
+    """Check that no other program listens at a place.
 
     Raises:
-        ConfigError: one does.
+        ConfigError: a program does.
     """
     number, port = _split(place)
     with contextlib.closing(socket.socket(_family(number))) as probe:
@@ -52,7 +53,7 @@ def check_free(place: str, task: str) -> None:
         try:
             probe.bind((number, port))
         except OSError as error:
-            # Nothing of ours will listen there: only what shows that the address is another program's counts.
+            # Lockstep does not listen there, so only an error that shows another program matters.
             if error.errno == errno.EADDRINUSE:
                 raise ConfigError(
                     f"{task}'s address {place} is in use by {_user_of(port)}: stop it, or give another port "
@@ -61,17 +62,17 @@ def check_free(place: str, task: str) -> None:
 
 
 def claim(places: Sequence[str]) -> "list[socket.socket] | str":
-    """Take the names of all places, and listen there, or take none.
+    """Take the names of all places and listen there; take no name if one is in use.
 
     Returns:
-        The sockets that listen; or the place whose name is taken.
+        The listening sockets, or the place whose name is in use.
 
     Raises:
-        UnfitError: there is no socket.
+        UnfitError: no socket can be opened.
     """
     with contextlib.ExitStack() as undo:
         listeners = []
-        # In one order everywhere: of several that come at once, one gets all.
+        # All processes use the same order, so that one of several concurrent ones gets all names.
         for place in sorted(places):
             try:
                 listener = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -88,10 +89,10 @@ def claim(places: Sequence[str]) -> "list[socket.socket] | str":
 
 
 def connect(place: str) -> socket.socket | None:
-    """Return a connection to the process that has the name of a place; waits for nothing.
+    """Return a connection to the process that has the name of a place; never blocks.
 
     Returns:
-        None if no process listens there now, or if the queue of connections is full.
+        None if no process listens there, or if its queue of connections is full.
 
     Raises:
         ConfigError: a process of another user has the name.
@@ -115,7 +116,7 @@ def connect(place: str) -> socket.socket | None:
 
 
 def holder(place: str) -> str:
-    """Say which process has the name of a place, as far as this user may know."""
+    """Describe the process that has the name of a place, as far as this user can see it."""
     return describe(user_of(_name(place)), process_of(_name(place)))
 
 
@@ -143,7 +144,7 @@ def _number(host: str, address: str, task: str) -> str:
             infos.sort(key=lambda info: info[0] != socket.AF_INET)
             found.append(str(infos[0][4][0]))
 
-    # A name server that is gone is waited for much longer by the system.
+    # The system waits much longer for a name server that does not respond.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(_PATIENCE)
@@ -165,7 +166,7 @@ def _split(place: str) -> tuple[str, int]:
 
 
 def _user_of(port: int) -> str:
-    # Imported only where something is wrong, which is rare.
+    # Imported only after a failure, which is rare.
     import psutil
 
     with contextlib.suppress(psutil.Error):

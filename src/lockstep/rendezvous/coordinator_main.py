@@ -1,9 +1,9 @@
-"""The coordinator of a job whose workers a person starts: it waits until all are there, then watches them.
+"""The main program of a job whose workers are started by hand: its coordinator and agent, in one process.
 
-Started by the process that comes first, see `lockstep.rendezvous.join`; it ends when no process is left.
+The first of the processes that are started by hand starts it (see `lockstep.rendezvous.take_part`). It waits
+for a process per task, runs the job, and ends when no process remains.
 """
 
-import contextlib
 import os
 import select
 import signal
@@ -15,26 +15,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from lockstep.agent.agent import Agent
-from lockstep.agent.command import fill_standard_descriptors
-from lockstep.agent.exchange import open_shared
-from lockstep.collectives.shared.pool import SharedPool
-from lockstep.coordinator.coordinator import Coordinator
 from lockstep.errors import LockstepError
-from lockstep.observability.bus import Bus
-from lockstep.observability.event_log import EventLog
-from lockstep.observability.events import RUN_EVENTS
-from lockstep.protocol.channel import Attachment
+from lockstep.local_job.composition import run_job
 from lockstep.protocol.host import Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import JobSize, State, TimeLimits
-from lockstep.system.clock import SystemClock
-from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
+from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.transport.local_channel import LocalChannel
 
 _TIMEOUT = 600.0
@@ -44,10 +35,10 @@ def main(arguments: Sequence[str]) -> None:
     """Coordinate one job.
 
     Args:
-        arguments: the arrival that it begins with, and the descriptors of the sockets that listen.
+        arguments: the arrival that the job begins with, and the descriptors of the listening sockets.
     """
     if os.fork():
-        # Whoever started this process need not wait for its end.
+        # The process that started this one waits only for this exit.
         os._exit(0)
     first, *descriptors = arguments
     listeners = [socket.socket(fileno=int(descriptor)) for descriptor in descriptors]
@@ -55,7 +46,7 @@ def main(arguments: Sequence[str]) -> None:
         listener.set_inheritable(False)
     server = RendezvousServer(decode_arrival(first.encode()), listeners)
     terminals = Terminals(server.handles)
-    # From here on a process that ends can take its terminal along: nobody else holds it.
+    # Release the terminal of the first process: this process must not keep it open after that one has ended.
     os.dup2(0, 2)
     try:
         if _gather(server):
@@ -70,7 +61,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _gather(server: RendezvousServer) -> bool:
-    """Wait until somebody is there for each task; return whether that came to be, or all have left."""
+    """Wait for a process per task; return False if all processes leave before.
+
+    Each process gives up after the limit of its own wait, so this ends too.
+    """
     while not server.is_complete:
         server.serve()
         if server.is_empty:
@@ -83,44 +77,25 @@ def _gather(server: RendezvousServer) -> bool:
 def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
     spec = _spec(server)
     lock = claim_folder(spec.run_dir)
-    paths, pid, clock = RunPaths(spec.run_dir.absolute()), os.getpid(), SystemClock()
+    paths = RunPaths(spec.run_dir.absolute())
     empty_folder(paths.sources)
     terminals.say(f"{spec.shape}; events in {spec.run_dir}")
-    person, command = LocalChannel.pair()
+    user, command = LocalChannel.pair()
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        person.send(Stop(number))
+        user.send(Stop(number))
 
     signal.signal(signal.SIGTERM, pass_on)
-    to_agent, to_coordinator = LocalChannel.pair()
-    events = Bus(clock, complain=terminals.say)
-    with EventLog.open(paths.events, terminals.say) as log, EventLoop() as loop:
-        events.subscribe(log.append, *RUN_EVENTS)
-        agent = Agent(
-            job=paths.root.name,
-            coordinator=to_coordinator,
-            loop=loop,
-            starter=RendezvousStarter(spec, paths, pid, server),
-            open_exchange=open_shared,
-            pool=Attachment(SharedPool.create().fd),
-            console=terminals,
-            descendants=ExternalProcesses(server.workers),
-            arrivals=server,
-        )
-        coordinator = Coordinator(
-            spec=spec,
-            paths=paths,
-            pid=pid,
-            agent=to_agent,
-            command=command,
-            loop=loop,
-            console=terminals,
-            events=events,
-            clock=clock,
-            state=State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
-        )
-        with contextlib.closing(agent):
-            coordinator.run()
+    run_job(
+        spec,
+        State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
+        paths,
+        command,
+        console=terminals,
+        starter=RendezvousStarter(spec, paths, os.getpid(), server),
+        descendants=ExternalProcesses(server.workers),
+        arrivals=server,
+    )
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:

@@ -1,4 +1,4 @@
-"""Workers that a person started: no children of the coordinator, which watches them all the same."""
+"""Processes that a user starts by hand: the agent watches them, although they are not its children."""
 
 import contextlib
 import os
@@ -20,13 +20,13 @@ _PATIENCE = 5.0
 
 
 class ExternalHandle:
-    """A process that another one started; `Handle` for the agent.
+    """A process that a user started; a `Handle`.
 
     Attributes:
         pid: its process id.
-        exited: a descriptor that becomes readable when it has ended.
+        exited: a descriptor that becomes readable when the process has ended.
         control: this end of the socket to it; does not block.
-        channel: the same, once it is a worker.
+        channel: the channel over that socket, once the process is a worker.
         terminal: its stderr, for notes; None if it has none.
     """
 
@@ -38,7 +38,7 @@ class ExternalHandle:
         self.terminal: Sink | None = None
 
     def poll(self) -> int | None:
-        """Return `UNKNOWN_STATUS` if the process has ended, and let go of its terminal."""
+        """Return `UNKNOWN_STATUS` if the process has ended, and release its terminal; None if it runs."""
         if self.is_running:
             return None
         self.leave_terminal()
@@ -46,23 +46,23 @@ class ExternalHandle:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process lives."""
+        """Whether the process runs."""
         poll = select.poll()
         poll.register(self.exited, select.POLLIN)
         return not poll.poll(0)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal through the pidfd, which never means another process."""
+        """Send a signal through the pidfd, which cannot reach another process with the same id."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.exited, number)
 
     def take_terminal(self, descriptors: Sequence[int]) -> None:
-        """Take its stderr over, if it has sent it."""
+        """Use a descriptor of its stderr, if it sent one."""
         for descriptor in descriptors:
             self.terminal = Sink(descriptor)
 
     def leave_terminal(self) -> None:
-        """Let go of its terminal: whoever reads a pipe there waits for its end."""
+        """Release its terminal: if that is a pipe, its reader waits until all processes have closed it."""
         if self.terminal is not None:
             os.close(self.terminal.descriptor)
             self.terminal = None
@@ -75,23 +75,23 @@ class ExternalHandle:
 
 
 class ExternalProcesses:
-    """The workers that were adopted; `Descendants` for the agent, though processes below them are not seen.
+    """The workers that a user started; a `Descendants`, without the processes that they start.
 
     Args:
-        handles: returns them.
+        handles: returns the workers.
     """
 
     def __init__(self, handles: Callable[[], Iterable[ExternalHandle]]) -> None:
         self._handles = handles
 
     def reap(self, owned: frozenset[int]) -> None:
-        """They are reaped by whoever started them."""
+        """Do nothing: their parents reap them."""
 
     def end(self, grace: float) -> tuple[int, ...]:
-        """Give all of them `grace` seconds to end, then kill them.
+        """Give all of them `grace` seconds to end, then kill them; give up after a few seconds.
 
         Returns:
-            Process ids that even SIGKILL did not end.
+            Ids of processes that even SIGKILL did not end.
         """
         start = time.monotonic()
         while left := [handle for handle in self._handles() if handle.is_running]:
@@ -106,26 +106,26 @@ class ExternalProcesses:
 
 
 class Terminals(Console):
-    """The terminals in which workers were started: each worker writes to its own, and notes go to all.
+    """The terminals of workers that a user started: each worker writes to its own, and notes go to all.
 
     Args:
-        handles: returns the processes that have them.
+        handles: returns the processes whose terminals these are.
     """
 
     def __init__(self, handles: Callable[[], Iterable[ExternalHandle]]) -> None:
         self.sinks = ()
-        self.hurries = False
+        self.drops = False
         self.chief = 0
         self._handles = handles
         self._prefixers = []
         self._told = set()
 
     def shows(self, worker: int) -> bool:
-        """A terminal has its worker's output already."""
+        """True: each worker writes to its own terminal."""
         return True
 
     def say(self, text: str) -> None:
-        """Show a note, once where several workers have one terminal."""
+        """Show a note, once per terminal."""
         seen = set()
         for sink in [handle.terminal for handle in self._handles() if handle.terminal is not None]:
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Where processes come that a person starts for the tasks of a job."""
+"""The server to which processes connect that a user starts by hand for the tasks of a job."""
 
 import contextlib
 import os
@@ -30,31 +30,30 @@ _MOST_AT_ONCE = 64
 
 @dataclass
 class StartedProcess:
-    """A process that has come.
+    """A connected process.
 
     Attributes:
         handle: the process.
-        arrival: what it has said; None until it has.
+        arrival: its message; None until it arrives.
     """
 
     handle: ExternalHandle
     arrival: Arrival | None = None
 
     def tell(self, answer: Answer) -> None:
-        """Send an answer; one that has ended does not hear it."""
+        """Send an answer, unless the process has ended."""
         with contextlib.suppress(OSError):
             self.handle.control.send(encode(answer))
 
 
 class RendezvousServer:
-    """Hears who comes, and turns away whoever cannot take part.
+    """Accepts processes, and rejects those that cannot take part; an `Arrivals`.
 
-    `fileno` is readable when there is something to `serve`. The processes that may take part wait until they
-    are taken, one per task.
+    Processes that can take part wait until `take` admits them, one per task.
 
     Args:
         first: the arrival that the job begins with.
-        listeners: sockets on which processes connect.
+        listeners: the sockets to which processes connect.
     """
 
     def __init__(self, first: Arrival, listeners: list[socket.socket]) -> None:
@@ -65,11 +64,11 @@ class RendezvousServer:
         self._silent: list[StartedProcess] = []
         self._events = select.epoll()
         self._calls: dict[int, Callable[[], None]] = {}
-        self._came: Callable[[], None] = self._tell_who_is_missing
-        self._left: Callable[[], None] = self._tell_who_is_missing
+        self._came: Callable[[], None] = self._name_missing_tasks
+        self._left: Callable[[], None] = self._name_missing_tasks
         for listener in listeners:
             listener.setblocking(False)
-            # On the edge: who cannot be accepted, for want of descriptors, must not keep this busy.
+            # Edge-triggered: a process that cannot be accepted must not cause a busy loop.
             self._watch(listener.fileno(), partial(self._accept, listener), select.EPOLLET)
 
     @property
@@ -79,7 +78,7 @@ class RendezvousServer:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is there."""
+        """Whether no process is connected that is not a worker."""
         return not (self.waiting or self._silent)
 
     def fileno(self) -> int:
@@ -87,18 +86,18 @@ class RendezvousServer:
         return self._events.fileno()
 
     def serve(self) -> None:
-        """Deal with whoever has come, said something or left; never waits."""
+        """Serve new connections, messages and disconnections; never blocks."""
         for descriptor, _ in self._events.poll(0):
-            # What came before may have let this one go.
+            # An earlier event may have closed this one.
             if (call := self._calls.get(descriptor)) is not None:
                 call()
 
     def begin(self, job: str, came: Callable[[], None]) -> None:
-        """From now on, whoever comes has to wait until the job takes it.
+        """From now on, have each process wait until the job admits it.
 
         Args:
-            job: its name.
-            came: called when somebody has come who may take part.
+            job: the name of the job.
+            came: called for each process that arrives and can take part.
         """
 
         def wait() -> None:
@@ -112,14 +111,14 @@ class RendezvousServer:
         self._came, self._left = arrive, wait
 
     def take(self, worker: int, admitted: Callable[[bool], Admitted]) -> tuple[int, StartedProcess]:
-        """Make the process that waits for the first task a worker; return its slot and the process.
+        """Admit the process that waits for the first task; return its slot and the process.
 
         Args:
-            worker: its id.
-            admitted: what to tell it; is told whether it shares a GPU with another.
+            worker: its id as a worker.
+            admitted: returns the message to it, given whether it shares a GPU with another process.
 
         Raises:
-            OSError: nobody waits.
+            OSError: no process waits.
         """
         if not self.waiting:
             raise OSError("no process has been started for it")
@@ -132,22 +131,22 @@ class RendezvousServer:
         return slot, process
 
     def handles(self) -> Iterator[ExternalHandle]:
-        """Return the processes that take part or wait."""
+        """Yield the processes that are workers or wait."""
         for process in (*self.assigned.values(), *self.waiting.values()):
             yield process.handle
 
     def workers(self) -> Iterator[ExternalHandle]:
-        """Return the processes that take part."""
+        """Yield the processes that are workers."""
         for process in self.assigned.values():
             yield process.handle
 
     def turn_away(self, reason: str) -> None:
-        """Turn away all who wait."""
+        """Reject all processes that wait."""
         for process in self.waiting.values():
             process.tell(Rejected(reason))
 
     def close(self) -> None:
-        """Hear no more: whoever waits finds that the names are free again."""
+        """Disconnect all processes that wait, and release the names."""
         for listener in self._listeners:
             listener.close()
         for process in (*self.waiting.values(), *self._silent):
@@ -158,13 +157,13 @@ class RendezvousServer:
         with contextlib.suppress(OSError):
             for _ in range(_MOST_AT_ONCE):
                 self._welcome(listener.accept()[0])
-            # There may be more; another user who connects again and again must not keep this busy.
+            # There may be more connections; another user who connects repeatedly must not block this.
             self._events.modify(listener.fileno(), select.EPOLLIN | select.EPOLLET)
 
     def _welcome(self, connection: socket.socket) -> None:
         pid = peer(connection)[0]
         try:
-            # In a container with other process ids there is no id here.
+            # A process in another PID namespace has no id here.
             exited = os.pidfd_open(pid) if pid and is_of_this_user(connection) else None
         except ProcessLookupError:
             exited = None
@@ -229,7 +228,7 @@ class RendezvousServer:
             del self.waiting[process.arrival.slot]
             self._left()
 
-    def _tell_who_is_missing(self) -> None:
+    def _name_missing_tasks(self) -> None:
         missing = [str(task) for slot, task in enumerate(self.first.tasks) if slot not in self.waiting]
         for process in self.waiting.values() if missing else ():
             process.tell(KeepWaiting(", ".join(missing)))
@@ -245,13 +244,13 @@ class RendezvousServer:
 
 @dataclass
 class RendezvousStarter:
-    """Takes processes that a person has started as the workers of one job; a `Starter`.
+    """Admits processes that a user has started as the workers of one job; a `Starter`.
 
     Attributes:
         spec: the job.
         paths: of the run, absolute.
-        pid: of the coordinator.
-        server: where they wait.
+        pid: process id of the coordinator.
+        server: where processes wait.
     """
 
     spec: JobSpec
@@ -260,16 +259,16 @@ class RendezvousStarter:
     server: RendezvousServer
 
     def prepare(self) -> None:
-        """Whoever waits is ready."""
+        """Do nothing: a process that waits is ready."""
 
     def close(self) -> None:
-        """Nothing is there only to start workers."""
+        """Do nothing: nothing exists only to start workers."""
 
     def start(self, worker: int, taken: frozenset[int], *, joins: bool) -> WorkerHandle:
-        """Take a process that waits, whatever slots others have taken.
+        """Admit a process that waits; its slot is that of its task, whatever slots are taken.
 
         Raises:
-            OSError: nobody waits.
+            OSError: no process waits.
         """
         spec = self.spec
 

@@ -1,4 +1,4 @@
-"""The patience of a process that has come for a task, until all the others have."""
+"""How a process waits until the coordinator admits it: what it reports, and when it gives up."""
 
 import select
 import socket
@@ -14,33 +14,33 @@ _EVERY = 5.0
 _LONGEST = 600.0
 
 
-class WaitNotices:
-    """Says for whom a process waits, every few seconds, and when it has waited for too long. Pure.
+class WaitMessages:
+    """Reports every few seconds what a process waits for, and limits the wait. Pure.
 
     Args:
         name: of the process's task.
-        now: when it begins to wait.
+        now: the time when the wait begins.
     """
 
     def __init__(self, name: str, now: float) -> None:
-        self._what = "the others"
+        self._what = "the other tasks"
         self._name = name
         self._since = now
         self._has_said = False
-        # Who comes last does not wait, and need not say so.
+        # The last process does not wait, and reports nothing.
         self._due = now + _SOON
 
     def waits_for(self, what: str, now: float) -> None:
-        """Note for whom it waits from now on; a change is worth a line."""
+        """Note what the process waits for from now on; a change is reported at once."""
         if what != self._what and self._has_said:
             self._due = now
         self._what = what
 
     def line(self, now: float) -> str:
-        """Return what to say now; nothing before it is time.
+        """Return the line to show now; empty before it is due.
 
         Raises:
-            PeerStuckError: it has waited for too long.
+            PeerStuckError: the wait exceeds its limit.
         """
         waited = now - self._since
         if waited >= _LONGEST:
@@ -54,12 +54,12 @@ class WaitNotices:
         return f"{self._name} waits for {self._what}" + (f", {waited:.0f} s" if waited >= 1 else "")
 
     def left(self, now: float) -> float:
-        """Return the seconds until there is something to say."""
+        """Return the seconds until the next line is due."""
         return max(0.0, self._due - now)
 
 
 class RendezvousWait:
-    """Waits at a coordinator, or at several, one after the other.
+    """Waits for the answer of a coordinator, or of its successor if it ends.
 
     Args:
         name: of the process's task.
@@ -67,23 +67,23 @@ class RendezvousWait:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._patient = WaitNotices(name, time.monotonic())
+        self._messages = WaitMessages(name, time.monotonic())
 
     def answer(self, connection: socket.socket) -> Admitted | None:
-        """Wait until the process is admitted; return what it is told.
+        """Wait until the process is admitted; return that message.
 
         Returns:
-            None if the coordinator has ended: then another one is needed.
+            None if the coordinator has ended, so that another one is needed.
 
         Raises:
-            ConfigError: the process cannot take part, or does not understand what it is told.
-            PeerStuckError: others have not come in time.
+            ConfigError: the process cannot take part, or cannot read the answer.
+            PeerStuckError: the wait exceeded its limit.
         """
         pid = peer(connection)[0]
-        self._patient.waits_for(f"an answer from the coordinator (process {pid})", time.monotonic())
+        self._messages.waits_for(f"an answer from the coordinator (process {pid})", time.monotonic())
         while True:
             self._say()
-            if not select.select([connection], [], [], self._patient.left(time.monotonic()))[0]:
+            if not select.select([connection], [], [], self._messages.left(time.monotonic()))[0]:
                 continue
             try:
                 packet = connection.recv(MAX_PACKET)
@@ -93,7 +93,7 @@ class RendezvousWait:
                 return None
             match self._understood(packet, pid):
                 case KeepWaiting(what):
-                    self._patient.waits_for(what, time.monotonic())
+                    self._messages.waits_for(what, time.monotonic())
                 case Rejected(reason):
                     raise ConfigError(reason)
                 case admitted:
@@ -109,5 +109,5 @@ class RendezvousWait:
             ) from None
 
     def _say(self) -> None:
-        if line := self._patient.line(time.monotonic()):
+        if line := self._messages.line(time.monotonic()):
             note(line)

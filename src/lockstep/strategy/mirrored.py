@@ -6,8 +6,8 @@ from typing import Any
 
 from lockstep.cluster.resolver import ClusterResolver
 from lockstep.cluster.tf_config_resolver import TFConfigClusterResolver
-from lockstep.launcher.local_devices import restart_once_a_device
-from lockstep.rendezvous import join
+from lockstep.launcher.restart_per_device import restart_per_device
+from lockstep.rendezvous.take_part import take_part
 from lockstep.strategy.options import CommunicationImplementation
 from lockstep.strategy.strategy import Strategy
 from lockstep.system.notes import note
@@ -34,7 +34,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: Any = None,
     ) -> None:
-        join.take_part()
+        take_part()
         super().__init__()
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         timeout = getattr(communication_options, "timeout_seconds", None)
@@ -50,7 +50,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         Raises:
             ConfigError: `TF_CONFIG` was set after the strategy was created.
         """
-        join.take_part()
+        take_part()
         with super().scope():
             yield self
 
@@ -76,7 +76,7 @@ class MirroredStrategy(Strategy):
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None) -> None:
-        restart_once_a_device(devices)
+        restart_per_device(devices)
         super().__init__()
 
 

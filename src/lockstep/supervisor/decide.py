@@ -17,40 +17,42 @@ Each event has one function, in the order of `Event`; consequences that several 
 import signal
 from dataclasses import replace
 
-from lockstep.protocol.request import Request
+from lockstep.observability.events import (
+    CheckpointNotWritten,
+    CheckpointsConfigured,
+    CheckpointWritten,
+    DistributionBegan,
+    JoinRequested,
+    LastStepEnded,
+    ScriptEnded,
+    StopRequested,
+    StrategyInstalled,
+    TimeoutSet,
+    WaitReported,
+    WorkerExited,
+)
+from lockstep.protocol.worker import Notice
 from lockstep.supervisor.events import (
     AbortExchange,
     Action,
     AskMembers,
-    CheckpointFailed,
-    CheckpointingStarted,
-    CheckpointKept,
     DeadlinePassed,
-    DistributionStarted,
     DumpStack,
     Event,
     Evidence,
-    FinalStepEnded,
+    FailureReported,
     FinishJob,
     JobOutcome,
-    JoinRequested,
     KillWorker,
     ScaleRequested,
-    ScriptEnded,
-    ScriptFailed,
     SendPosition,
     ShowMessage,
     SignalWorker,
     StartView,
     StartWorker,
     StateGiven,
-    StopRequested,
-    StrategyCreated,
-    TimeoutChanged,
     ViewFailed,
-    WaitReported,
     WorkerArrived,
-    WorkerExited,
 )
 from lockstep.supervisor.state import (
     JOINERS,
@@ -63,8 +65,8 @@ from lockstep.supervisor.state import (
     State,
     WorkerRecord,
 )
-from lockstep.system.exit_status import describe_exit, shell_status, signal_name, whose_lines
-from lockstep.system.prose import count, name_workers
+from lockstep.system.exit_status import describe_exit, shell_status, signal_name
+from lockstep.system.prose import count, name_workers, whose_lines
 from lockstep.topology import place
 
 
@@ -75,21 +77,22 @@ def decide(state: State, event: Event, now: float) -> Decision:
     match event:
         case WorkerExited():
             decision = _worker_exited(state, event, now)
-        case ScriptEnded(worker):
-            ended = state.with_worker(worker, replace(state.workers[worker], script_ended=True))
-            decision = Decision(ended, reason=f"the script of worker {worker} finished")
-        case ScriptFailed():
-            decision = _script_failed(state, event, now)
-        case StrategyCreated():
-            decision = _strategy_created(state, event, now)
-        case DistributionStarted():
+        case ScriptEnded(worker, status):
+            ended = state.with_worker(worker, replace(state.workers[worker], script_ended=status == 0))
+            how = "finished" if status == 0 else f"exited with status {status}"
+            decision = Decision(ended, reason=f"the script of worker {worker} {how}")
+        case FailureReported():
+            decision = _failure_reported(state, event, now)
+        case StrategyInstalled():
+            decision = _strategy_installed(state, now)
+        case DistributionBegan():
             busy = replace(state, distributes=True, idle_until=None)
             decision = Decision(busy, reason="the script distributes its computation")
-        case CheckpointingStarted():
+        case CheckpointsConfigured():
             decision = Decision(replace(state, keeps=True), reason="the script saves checkpoints")
-        case FinalStepEnded() | CheckpointKept() | CheckpointFailed():
+        case LastStepEnded() | CheckpointWritten() | CheckpointNotWritten():
             decision = _saving_advanced(state, event)
-        case TimeoutChanged(seconds):
+        case TimeoutSet(seconds):
             limits = replace(state.limits, timeout=seconds)
             decision = Decision(replace(state, limits=limits), reason=f"the wait limit is {seconds:g} s")
         case JoinRequested():
@@ -212,7 +215,7 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
     return _next_view(state, "", now)
 
 
-def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
+def _failure_reported(state: State, event: FailureReported, now: float) -> Decision:
     """Wait a moment: the others may fail too, or the blamed worker may show the cause."""
     worker, record = event.worker, state.workers[event.worker]
     how = f" exited with status {event.status}" if event.prints else ""
@@ -247,25 +250,27 @@ def _script_failed(state: State, event: ScriptFailed, now: float) -> Decision:
     return Decision(state, reason=f"{message}; waiting for the cause")
 
 
-def _strategy_created(state: State, event: StrategyCreated, now: float) -> Decision:
+def _strategy_installed(state: State, now: float) -> Decision:
     """Make the job elastic; its script should distribute something soon."""
     if not state.elastic and not state.distributes and state.view.replicas > 1:
         state = replace(state, idle_until=now + state.limits.idle)
-    return Decision(replace(state, elastic=True), reason=f"worker {event.worker} created a strategy")
+    return Decision(replace(state, elastic=True), reason="the script created its strategy")
 
 
-def _saving_advanced(state: State, event: FinalStepEnded | CheckpointKept | CheckpointFailed) -> Decision:
+def _saving_advanced(
+    state: State, event: LastStepEnded | CheckpointWritten | CheckpointNotWritten
+) -> Decision:
     """Note the chief's progress with the last checkpoint; earlier ones only yield a reason."""
     saving, actions = state.shutdown.saving, tuple[Action, ...]()
     match event:
-        case FinalStepEnded(step):
+        case LastStepEnded(step):
             saving = replace(saving, step=step)
             reason = f"stopping: step {step} is complete; writing its checkpoint"
             actions = (ShowMessage(reason),)
-        case CheckpointKept(step):
+        case CheckpointWritten(_, step):
             saving = replace(saving, kept=step)
             reason = f"checkpoint written at step {step}"
-        case CheckpointFailed(failure):
+        case CheckpointNotWritten(failure):
             saving = replace(saving, failure=failure)
             reason = f"no checkpoint: {failure}"
     if state.stage is not Stage.SAVING:
@@ -313,7 +318,7 @@ def _state_given(state: State, event: StateGiven, now: float) -> Decision:
     state = state.with_phase(Phase.JOINING, *locating)
     if not event.whole:
         return Decision(state, positions, "the chief reported the training position")
-    admission = replace(state.admission, given=True, asked=Request.NOTHING)
+    admission = replace(state.admission, given=True, posted=Notice.NOTHING)
     return _admit(replace(state, admission=admission), now, "").after(*positions)
 
 
@@ -342,7 +347,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
         return Decision(state, reason=f"worker {worker} reports a wait in an old view")
 
     # An elastic job continues without lost workers in a view that this worker does not know yet.
-    exited = tuple(w for w in event.workers if (w in state.finished if state.elastic else w not in running))
+    exited = tuple(w for w in event.waits_for if (w in state.finished if state.elastic else w not in running))
     record = state.workers[worker]
     if exited and not record.waits_in_vain:
         # The report may have been sent just before the last worker arrived; a second one cannot.
@@ -355,7 +360,7 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
         message += f"{'it' if len(exited) == 1 else 'them'} in {event.what}"
         return _end(state, JobOutcome(1, message, exited, Evidence.LOG), now)
 
-    late = tuple(w for w in event.workers if w in running and not state.workers[w].condemned)
+    late = tuple(w for w in event.waits_for if w in running and not state.workers[w].condemned)
     if not late:
         return Decision(state, reason=f"the next view leaves out the workers that worker {worker} waits for")
     state = state.with_worker(worker, replace(record, waits_in_vain=False))
@@ -365,12 +370,12 @@ def _wait_reported(state: State, event: WaitReported, now: float) -> Decision:
         outcome, deadline = JobOutcome(1, message, late, Evidence.STACK), now + state.limits.look
         looking = replace(state.shutdown, stage=Stage.LOOKING, outcome=outcome, deadline=deadline)
         return Decision(replace(state, shutdown=looking), tuple(map(DumpStack, late)), message)
-    last = dict(state.noticed).get(late, now - state.limits.notice)
+    last = dict(state.reported_late).get(late, now - state.limits.repeat)
     text = f"worker {worker} has waited {waited} for {name_workers(late)} in {event.what}"
-    if event.seconds < state.limits.notice or now - last < state.limits.notice:
+    if event.seconds < state.limits.repeat or now - last < state.limits.repeat:
         return Decision(state, reason=text)
-    noticed = dict(state.noticed) | {late: now}
-    return Decision(replace(state, noticed=tuple(noticed.items())), (ShowMessage(text),), text)
+    reported_late = dict(state.reported_late) | {late: now}
+    return Decision(replace(state, reported_late=tuple(reported_late.items())), (ShowMessage(text),), text)
 
 
 def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
@@ -567,7 +572,7 @@ def _next_view(state: State, how: str, now: float) -> Decision:
         return _admit(state, now, how)
     view = place(state.view.replicas, staying, state.view.number + 1)
     reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
-    admission = replace(state.admission, asked=Request.NOTHING, unreported="")
+    admission = replace(state.admission, posted=Notice.NOTHING, unreported="")
     state = replace(state, view=view, view_since=now, admission=admission)
     return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
 
@@ -608,7 +613,7 @@ def _why(state: State, how: str) -> str:
 
 
 def _reconciled(decision: Decision, now: float) -> Decision:
-    """Start missing workers, and request from the members what joiners need."""
+    """Start missing workers, and ask the members for what joiners need."""
     state, size, admission = decision.state, decision.state.size, decision.state.admission
     if state.stage is not Stage.RUNNING or not state.elastic or not size.wanted:
         return decision
@@ -626,13 +631,13 @@ def _reconciled(decision: Decision, now: float) -> Decision:
         state = replace(state, workers={**state.workers, **joiners})
         actions = tuple(map(StartWorker, joiners))
     if not admission.given:
-        members, request = len(state.staying), Request.NOTHING
+        members, notice = len(state.staying), Notice.NOTHING
         if state.ready or members > size.wanted or members < size.min_workers:
-            request = Request.CHANGE
+            notice = Notice.CHANGE
         elif state.within(Phase.LOCATING):
-            request = Request.POSITION
-        if request is not admission.asked:
-            admission, actions = replace(admission, asked=request), (*actions, AskMembers(request))
+            notice = Notice.POSITION
+        if notice is not admission.posted:
+            admission, actions = replace(admission, posted=notice), (*actions, AskMembers(notice))
     state = replace(state, admission=admission)
     return replace(decision, state=state, actions=(*decision.actions, *actions))
 

@@ -1,9 +1,29 @@
-"""The events and actions of supervision, and the outcome of a job."""
+"""The events and actions of supervision, and the outcome of a job.
+
+A fact that a run publishes has one class, in `lockstep.observability.events`; supervision takes it as it is.
+The classes of events here are only of supervision: either the run publishes nothing of them, or, as with a
+failure, something else. A message that causes an event has the noun of its name (`JoinRequest`, then
+`JoinRequested`).
+"""
 
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from lockstep.protocol.request import Request
+from lockstep.observability.events import (
+    CheckpointNotWritten,
+    CheckpointsConfigured,
+    CheckpointWritten,
+    DistributionBegan,
+    JoinRequested,
+    LastStepEnded,
+    ScriptEnded,
+    StopRequested,
+    StrategyInstalled,
+    TimeoutSet,
+    WaitReported,
+    WorkerExited,
+)
+from lockstep.protocol.worker import Notice
 from lockstep.topology import View
 
 
@@ -17,23 +37,10 @@ class Evidence(Enum):
 
 
 @dataclass(frozen=True)
-class WorkerExited:
-    """A worker's process ended; `status` is negative for a signal."""
+class FailureReported:
+    """A worker reports that its script raised.
 
-    worker: int
-    status: int
-
-
-@dataclass(frozen=True)
-class ScriptEnded:
-    """A worker's script has ended without an error; its process still runs."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class ScriptFailed:
-    """A worker's script raised.
+    Published as `ScriptFailed`, with the traceback instead of what only the decision needs.
 
     Attributes:
         worker: its id.
@@ -48,59 +55,6 @@ class ScriptFailed:
     summary: str
     blames: bool
     prints: bool = True
-
-
-@dataclass(frozen=True)
-class StrategyCreated:
-    """A worker has created a strategy: from now on the job can continue without a lost worker."""
-
-    worker: int
-
-
-@dataclass(frozen=True)
-class DistributionStarted:
-    """The script has distributed a computation or an input."""
-
-
-@dataclass(frozen=True)
-class CheckpointingStarted:
-    """The script saves checkpoints from now on."""
-
-
-@dataclass(frozen=True)
-class FinalStepEnded:
-    """The chief, asked to stop, has completed step `step` and writes its checkpoint."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class CheckpointKept:
-    """A checkpoint of step `step` is on the disk."""
-
-    step: int
-
-
-@dataclass(frozen=True)
-class CheckpointFailed:
-    """A checkpoint could not be written, for `reason`."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class TimeoutChanged:
-    """The script sets the timeout after which a worker that others wait for counts as stuck."""
-
-    seconds: float
-
-
-@dataclass(frozen=True)
-class JoinRequested:
-    """A joiner requests the position of the members, or, if `whole`, the whole state."""
-
-    worker: int
-    whole: bool
 
 
 @dataclass(frozen=True)
@@ -131,27 +85,10 @@ class ScaleRequested:
 
 
 @dataclass(frozen=True)
-class WaitReported:
-    """A worker has waited for `seconds` in `what` for `workers`."""
-
-    worker: int
-    what: str
-    workers: tuple[int, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
 class ViewFailed:
     """This machine lacks the resources for the next view."""
 
     reason: str
-
-
-@dataclass(frozen=True)
-class StopRequested:
-    """A user or a scheduler requests the end of the job."""
-
-    signal: int
 
 
 @dataclass(frozen=True)
@@ -162,14 +99,14 @@ class DeadlinePassed:
 Event = (
     WorkerExited
     | ScriptEnded
-    | ScriptFailed
-    | StrategyCreated
-    | DistributionStarted
-    | CheckpointingStarted
-    | FinalStepEnded
-    | CheckpointKept
-    | CheckpointFailed
-    | TimeoutChanged
+    | FailureReported
+    | StrategyInstalled
+    | DistributionBegan
+    | CheckpointsConfigured
+    | LastStepEnded
+    | CheckpointWritten
+    | CheckpointNotWritten
+    | TimeoutSet
     | JoinRequested
     | StateGiven
     | WorkerArrived
@@ -179,6 +116,7 @@ Event = (
     | StopRequested
     | DeadlinePassed
 )
+"""What supervision decides on."""
 
 
 @dataclass(frozen=True)
@@ -209,9 +147,9 @@ class StartWorker:
 
 @dataclass(frozen=True)
 class AskMembers:
-    """Send the members of the view a request, or withdraw it."""
+    """Post a notice to the members of the view; it replaces the one before."""
 
-    request: Request
+    notice: Notice
 
 
 @dataclass(frozen=True)

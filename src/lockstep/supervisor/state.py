@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 from lockstep.protocol.job_spec import GRACE
-from lockstep.protocol.request import Request
+from lockstep.protocol.worker import Notice
 from lockstep.supervisor.events import Action, JobOutcome
 from lockstep.topology import View
 
@@ -95,8 +95,8 @@ class TimeLimits:
         term: for workers to end after SIGTERM or the signal that stops the job, until SIGKILL.
         kill: for workers to end after SIGKILL, until the job ends without them.
         save: for the chief to complete its step and write a checkpoint before the job stops (`--grace`).
-        notice: between two notices that one worker waits for another.
-        idle: from the first strategy until a notice that the script has distributed nothing.
+        repeat: between two messages that one worker waits for another.
+        idle: from the first strategy until a message that the script has distributed nothing.
         young: from the start of a worker, while its loss delays its replacement.
         pause: before the replacement of a young worker starts; doubles with each such loss in a row.
         longest_pause: the upper limit of that.
@@ -110,7 +110,7 @@ class TimeLimits:
     term: float = 3.0
     kill: float = 1.0
     save: float = GRACE
-    notice: float = 10.0
+    repeat: float = 10.0
     idle: float = 45.0
     young: float = 60.0
     pause: float = 1.0
@@ -148,7 +148,7 @@ class Admission:
     """The admission of joiners to the next view.
 
     Attributes:
-        asked: the pending request to the members of the view.
+        posted: the notice to the members of the view.
         given: whether the chief has sent the state, so that all members wait for the next view.
         deadline: when a job whose members wait for joiners gives up; None if they do not wait.
         backoff_until: the earliest time to start a worker; None for no limit.
@@ -156,7 +156,7 @@ class Admission:
         unreported: the consequence of the last loss, until a message has reported it.
     """
 
-    asked: Request = Request.NOTHING
+    posted: Notice = Notice.NOTHING
     given: bool = False
     deadline: float | None = None
     backoff_until: float | None = None
@@ -238,8 +238,8 @@ class State:
         elastic: whether the job can continue without a lost worker.
         keeps: whether the job saves checkpoints.
         distributes: whether the script has distributed a computation or an input.
-        idle_until: when a notice says that it has not; None if there is none to come.
-        noticed: when a notice last named each set of late workers.
+        idle_until: when a message says that it has not; None if no such message is due.
+        reported_late: when a message last named each set of late workers.
     """
 
     view: View
@@ -253,7 +253,7 @@ class State:
     keeps: bool = False
     distributes: bool = False
     idle_until: float | None = None
-    noticed: tuple[tuple[tuple[int, ...], float], ...] = ()
+    reported_late: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @classmethod
     def of(cls, view: View, limits: TimeLimits, size: JobSize, *, keeps: bool = False) -> "State":

@@ -1,1 +1,1 @@
-"""Thin wrappers of the operating system, and text helpers; independent of jobs."""
+"""Wrappers of the operating system, the environment and the run folder; texts in messages; no jobs."""

@@ -6,9 +6,9 @@ from typing import Self
 
 
 class EventLoop:
-    """What the parts of one process wait for, in one thread.
+    """Serves all parts of one process in one thread.
 
-    Watching what is watched already, or unwatching what is not, does nothing.
+    Watching a watched descriptor, or unwatching another one, has no effect.
     """
 
     def __init__(self) -> None:
@@ -16,11 +16,11 @@ class EventLoop:
         self._before: list[Callable[[], None]] = []
 
     def before_each_wait(self, call: Callable[[], None]) -> None:
-        """Have `call` called at the beginning of each turn."""
+        """Call `call` at the beginning of each turn."""
         self._before.append(call)
 
     def watch(self, descriptor: int, call: Callable[[], object], *, writes: bool = False) -> None:
-        """Have `call` called when a descriptor becomes readable, or writable, until it is unwatched."""
+        """Call `call` when a descriptor is readable, or writable if `writes`, until it is unwatched."""
         if descriptor not in self._selector.get_map():
             self._selector.register(
                 descriptor, selectors.EVENT_WRITE if writes else selectors.EVENT_READ, call
@@ -32,7 +32,7 @@ class EventLoop:
             self._selector.unregister(descriptor)
 
     def turn(self, seconds: float | None) -> None:
-        """Wait until something can be done, or for some seconds, and do it."""
+        """Wait until a descriptor is ready, for at most `seconds`, and call the handlers."""
         for call in self._before:
             call()
         for key, _ in self._selector.select(seconds):

@@ -1,4 +1,4 @@
-"""Texts in messages on how a process ended, and which process runs the script's own lines."""
+"""How a process ended: exit statuses, and their texts in messages."""
 
 import signal
 
@@ -18,13 +18,6 @@ def describe_exit(status: int) -> str:
     if status == UNKNOWN_STATUS:
         return "ended (exit status unknown)"
     return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
-
-
-def whose_lines(workers: int, replicas: int) -> str:
-    """Say which processes run the script's own lines, outside of distributed calls."""
-    if workers > 1:
-        return f"each of the {workers} workers runs the whole script on its own"
-    return f"the {replicas} replicas have nothing to compute"
 
 
 def signal_name(number: int) -> str:

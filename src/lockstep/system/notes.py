@@ -23,14 +23,6 @@ def note(text: str) -> None:
             stream.flush()
 
 
-def flush_streams() -> None:
-    """Flush stdout and stderr; the data is lost if that fails."""
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-
-
 def _descriptor(stream: object) -> int | None:
     try:
         return int(stream.fileno())  # type: ignore[attr-defined]

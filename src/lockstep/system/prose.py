@@ -1,4 +1,4 @@
-"""Names and numbers in messages."""
+"""Phrases in messages of several rooms."""
 
 from collections.abc import Sequence
 
@@ -18,3 +18,10 @@ def printable(text: str, kept: str = "") -> str:
 def count(number: int, noun: str) -> str:
     """Return "1 worker", "2 workers"."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def whose_lines(workers: int, replicas: int) -> str:
+    """Say which processes run the script's own lines, outside of distributed calls."""
+    if workers > 1:
+        return f"each of the {workers} workers runs the whole script on its own"
+    return f"the {replicas} replicas have nothing to compute"

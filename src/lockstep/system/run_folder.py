@@ -1,4 +1,4 @@
-"""The folder of one run: finding a name for it, and keeping others out."""
+"""The run folder: its name, its lock, and its cleanup."""
 
 import contextlib
 import itertools
@@ -14,15 +14,15 @@ from lockstep.system.files import FOLDER_MODE
 from lockstep.system.locks import try_lock
 from lockstep.system.paths import RunPaths
 
-_NOTE = re.compile("[0-9a-f]{32}")
-"""Names of notes on what workers have saved; see `lockstep.keras.shared_saves`."""
+_RECORD = re.compile("[0-9a-f]{32}")
+"""File names of the records of saved models; see `lockstep.keras.shared_saves`."""
 
 
 def fresh_folder(base: Path, name: str, wall: float) -> Path:
-    """Make a new folder `base/<name>-<time>`, with a number behind it if that is taken.
+    """Create a new folder `base/<name>-<time>`, with a number at the end if that exists.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall))
     try:
@@ -39,18 +39,18 @@ def fresh_folder(base: Path, name: str, wall: float) -> Path:
 
 
 def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--run-dir") -> int:
-    """Make `folder` where it does not exist, and lock it.
+    """Lock a folder for this run; create it if it does not exist.
 
     Args:
-        folder: to claim.
-        what: it is, for messages.
-        option: that names it.
+        folder: the folder to lock.
+        what: its description, for messages.
+        option: the option that names it, for messages.
 
     Returns:
-        A descriptor; the folder is ours until every process that has it has closed it.
+        A descriptor; the folder is locked until every process that has it has closed it.
 
     Raises:
-        ConfigError: it cannot be written to, or another live run works there.
+        ConfigError: the folder cannot be written to, or another active run uses it.
     """
     try:
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
@@ -64,10 +64,10 @@ def claim_folder(folder: Path, what: str = "the run's folder", option: str = "--
 
 @contextlib.contextmanager
 def gone_if_refused(folder: Path | None) -> Iterator[None]:
-    """Remove `folder` again if it is made and claimed in the block, and the block raises.
+    """Remove `folder` again if it is created and claimed in the block, and the block raises.
 
     Args:
-        folder: None for nothing; folders above it that are missing may be made as well.
+        folder: the folder; None for none. Its missing parent folders are removed as well.
     """
     above = () if folder is None else (folder, *folder.parents)
     missing = [each for each in above if not os.path.lexists(each)]
@@ -82,10 +82,10 @@ def gone_if_refused(folder: Path | None) -> Iterator[None]:
 
 
 def empty_folder(folder: Path) -> None:
-    """Make `folder`, in that of the run, for this user only; remove what an earlier run has left there.
+    """Create `folder` in the run folder, for this user only; remove what an earlier run has left there.
 
     Raises:
-        ConfigError: it cannot be made.
+        ConfigError: it cannot be created.
     """
     try:
         if folder.exists():
@@ -96,15 +96,15 @@ def empty_folder(folder: Path) -> None:
 
 
 def leave_folder(folder: Path) -> None:
-    """Remove what is of use only while a run lives; for its last process, which still has the lock."""
+    """Remove what only an active run needs; for its last process, which still holds the lock."""
     paths = RunPaths(folder)
     with contextlib.suppress(OSError):
         for file in paths.saved.iterdir():
-            if _NOTE.fullmatch(file.name):
+            if _RECORD.fullmatch(file.name):
                 file.unlink()
         paths.saved.rmdir()
     with contextlib.suppress(OSError):
-        # One with contents is a person's own file.
+        # A file with contents belongs to the user.
         if paths.lock.lstat().st_size == 0:
             paths.lock.unlink()
 

@@ -1,1 +1,1 @@
-"""How messages and states travel on one machine: sockets, queues and memory behind the contracts."""
+"""How messages and states travel on one host: sockets, queues and memory; no meaning of a message."""

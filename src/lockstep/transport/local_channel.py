@@ -1,4 +1,4 @@
-"""A channel between two parts of one process: messages are passed on as they are."""
+"""A channel between two parts of one process; messages are passed as objects."""
 
 import os
 from collections import deque
@@ -11,10 +11,10 @@ In = TypeVar("In")
 
 
 class LocalChannel(Generic[Out, In]):
-    """One end of a channel within one thread; see `Channel`. Made in pairs."""
+    """One end of a channel within one thread; see `Channel`. `pair` creates both ends."""
 
     def __init__(self) -> None:
-        # Its count is that of what can be received, so that a selector wakes.
+        # Its count is nonzero while there is something to receive, so that a selector wakes.
         self._arrivals = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._queue: deque[In] = deque()
         self._peer: LocalChannel[In, Out] | None = None
@@ -40,7 +40,7 @@ class LocalChannel(Generic[Out, In]):
         return True
 
     def receive(self) -> In | Unreadable | PeerGone | None:
-        """Return what has arrived next; see `Channel`."""
+        """Return the next message, if any; see `Channel`."""
         if self._queue:
             message = self._queue.popleft()
             if not self._queue and self._peer is not None:
@@ -49,11 +49,11 @@ class LocalChannel(Generic[Out, In]):
         return PeerGone() if self._peer is None else None
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when something has arrived, or the peer is gone."""
+        """Return a descriptor that is readable when a message has arrived or the peer is gone."""
         return self._arrivals
 
     def close(self) -> None:
-        """Close this end; more than once does nothing."""
+        """Close this end; safe to call more than once."""
         if self._arrivals < 0:
             return
         if self._peer is not None:

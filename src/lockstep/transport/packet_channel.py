@@ -12,13 +12,13 @@ import msgspec
 from lockstep.protocol.channel import Attachment, PeerGone, Unreadable
 
 MAX_TEXT = 64 * 1024
-"""Bytes of UTF-8 that any one text of a message may have; a longer one loses its middle."""
+"""Maximum bytes of UTF-8 of a text in a message; the middle of a longer text is cut out."""
 
 MAX_PACKET = 512 * 1024
-"""Bytes that no encoded message exceeds."""
+"""Maximum bytes of an encoded message."""
 
-_MOST_ATTACHMENTS = 4
-_ANCILLARY = socket.CMSG_LEN(_MOST_ATTACHMENTS * array.array("i").itemsize)
+_MAX_ATTACHMENTS = 4
+_ANCILLARY = socket.CMSG_LEN(_MAX_ATTACHMENTS * array.array("i").itemsize)
 _FLAGS = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
 
 Out = TypeVar("Out", bound=msgspec.Struct)
@@ -29,8 +29,8 @@ class PacketChannel(Generic[Out, In]):
     """One end of a socket; see `Channel`.
 
     Args:
-        connection: this end.
-        incoming: the union of the messages that arrive here.
+        connection: this end of the socket.
+        incoming: the union of the types of messages that arrive here.
     """
 
     def __init__(self, connection: socket.socket, incoming: Any) -> None:
@@ -46,21 +46,21 @@ class PacketChannel(Generic[Out, In]):
             ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)] if descriptors else []
             if patience:
                 select.select([], [self._connection], [], patience)
-            # Not `socket.send_fds`, which ignores its flags; `recv_fds` does so, too.
+            # Not `socket.send_fds`, which ignores its flags, like `recv_fds`.
             self._connection.sendmsg([packet], ancillary, socket.MSG_DONTWAIT)
         except (OSError, ValueError, RecursionError):
             return False
         return True
 
     def receive(self) -> In | Unreadable | PeerGone | None:
-        """Return what has arrived next; see `Channel`."""
+        """Return the next message, if any; see `Channel`."""
         while True:
             try:
                 packet, ancillary, _, _ = self._connection.recvmsg(MAX_PACKET, _ANCILLARY, _FLAGS)
             except BlockingIOError:
                 return None
             except ConnectionResetError:
-                # Told once, and before what the peer sent: it closed its end without having read everything.
+                # The peer closed its end with unread messages. This error occurs once, before its messages.
                 continue
             except OSError:
                 return PeerGone()
@@ -80,40 +80,40 @@ class PacketChannel(Generic[Out, In]):
         return self._connection.fileno()
 
     def close(self) -> None:
-        """Close this end; more than once does nothing."""
+        """Close this end; safe to call more than once."""
         with contextlib.suppress(OSError):
             self._connection.close()
 
 
 def encode(message: msgspec.Struct, attachments: list[Attachment] | None = None) -> bytes:
-    """Return the packet of `message`; long texts lose their middle, odd values become their `repr`.
+    """Return the packet of `message`; long texts are cut, and values of unknown types become their `repr`.
 
     Args:
         message: to encode.
-        attachments: gets those of the message, which the packet names by their index.
+        attachments: receives the attachments of the message; the packet refers to them by index.
 
     Raises:
-        ValueError: the message is too large although its texts are not.
+        ValueError: the packet would exceed `MAX_PACKET`.
     """
     found = [] if attachments is None else attachments
 
-    def other(value: Any) -> Any:
+    def encode_other(value: Any) -> Any:
         if isinstance(value, Attachment):
             found.append(value)
             return len(found) - 1
         return repr(value)
 
-    packet = msgspec.json.encode(_clean(msgspec.to_builtins(message, enc_hook=other)))
+    packet = msgspec.json.encode(_clean(msgspec.to_builtins(message, enc_hook=encode_other)))
     if len(packet) > MAX_PACKET:
         raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
     return packet
 
 
 class PacketDecoder(Generic[In]):
-    """Makes messages of packets, in one thread.
+    """Decodes packets; for use by one thread.
 
     Args:
-        kinds: the union of the messages that it knows.
+        kinds: the union of the types of messages.
     """
 
     def __init__(self, kinds: Any) -> None:
@@ -124,7 +124,7 @@ class PacketDecoder(Generic[In]):
         """Return the message of a packet, with the attachments that arrived with it.
 
         Raises:
-            ValueError: the packet is not one that `encode` makes of a known message.
+            ValueError: the packet does not contain a message of these types.
         """
         self._arrived = attachments
         try:

@@ -1,4 +1,4 @@
-"""States that travel in memory without a name, between processes of one machine: nothing of it outlives them.
+"""The transport of states between processes of one machine: memfds, which do not outlive the processes.
 
 The format is a header, as msgpack after its length, then the arrays, each at a multiple of 64 bytes.
 """
@@ -35,13 +35,13 @@ class _Header(msgspec.Struct):
 
 
 class MemoryTransport:
-    """States in memfds; a `StateTransport`. An attachment is all that the other worker needs."""
+    """Publishes states in memfds; a `StateTransport`."""
 
     def __init__(self) -> None:
         self._prepared: StateMemory | None = None
 
     def prepare(self, contents: Contents) -> None:
-        """Take memory for contents like these, on a thread."""
+        """Allocate memory for contents of these sizes on a thread; see `StateTransport`."""
         self.forget()
         self._prepared = memory_for(contents)
         self._prepared.make_ready()
@@ -52,14 +52,14 @@ class MemoryTransport:
         descriptor = None
         if prepared and self._prepared is not None:
             ready, self._prepared = self._prepared, None
-            descriptor = ready.filled(contents)
+            descriptor = ready.fill(contents)
         if descriptor is None:
-            descriptor = memory_for(contents).filled(contents)
+            descriptor = memory_for(contents).fill(contents)
         assert descriptor is not None
         return Attachment(descriptor)
 
     def fetch(self, published: Attachment) -> Contents:
-        """Map what was published; the arrays stay where they are, see `StateTransport`."""
+        """Map what was published without copying the arrays; see `StateTransport`."""
         try:
             header, memory, start = _read(published.descriptor)
             arrays = {}
@@ -72,14 +72,14 @@ class MemoryTransport:
         return Contents(header.step, header.manifest, arrays)
 
     def forget(self) -> None:
-        """Give back memory that was prepared."""
+        """Free prepared memory; see `StateTransport`."""
         if self._prepared is not None:
             self._prepared.close()
             self._prepared = None
 
 
 class StateMemory:
-    """Memory for one state. Taking it is slower than filling it, and can happen in the background."""
+    """Memory for one state. Allocating it takes longer than filling it, and can happen in the background."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -88,21 +88,23 @@ class StateMemory:
         self._failure = ""
         self._thread: threading.Thread | None = None
         self._closing = threading.Lock()
-        self._unwanted = False
+        self._closed = False
 
     def make_ready(self) -> None:
-        """Allocate the memory, on a thread."""
-        self._thread = threading.Thread(target=self._take, name="memory", daemon=True)
+        """Allocate the memory on a thread."""
+        self._thread = threading.Thread(target=self._allocate, name="memory", daemon=True)
         self._thread.start()
 
-    def filled(self, contents: Contents) -> int | None:
-        """Write `contents`, once; return the descriptor, which the caller closes; None if they do not fit.
+    def fill(self, contents: Contents) -> int | None:
+        """Write `contents`; return the descriptor, which the caller must close, or None if they do not fit.
+
+        Call this once.
 
         Raises:
             CheckpointError: there is too little memory.
         """
         if self._thread is None:
-            self._take()
+            self._allocate()
         else:
             self._thread.join()
         if self._failure:
@@ -121,14 +123,14 @@ class StateMemory:
         return descriptor
 
     def close(self) -> None:
-        """Free the memory unless it was filled; if it is being allocated, free it as soon as that is done."""
+        """Free the memory unless it is filled; memory that is still being allocated is freed afterwards."""
         with self._closing:
-            self._unwanted = True
+            self._closed = True
             if self._descriptor >= 0:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
-    def _take(self) -> None:
+    def _allocate(self) -> None:
         descriptor = os.memfd_create("lockstep-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             if self._size > (room := available_memory()):
@@ -137,25 +139,25 @@ class StateMemory:
             # Reading beyond the end of a truncated file kills the process.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
             self._data = np.frombuffer(mmap.mmap(descriptor, self._size), np.uint8)
-            # Maps each page; other threads can run meanwhile.
+            # Maps each page while other threads run.
             self._data.fill(0)
         except (OSError, MemoryError) as error:
             self._failure = str(error)
         with self._closing:
-            if self._failure or self._unwanted:
+            if self._failure or self._closed:
                 os.close(descriptor)
             else:
                 self._descriptor = descriptor
 
 
 def memory_for(contents: Contents) -> StateMemory:
-    """Return memory that fits `contents` and their growth over the next steps."""
+    """Return memory for `contents`, with spare bytes for a growing header."""
     header, arrays = _parts(contents)
     return StateMemory(_extent(len(header) + _SPARE, arrays))
 
 
 def _read(descriptor: int) -> tuple[_Header, mmap.mmap, int]:
-    """Return the header, the memory, and where the header ends; raise ValueError if there is none."""
+    """Return the header, the memory, and the end of the header; raise ValueError if there is no header."""
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     memory = mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ)
     (length,) = _LENGTH.unpack_from(memory)
@@ -175,7 +177,7 @@ def _mapped(
 
 def _parts(contents: Contents) -> tuple[bytes, list["np.ndarray[tuple[int], np.dtype[np.uint8]]"]]:
     """Return the header with its length, and the bytes of each array."""
-    # Only non-contiguous arrays are copied.
+    # Copies only non-contiguous arrays.
     arrays = {name: np.asarray(array, order="C") for name, array in contents.arrays.items()}
     kinds = [(name, array.dtype.name, array.shape) for name, array in arrays.items()]
     header = msgspec.msgpack.encode(_Header(contents.step, dict(contents.manifest), kinds))

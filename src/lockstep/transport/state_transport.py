@@ -1,4 +1,4 @@
-"""How the state of a training travels from one worker to another: the contract."""
+"""The contract of transports that move the state of a training from one worker to another."""
 
 from typing import Protocol
 
@@ -7,21 +7,21 @@ from lockstep.protocol.channel import Attachment
 
 
 class StateTransport(Protocol):
-    """Publishes and fetches states. What is published travels in messages, through agents."""
+    """Publishes and fetches states. What `publish` returns travels in messages, through agents."""
 
     def prepare(self, contents: Contents) -> None:
-        """Prepare in the background to publish contents like these; replaces what was prepared before."""
+        """Prepare, in the background, to publish contents of these sizes; replaces an earlier preparation."""
 
     def publish(self, contents: Contents, *, prepared: bool = True) -> Attachment:
-        """Return what `fetch` needs to read `contents`, as often as wanted.
+        """Return what `fetch` needs to read `contents`, any number of times.
 
         Args:
             contents: to publish; they may change afterwards.
-            prepared: whether to use what was prepared; each preparation serves once.
+            prepared: whether to use the preparation; each serves for one call.
 
         Raises:
-            CheckpointError: there is too little memory, or an array has a name or dtype that the format of
-                checkpoints does not know.
+            CheckpointError: there is too little memory, or checkpoints do not support the name or dtype of an
+                array.
         """
 
     def fetch(self, published: Attachment) -> Contents:
@@ -32,4 +32,4 @@ class StateTransport(Protocol):
         """
 
     def forget(self) -> None:
-        """Release what was prepared."""
+        """Discard the preparation."""

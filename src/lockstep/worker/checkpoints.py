@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
+from lockstep.checkpoint.checkpoint_files import Contents, load
 from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
-from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import announce
 from lockstep.observability.bus import Bus
 from lockstep.system.environment import WorkerConfig

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
-from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, WaitPolicy
 from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, InternalError, PeerLostError
 from lockstep.observability.bus import Bus
 from lockstep.observability.events import DistributionBegan, Event, FirstStepEnded, TimeoutSet
-from lockstep.protocol.request import Request
+from lockstep.protocol.worker import Notice
 from lockstep.system.clock import SystemClock
 from lockstep.topology import View, place
 from lockstep.worker.checkpoints import WorkerCheckpoints
@@ -286,11 +286,11 @@ class Job:
         Raises:
             PeerLostError: the job is over.
         """
-        request = Request(self.communicator.notice)
-        if request is Request.POSITION and self.is_chief:
+        notice = Notice(self.communicator.notice)
+        if notice is Notice.POSITION and self.is_chief:
             self.membership.hand_over(take(False), whole=False)
             self.membership.prepare(take(True))
-        elif request is Request.CHANGE:
+        elif notice is Notice.CHANGE:
             lost = PeerLostError("the workers change")
             try:
                 if self.is_chief:

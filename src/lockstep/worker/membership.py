@@ -5,16 +5,24 @@ import sys
 import traceback
 from typing import NoReturn
 
-from lockstep.checkpoint.store import Contents
-from lockstep.collectives.contract import Waiting, WaitPolicy
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.collectives.contract import PeerWait, WaitPolicy
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import CheckpointError, DisagreementError, InternalError, PeerLostError
-from lockstep.protocol.endpoint import Endpoint
-from lockstep.protocol.worker import AgentMessage, JobOver, Leave, NewView, Position, StateReply, Welcome
+from lockstep.protocol.worker import (
+    AgentMessage,
+    Endpoint,
+    JobOver,
+    Leave,
+    NewView,
+    Position,
+    StateReply,
+    Welcome,
+)
 from lockstep.system.environment import WorkerConfig
 from lockstep.topology import View, place
 from lockstep.transport.state_transport import StateTransport
@@ -128,7 +136,7 @@ class AgentMembership:
         Raises:
             PeerLostError: the job is over.
         """
-        self._buffers.look_around()
+        self._buffers.map_allocated()
         self._client.request_to_join(whole=True)
         message = self._receive()
         place = self._place(message)
@@ -165,8 +173,8 @@ class AgentMembership:
             self._segment, self._buffers, position, ReducePlan.of(view), self._policy, self._observe
         )
 
-    def _observe(self, waiting: Waiting) -> None:
-        self._client.waiting(waiting.what, waiting.workers, waiting.seconds)
+    def _observe(self, wait: PeerWait) -> None:
+        self._client.waiting(wait.what, wait.workers, wait.seconds)
 
 
 def _unexpected(message: AgentMessage) -> InternalError:

@@ -1,1 +1,1 @@
-"""The exchange between processes on one host: sums over shared memory; nothing crosses machines."""
+"""The exchange between processes on one host, in shared memory; nothing crosses hosts."""

@@ -1,31 +1,30 @@
-"""The barrier of the processes that share a control segment: announce a call, arrive, wait, compare calls."""
+"""The barrier of a view, in a control segment: members announce a call, arrive, wait, and compare calls."""
 
 import os
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep.collectives.calls import CollectiveCall, abort_reason, compare
+from lockstep.collectives.call import CallWait, CollectiveCall, abort_reason, compare
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.shared import futex
 from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment, decode, encode
-from lockstep.collectives.waiting import ObservedWait
 from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
 from lockstep.system.clock import Clock
 
 SPIN = 1e-3
-"""Seconds to spin before blocking: about the skew between members that start a call together, also if
-several share a core. Blocking and waking take longer than yielding."""
+"""Seconds to spin before blocking: about the skew between members that start a call together, even if several
+share a core. Blocking and waking take longer than yielding."""
 
 _BEHIND = 1 << 31
-"""Arrivals are counted modulo 2**32: differences from this value on are negative numbers."""
+"""Arrivals are counted modulo 2**32: a difference of at least this value is negative."""
 
 
 class Barrier:
-    """One member's end of the barrier in a control segment. Only `abort` is safe on several threads.
+    """One member's side of the barrier. Only `abort` is safe to call from any thread.
 
     Attributes:
         notice: as the contract states.
-        waited: seconds that this member has waited for others to arrive.
+        waited: seconds that this member has waited for others.
     """
 
     def __init__(
@@ -53,37 +52,37 @@ class Barrier:
         self.notice = 0
         self.waited = 0.0
 
-    def calling(self, call: CollectiveCall) -> "_Calling":
-        """Return a context manager for everything that a member does in one call.
+    def during(self, call: CollectiveCall) -> "_CallScope":
+        """Return a context manager for everything that this member does in `call`.
 
-        A member that leaves a call halfway cannot withdraw what it has published in it, so the view then
-        ends, unless all members leave the call in the same place.
+        A member that leaves a call early cannot withdraw what it has published, so the view ends, unless all
+        members leave the call at the same point.
 
         Raises:
             InternalError: this member is closed.
             PeerLostError: the view has ended.
         """
         if self._closed:
-            raise InternalError(f"{call} on a communicator that was closed")
-        self._raise_if_over()
-        return _Calling(self, call)
+            raise InternalError(f"{call} on a closed communicator")
+        self._raise_if_aborted()
+        return _CallScope(self, call)
 
     def abort_call(self, call: CollectiveCall, error: BaseException) -> None:
-        """End the view for all members because this one does not complete `call`."""
+        """End the view for all members: this one does not complete `call`."""
         self._segment.abort(abort_reason(self._workers[self._position], call, error))
 
-    def exchange(
+    def arrive_and_compare(
         self, call: CollectiveCall, blob: bytes = b"", describe: Callable[[], Sequence[str]] = list
     ) -> list[bytes]:
-        """Wait for all members, and return the blobs that they passed.
+        """Wait until all members have arrived with the same call, and return the blobs that they passed.
 
         Args:
             call: the call that this member makes.
-            blob: the bytes that it sends.
+            blob: the bytes that it passes.
             describe: returns a line for each of its leaves; called if layouts differ.
 
         Raises:
-            DisagreementError: the calls differ; raised on every member.
+            DisagreementError: the calls differ; every member raises it.
             PeerLostError, PeerStuckError: as the contract states.
         """
         segment, arrival = self._segment, self._arrival + 1
@@ -94,7 +93,7 @@ class Barrier:
             self._send(blob, 0)
         if self._position == 0:
             segment.publish_notice(arrival)
-        self.sync(call)
+        self.arrive_and_wait(call)
         self.notice = segment.notice(arrival)
         for start in slots:
             if segment.control[start : start + len(own)] != own:
@@ -104,13 +103,13 @@ class Barrier:
             lengths = [len(blob)] * len(slots)
         return self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
 
-    def sync(self, call: CollectiveCall) -> None:
-        """Arrive, and return once all members have arrived."""
+    def arrive_and_wait(self, call: CollectiveCall) -> None:
+        """Arrive, and return once all members have arrived. Calls are not compared."""
         self._arrival = (self._arrival + 1) % (1 << 32)
         self._arrive()
         begun = time.perf_counter()
         try:
-            if not self._spun(begun + SPIN):
+            if not self._spin(begun + SPIN):
                 self._block(call)
         finally:
             self.waited += time.perf_counter() - begun
@@ -131,14 +130,16 @@ class Barrier:
         announced = [decode(control[start : start + SLOT]) for start in slots]
 
         def described() -> list[list[str]]:
-            blobs = self.exchange(CollectiveCall("describe", "describe"), "\n".join(describe()).encode())
+            blobs = self.arrive_and_compare(
+                CollectiveCall("describe", "describe"), "\n".join(describe()).encode()
+            )
             return [text.decode().splitlines() for text in blobs]
 
         compare([call for call, _ in announced], self._workers, described)
         return [length for _, length in announced]
 
     def _send(self, blob: bytes, part: int) -> None:
-        """Write a part of `blob` to the mailbox that the others read after the next arrival."""
+        """Write a part of `blob` to the mailbox that the other members read after the next arrival."""
         data = blob[part * MAILBOX : (part + 1) * MAILBOX]
         start = self._segment.mailbox(self._position, self._arrival + 1)
         self._segment.control[start : start + len(data)] = data
@@ -149,7 +150,7 @@ class Barrier:
         for part in range(rounds):
             if part > 0:
                 self._send(blob, part)
-                self.sync(call)
+                self.arrive_and_wait(call)
             for other in self._others:
                 start = self._segment.mailbox(other, self._arrival)
                 size = min(max(lengths[other] - part * MAILBOX, 0), MAILBOX)
@@ -160,7 +161,7 @@ class Barrier:
     def _has_arrived(self, position: int) -> bool:
         return (self._segment.arrivals(position) - self._arrival) % (1 << 32) < _BEHIND
 
-    def _spun(self, end: float) -> bool:
+    def _spin(self, end: float) -> bool:
         """Spin until `end`, yielding the core; return whether all members have arrived."""
         for other in self._others:
             while not self._has_arrived(other):
@@ -172,9 +173,9 @@ class Barrier:
         return True
 
     def _block(self, call: CollectiveCall) -> None:
-        patience = ObservedWait(lambda: str(call), self._policy, self._observe, self._clock)
+        wait = CallWait(call, self._policy, self._observe, self._clock)
         while True:
-            # Read first whether members have left, then whether they arrived: one may arrive, then leave.
+            # Read `left` before the arrivals: a member may arrive and then leave.
             left = [other for other in self._others if self._segment.has_left(other)]
             seen = [(other, self._segment.arrivals(other)) for other in self._others]
             missing = [(other, count) for other, count in seen if not self._has_arrived(other)]
@@ -182,25 +183,25 @@ class Barrier:
                 futex.confirm(self._segment.address(other), count)
             if not missing:
                 return
-            self._raise_if_over()
+            self._raise_if_aborted()
             for other, _ in missing:
                 if other in left:
                     raise PeerLostError(f"worker {self._workers[other]} has left while others wait in {call}")
-            seconds = patience.spend(tuple(self._workers[other] for other, _ in missing))
+            seconds = wait.check(tuple(self._workers[other] for other, _ in missing))
             first, count = missing[0]
             futex.wait(self._segment.address(first), count, seconds)
 
-    def _raise_if_over(self) -> None:
+    def _raise_if_aborted(self) -> None:
         reason = self._segment.reason()
         if reason is not None:
             raise PeerLostError(reason)
 
 
-class _Calling:
-    """A call in progress; a class, because a generator would take longer than the rest of the call."""
+class _CallScope:
+    """The context of a call; a class, because a generator would take longer than the rest of the call."""
 
-    def __init__(self, barrier_: Barrier, call: CollectiveCall) -> None:
-        self._barrier = barrier_
+    def __init__(self, barrier: Barrier, call: CollectiveCall) -> None:
+        self._barrier = barrier
         self._call = call
 
     def __enter__(self) -> None:

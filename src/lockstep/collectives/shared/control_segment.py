@@ -3,13 +3,13 @@
     header     magic, version, number of members; the abort word and its reason; the notice
     arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left;
                for the first member also two copies of the notice, as read when it arrived
-    slots      for each member, two: the description of its call
-    mailboxes  for each member, two: a part of a blob
+    slots      two for each member: the description of its call
+    mailboxes  two for each member: a part of a blob
 
 A member's slots, mailboxes and notices alternate from one arrival to the next: it cannot arrive a second time
-before all have arrived once, and thus have read the data of the previous arrival.
+before all members have arrived once, and thus have read the data of the previous arrival.
 
-The memfd has no name, so nothing is left behind however the processes end.
+The memfd has no name, so nothing remains of it however the processes end.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from typing import Self
 
-from lockstep.collectives.calls import CollectiveCall
+from lockstep.collectives.call import CollectiveCall
 from lockstep.collectives.shared import futex
 from lockstep.collectives.shared.pool import allocate
 from lockstep.errors import InternalError
@@ -46,8 +46,8 @@ _aborting = threading.RLock()
 class ControlSegment:
     """One process's mapping of the memory in which the members of a view synchronize.
 
-    Use `create` in the process that starts the workers, and `attach` in each worker. Aborting a view needs
-    no membership: any process that has the memfd can do it.
+    Use `create` in the process that starts the workers, and `attach` in each worker. Any process that has the
+    memfd can abort the view, also one that is not a member.
     """
 
     def __init__(self, fd: int, members: int, control: mmap.mmap) -> None:
@@ -61,11 +61,11 @@ class ControlSegment:
     def create(cls, members: int) -> Self:
         """Create the memory for a new view of `members` workers.
 
-        Pass `fd` to a worker with `subprocess.Popen(..., pass_fds=[segment.fd])`: it is closed in all other
-        programs that this process starts.
+        Pass `fd` to a worker with `subprocess.Popen(..., pass_fds=[segment.fd])`; other programs that this
+        process starts do not inherit it.
 
         Raises:
-            SharedMemoryError: there is too little memory even for the control segment.
+            SharedMemoryError: there is too little memory.
         """
         futex.require()
         fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -85,7 +85,7 @@ class ControlSegment:
         """Map the memory that another process created; takes ownership of `fd`.
 
         Raises:
-            InternalError: `fd` is no control segment of this version.
+            InternalError: `fd` is not a control segment of this version.
         """
         size = os.fstat(fd).st_size
         header = os.pread(fd, _MAGIC.size, 0) if size >= _PAGE else b""
@@ -112,13 +112,13 @@ class ControlSegment:
         self._words[(_ARRIVALS + position * _LINE) // 4 + 1] = 1
         futex.wake(self.address(position))
 
-    def leave_notice(self, notice: int) -> None:
+    def post_notice(self, notice: int) -> None:
         """Set the notice; all members see it from the same call on. Does nothing once closed."""
         if not self.control.closed:
             self._words[_NOTICE // 4] = notice
 
     def publish_notice(self, arrival: int) -> None:
-        """Publish the current notice to all members; for the first member, before it arrives."""
+        """Publish the current notice to all members; the first member calls this before it arrives."""
         self._words[(_ARRIVALS + 8) // 4 + arrival % 2] = self._words[_NOTICE // 4]
 
     def notice(self, arrival: int) -> int:
@@ -136,11 +136,11 @@ class ControlSegment:
     def abort(self, reason: str) -> None:
         """End the view: members that wait, or call later, raise `PeerLostError(reason)`.
 
-        The first reason stays; it is truncated to 4 KB of UTF-8. Does nothing once closed here.
+        The first reason stays; it is truncated to 4 KB of UTF-8. Does nothing once this mapping is closed.
         """
         if self.control.closed:
             return
-        with _aborting, _briefly_locked(self.fd):
+        with _aborting, _locked_if_free(self.fd):
             if not self._words[_ABORT // 4]:
                 text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
                 self.control[_REASON : _REASON + len(text)] = text
@@ -180,8 +180,8 @@ def _mailboxes(members: int) -> int:
 
 
 @contextlib.contextmanager
-def _briefly_locked(fd: int) -> Iterator[None]:
-    """Hold the memfd's lock, or continue without it after 0.1 s: a stopped process must not stop others."""
+def _locked_if_free(fd: int) -> Iterator[None]:
+    """Hold the memfd's lock; after 0.1 s continue without it, since a stopped process may hold it."""
     for _ in range(100):
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -197,20 +197,20 @@ def _briefly_locked(fd: int) -> Iterator[None]:
 _CALL = struct.Struct("<16sB64si16sH")
 _LENGTH = struct.Struct("<Q")
 WHAT_LIMIT = 512
-"""Maximum bytes of UTF-8 of a call's name in a slot; the rest is cut off."""
+"""Maximum bytes of UTF-8 of a call's name in a slot; the rest is dropped."""
 _WHAT = _LENGTH.size + _CALL.size
 assert _WHAT + WHAT_LIMIT <= SLOT
 
 
 def encode(call: CollectiveCall, length: int) -> bytes:
-    """Encode a slot: a member makes `call` with a blob of `length` bytes."""
+    """Encode the slot of a member that makes `call` with a blob of `length` bytes."""
     what = call.what.encode("utf-8", "replace")[:WHAT_LIMIT]
     fields = (call.kind.encode(), len(call.check), call.check, call.root, call.layout, len(what))
     return _LENGTH.pack(length) + _CALL.pack(*fields) + what
 
 
 def decode(slot: bytes) -> tuple[CollectiveCall, int]:
-    """Decode the call and the length of the blob from a slot (bytes after it are ignored)."""
+    """Decode the call and the length of the blob from a slot; further bytes are ignored."""
     (length,) = _LENGTH.unpack_from(slot)
     kind, checked, check, root, layout, named = _CALL.unpack_from(slot, _LENGTH.size)
     what = slot[_WHAT : _WHAT + named].decode("utf-8", "ignore")

@@ -1,4 +1,4 @@
-"""Words in shared memory that processes can wait for: futex(2), for which Python has no function.
+"""Waiting for words in shared memory: futex(2), for which Python has no function.
 
 All functions take the address of an aligned 32-bit word in a shared mapping.
 """
@@ -16,7 +16,7 @@ _NUMBERS = {"x86_64": 202, "aarch64": 98}
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
 _ADD_ONE = (1 << 28) | (1 << 12)
 """`FUTEX_OP(FUTEX_OP_ADD, 1, FUTEX_OP_CMP_EQ, 0)`: add 1 to the word."""
-_EVERYBODY = 2**31 - 1
+_ALL_WAITERS = 2**31 - 1
 
 LOADS_IN_ORDER = platform.machine() == "x86_64"
 """Whether the processor never reorders a read of data before an earlier read of a word."""
@@ -33,22 +33,22 @@ _number = ctypes.c_long(_NUMBERS.get(platform.machine(), -1))
 
 
 def require() -> None:
-    """Make sure that the futex call of this machine is known.
+    """Check that the number of the futex system call is known for this machine.
 
     Raises:
         UnfitError: it is not.
     """
     if _number.value < 0:
         raise UnfitError(
-            f"workers on one host exchange data on {' and '.join(_NUMBERS)} with Linux only; "
+            f"workers exchange data only on Linux on {' and '.join(_NUMBERS)}; "
             f"this machine is {platform.machine()}"
         )
 
 
 def wait(address: int, expected: int, seconds: float) -> None:
-    """Block while the word is `expected`, until it is woken, for at most `seconds`, or until a signal.
+    """Block while the word is `expected`, until a wake or a signal, for at most `seconds`.
 
-    Signals are handled as soon as this returns, so an interrupt gets through.
+    Python handles signals as soon as this returns, so an interrupt is not delayed.
     """
     whole = int(seconds)
     limit = _Timespec(whole, int((seconds - whole) * 1e9))
@@ -58,24 +58,24 @@ def wait(address: int, expected: int, seconds: float) -> None:
 def adder(address: int) -> Callable[[], None]:
     """Return a function that adds 1 to the word and wakes all waiters.
 
-    The kernel adds atomically and in order: a process that sees the new word also sees all earlier writes.
+    The addition is atomic and ordered: a process that sees the new word also sees all earlier writes.
     """
     word, zero = ctypes.c_void_p(address), ctypes.c_long(0)
-    numbers = ctypes.c_int(_WAKE_OP), ctypes.c_uint32(_EVERYBODY), zero, word, ctypes.c_uint32(_ADD_ONE)
+    numbers = ctypes.c_int(_WAKE_OP), ctypes.c_uint32(_ALL_WAITERS), zero, word, ctypes.c_uint32(_ADD_ONE)
     # Creating these objects for each call would take longer than the call.
     return functools.partial(_checked, _number, word, *numbers)
 
 
 def wake(address: int) -> None:
     """Wake all waiters of the word."""
-    _call(address, _WAKE, _EVERYBODY, None, None, 0)
+    _call(address, _WAKE, _ALL_WAITERS, None, None, 0)
 
 
 def confirm(address: int, seen: int) -> None:
     """Order this thread's later reads after its read of `seen` from the word.
 
-    In a spin, a processor with weak memory ordering may have read other data before it read the word.
-    Waiting for a value that the word no longer has returns at once, but passes a full memory barrier.
+    While it spins, a processor with weak memory ordering may read other data before it reads the word.
+    Waiting for a value that the word no longer has returns at once, but is a full memory barrier.
     """
     if not LOADS_IN_ORDER:
         wait(address, (seen - 1) & 0xFFFFFFFF, 0.0)

@@ -1,34 +1,35 @@
-"""Small totals: each member packs what it publishes, and every member sums everything.
+"""The reduce of a small total: each member publishes its packed partials, and every member sums everything.
 
 A barrier takes longer than adding a few numbers, and so does calling NumPy. So there is only one barrier, and
-the leaves of a partial are packed into a packet, in which adjacent leaves of one dtype are one array.
+partials are packed: adjacent leaves of one dtype form one array.
 """
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
 
+from lockstep.collectives.adder import Adder, Array, Bytes
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import Layout, Stretch, aligned, allocate
 from lockstep.collectives.plan import ReducePlan, Sum
-from lockstep.collectives.summing import Adder, Array, Bytes
 
 SMALL = 1 << 17
 """Bytes of the largest total that is small."""
 
-Packet = Sequence[Array]
-"""An array for each stretch of a layout."""
+PackedPartial = Sequence[Array]
+"""A partial with one array for each stretch of the layout."""
 
 
-def size(layout: Layout, plan: ReducePlan) -> int:
-    """Return the bytes of the packets of all members of `plan`."""
+def packed_size(layout: Layout, plan: ReducePlan) -> int:
+    """Return the bytes of the packed partials that all members of `plan` publish."""
     return layout.size * sum(map(len, plan.published))
 
 
-class _Addition(NamedTuple):
-    """A sum over one stretch of packets."""
+class _StretchSum(NamedTuple):
+    """A sum over one stretch, written to `out`."""
 
     sum: Sum
     operands: Sequence[Array]
@@ -36,12 +37,12 @@ class _Addition(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Packing:
-    """How the leaves of one stretch are packed.
+class StretchPacker:
+    """Packs the leaves of one stretch.
 
     Attributes:
         stretch: the leaves.
-        fills: for each leaf, the padding of its last line.
+        fills: for each leaf, the padding of its last cache line.
     """
 
     stretch: Stretch
@@ -49,13 +50,13 @@ class Packing:
 
     @classmethod
     def of(cls, layout: Layout, stretch: Stretch) -> Self:
-        """Prepare to pack `stretch` of `layout`."""
+        """Return the packer of a `stretch` of `layout`."""
         sizes = layout.sizes[stretch.first : stretch.last]
         fills = (np.zeros(aligned(size) - size, np.uint8).view(stretch.dtype) for size in sizes)
         return cls(stretch, tuple(fills))
 
     def pack(self, leaves: Sequence[Array], out: Array) -> None:
-        """Pack flat `leaves`, those of the whole layout, into `out`."""
+        """Pack the leaves of the stretch into `out`; `leaves` are the flat leaves of the whole layout."""
         parts = list[Array]()
         for leaf, fill in zip(leaves[self.stretch.first : self.stretch.last], self.fills, strict=True):
             parts.append(leaf)
@@ -66,19 +67,19 @@ class Packing:
 
 @dataclass(frozen=True)
 class PackedReduce:
-    """What one member does in a reduction, for partials over certain spans, in certain memory.
+    """One member's part in a reduce, for partials over certain spans, in certain memory.
 
     Attributes:
-        packings: one for each stretch.
-        given: for each partial its packet, which others read or this member merges.
-        merges: sums of own packets, to be written before the barrier.
-        total: sums of all members' packets, to be written after it.
+        packers: one for each stretch.
+        given: for each of its partials, where it is packed: published, or private and then merged.
+        merges: sums of its own partials, written before the barrier.
+        total: sums of the partials of all members, written after the barrier.
     """
 
-    packings: tuple[Packing, ...]
-    given: Mapping[Span, Packet]
-    merges: tuple[_Addition, ...]
-    total: tuple[_Addition, ...]
+    packers: tuple[StretchPacker, ...]
+    given: Mapping[Span, PackedPartial]
+    merges: tuple[_StretchSum, ...]
+    total: tuple[_StretchSum, ...]
 
     @classmethod
     def of(
@@ -89,33 +90,38 @@ class PackedReduce:
         given: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the work of the member at `position`, which passes partials over the spans `given`.
+        """Plan the part of the member at `position`, which passes partials over the spans `given`.
 
         Args:
-            memory: that of the total, private to this member, and that of all members' packets.
+            layout: of every partial.
+            plan: of the view.
+            position: of this member.
+            given: the spans of its partials.
+            memory: this member's private memory for the total, and the shared memory for packed partials.
         """
         total, shared = memory
-        spans = [span for published in plan.published for span in published]
-        places = {
-            span: _packet(layout, shared[index * layout.size : (index + 1) * layout.size])
+        spans = list(itertools.chain.from_iterable(plan.published))
+        published = {
+            span: _packed(layout, shared[index * layout.size : (index + 1) * layout.size])
             for index, span in enumerate(spans)
         }
         own = {
-            span: places[span] if span in places else _packet(layout, allocate(layout.size)) for span in given
+            span: published[span] if span in published else _packed(layout, allocate(layout.size))
+            for span in given
         }
         merges = []
         for span, merge in zip(plan.published[position], plan.merges(position, given), strict=True):
             if merge.steps:
-                merges += _additions(merge, own, places[span])
-        everything = _additions(Sum.of(plan.whole, spans), places, _packet(layout, total))
-        packings = tuple(Packing.of(layout, stretch) for stretch in layout.stretches)
-        return cls(packings, own, tuple(merges), tuple(everything))
+                merges += _sums(merge, own, published[span])
+        everything = _sums(Sum.of(plan.whole, spans), published, _packed(layout, total))
+        packers = tuple(StretchPacker.of(layout, stretch) for stretch in layout.stretches)
+        return cls(packers, own, tuple(merges), tuple(everything))
 
     def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-        """Pack this member's partials, as flat leaves, and merge them."""
+        """Pack this member's partials, flat leaves, and merge them."""
         for span, leaves in partials.items():
-            for packing, out in zip(self.packings, self.given[span], strict=True):
-                packing.pack(leaves, out)
+            for packer, out in zip(self.packers, self.given[span], strict=True):
+                packer.pack(leaves, out)
         _run(self.merges, adder)
 
     def sum(self, adder: Adder) -> None:
@@ -123,15 +129,15 @@ class PackedReduce:
         _run(self.total, adder)
 
 
-def _packet(layout: Layout, memory: Bytes) -> Packet:
+def _packed(layout: Layout, memory: Bytes) -> PackedPartial:
     return [memory[stretch.start : stretch.stop].view(stretch.dtype) for stretch in layout.stretches]
 
 
-def _additions(plan: Sum, packets: Mapping[Span, Packet], out: Packet) -> list[_Addition]:
-    operands = [packets[span] for span in plan.operands]
-    return [_Addition(plan, arrays, total) for *arrays, total in zip(*operands, out, strict=True)]
+def _sums(plan: Sum, partials: Mapping[Span, PackedPartial], out: PackedPartial) -> list[_StretchSum]:
+    operands = [partials[span] for span in plan.operands]
+    return [_StretchSum(plan, arrays, total) for *arrays, total in zip(*operands, out, strict=True)]
 
 
-def _run(additions: Sequence[_Addition], adder: Adder) -> None:
-    for addition in additions:
-        adder.add(*addition)
+def _run(sums: Sequence[_StretchSum], adder: Adder) -> None:
+    for each in sums:
+        adder.add(*each)

@@ -1,6 +1,6 @@
 """The memory for partials and totals: a growing memfd that all workers of a job on this host share.
 
-It outlives views: allocating and mapping hundreds of megabytes again would dominate a change of the view.
+It outlives views: to allocate and map hundreds of megabytes again would take most of a change of the view.
 """
 
 import fcntl
@@ -13,7 +13,7 @@ from lockstep.system.memory import Available, available_memory
 
 
 class SharedPool:
-    """One process's end of the memory.
+    """One process's handle of the memory.
 
     Use `create` in the process that starts the workers, and `attach` in each worker.
     """
@@ -24,7 +24,7 @@ class SharedPool:
 
     @classmethod
     def create(cls) -> Self:
-        """Create the memory, empty at first."""
+        """Create the memory, initially empty."""
         fd = os.memfd_create("lockstep", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         # Reading beyond the end of a truncated file kills the process.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
@@ -35,7 +35,7 @@ class SharedPool:
         """Use the memory that another process created; takes ownership of `fd`.
 
         Raises:
-            InternalError: `fd` is no pool.
+            InternalError: `fd` is not a pool.
         """
         try:
             sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
@@ -52,10 +52,10 @@ class SharedPool:
         return os.fstat(self.fd).st_size
 
     def grow(self, size: int) -> None:
-        """Make sure that there are `size` bytes; one worker calls this for all.
+        """Grow the memory to at least `size` bytes; one worker calls this for all.
 
         Raises:
-            SharedMemoryError: they cannot be allocated; nothing has changed.
+            SharedMemoryError: they cannot be allocated; the memory is unchanged.
         """
         end = self.size
         if size > end:
@@ -67,7 +67,7 @@ class SharedPool:
         Raises:
             SharedMemoryError: this process cannot map that much.
         """
-        # MAP_POPULATE takes the page faults now, all at once, and not in the first reduction.
+        # With MAP_POPULATE, all page faults happen now instead of in the first reduction.
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         try:
             return mmap.mmap(self.fd, size, flags=flags) if size else mmap.mmap(-1, 1)
@@ -88,7 +88,7 @@ def allocate(fd: int, start: int, size: int, available: Available) -> None:
     """Allocate memory for `size` bytes of a memfd from `start` on.
 
     Raises:
-        SharedMemoryError: there is too little.
+        SharedMemoryError: there is too little memory.
     """
     room = available()
     try:

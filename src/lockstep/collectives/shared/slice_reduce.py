@@ -1,37 +1,37 @@
-"""Large totals: where members publish their parts, and which sums each member computes.
+"""The reduce of a large total: where members publish their sums, and which sums each member computes.
 
-Pure arithmetic over given memory.
+Pure arithmetic on given memory.
 
-The bytes of a total are divided into one slice per member. A member sums its own slice: its own replicas
-from its own arrays, the other replicas from what their members publish. Each published span has a place for
-every slice that its member does not own:
+The bytes of a total are divided into one slice for each member. A member sums its own slice: its own replicas
+from its own arrays, the other replicas from the sums that their members publish. Each published span has a
+place for every slice that another member sums:
 
-* one published span of each slice has its place in the slice of the total itself. The total then
-  overwrites it in the last addition, which saves a fifth of the traffic;
-* the others have separate places.
+* For each slice, one published span has its place in the slice of the total itself. The last addition
+  overwrites it with the total, which saves a fifth of the memory traffic.
+* The other published spans have places outside the total.
 
-Every call reuses the total and the places; it begins when no member reads the last total any more.
+Every call reuses the total and the places; it begins when no member reads the previous total any more.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from lockstep.collectives.adder import Adder, Array, Bytes
 from lockstep.collectives.contract import Span
 from lockstep.collectives.layout import Layout, Piece
 from lockstep.collectives.plan import ReducePlan, Sum
-from lockstep.collectives.summing import Adder, Array, Bytes
 
 
 @dataclass(frozen=True)
-class SliceReduce:
-    """The division of a layout's bytes among the members of a plan.
+class SlicePlacement:
+    """The slices of a layout, and the places of the sums that members publish.
 
     Attributes:
-        bounds: for each member, the bytes of the total that it sums.
-        inside: for each member, the foreign span whose place is its slice of the total; None for the
-            only member of a plan.
-        outside: for each member's slice and each other foreign span, the offset of its place.
+        bounds: for each member, the bytes of the total that it sums: its slice.
+        inside: for each member, the span of another member whose place is in that slice of the total; None
+            for the only member of a plan.
+        outside: for each member's slice and each other published span, the offset of its place.
         size: bytes of all places in `outside`.
     """
 
@@ -57,7 +57,7 @@ class SliceReduce:
 
 
 @dataclass(frozen=True)
-class _SliceTask:
+class _SliceSum:
     """A sum over one piece of a leaf, written to `out`.
 
     For each operand of the sum, `operands` has the array to read, or None for one of the member's own
@@ -71,39 +71,44 @@ class _SliceTask:
 
 
 @dataclass(frozen=True)
-class SliceWork:
-    """What one member does in a reduction, for partials over certain spans, in certain memory.
+class SliceReduce:
+    """One member's part in a reduce, for partials over certain spans, in certain memory.
 
     Attributes:
-        publish: sums of own partials, to be written before the barrier.
-        total: sums of all partials of the own slice, to be written after it.
+        merges: sums of its own partials that other members need, written before the barrier.
+        total: sums of all partials in its own slice, written after the barrier.
     """
 
-    publish: tuple[_SliceTask, ...]
-    total: tuple[_SliceTask, ...]
+    merges: tuple[_SliceSum, ...]
+    total: tuple[_SliceSum, ...]
 
     @classmethod
     def of(
         cls,
         layout: Layout,
         plan: ReducePlan,
-        places: SliceReduce,
+        placement: SlicePlacement,
         position: int,
         given: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the tasks of the member at `position`, which passes partials over the spans `given`.
+        """Plan the part of the member at `position`, which passes partials over the spans `given`.
 
         Args:
-            memory: that of the total, and that of the places outside of it.
+            layout: of every partial.
+            plan: of the view.
+            placement: of the slices.
+            position: of this member.
+            given: the spans of its partials.
+            memory: the memory of the total, and the memory of the places outside it.
         """
         total, outside = memory
         flat = layout.views(total)
 
         def place(owner: int, span: Span, pieces: Sequence[Piece]) -> list[Array]:
-            if places.inside[owner] == span:
+            if placement.inside[owner] == span:
                 return [flat[piece.leaf][piece.start : piece.stop] for piece in pieces]
-            start = places.outside[owner, span] - places.bounds[owner][0]
+            start = placement.outside[owner, span] - placement.bounds[owner][0]
             arrays = []
             for piece in pieces:
                 dtype = layout.dtypes[piece.leaf]
@@ -112,15 +117,15 @@ class SliceWork:
                 arrays.append(outside[first : first + size].view(dtype))
             return arrays
 
-        publish = []
+        merges = []
         for other in range(plan.members):
             if other != position:
-                pieces = layout.pieces(*places.bounds[other])
+                pieces = layout.pieces(*placement.bounds[other])
                 for span, merge in zip(plan.published[position], plan.merges(position, given), strict=True):
                     own = (None,) * len(merge.operands)
                     for piece, out in zip(pieces, place(other, span, pieces), strict=True):
-                        publish.append(_SliceTask(merge, piece, own, out))
-        pieces = layout.pieces(*places.bounds[position])
+                        merges.append(_SliceSum(merge, piece, own, out))
+        pieces = layout.pieces(*placement.bounds[position])
         everything = plan.total(position, given)
         foreign = {span: place(position, span, pieces) for span in plan.foreign(position)}
         totals = []
@@ -128,19 +133,29 @@ class SliceWork:
             operands = tuple(
                 foreign[span][index] if span in foreign else None for span in everything.operands
             )
-            totals.append(_SliceTask(everything, piece, operands, flat[piece.leaf][piece.start : piece.stop]))
-        return cls(tuple(publish), tuple(totals))
+            totals.append(_SliceSum(everything, piece, operands, flat[piece.leaf][piece.start : piece.stop]))
+        return cls(tuple(merges), tuple(totals))
+
+    def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
+        """Write the sums of this member's `partials`, flat leaves, that other members need.
+
+        The caller silences NumPy's floating-point warnings (`np.errstate`).
+        """
+        _run(self.merges, partials, adder)
+
+    def sum(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
+        """Write this member's slice of the total; call this once all members have published.
+
+        The caller silences NumPy's floating-point warnings (`np.errstate`).
+        """
+        _run(self.total, partials, adder)
 
 
-def run(tasks: Sequence[_SliceTask], own: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-    """Execute `tasks` with a member's `own` partials, as flat leaves.
-
-    Callers silence NumPy's floating-point warnings (`np.errstate`).
-    """
-    for task in tasks:
-        leaf, start, stop = task.piece
+def _run(sums: Sequence[_SliceSum], own: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
+    for each in sums:
+        leaf, start, stop = each.piece
         operands = [
             own[span][leaf][start:stop] if array is None else array
-            for span, array in zip(task.sum.operands, task.operands, strict=True)
+            for span, array in zip(each.sum.operands, each.operands, strict=True)
         ]
-        adder.add(task.sum, operands, task.out)
+        adder.add(each.sum, operands, each.out)

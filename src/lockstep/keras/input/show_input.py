@@ -7,8 +7,8 @@ from typing import Any
 
 import keras
 
+from lockstep.data.input_table import InputTable, Rows, input_table
 from lockstep.data.order import Indices, Shuffle
-from lockstep.data.reading import InputTable, Rows, input_table
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import GlobalBatchSource, count_examples
 from lockstep.keras.input.distributed_dataset import DistributedDataset

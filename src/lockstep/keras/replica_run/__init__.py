@@ -1,1 +1,1 @@
-"""Runs functions of the script on replicas: `strategy.run`, and loops that Lockstep drives."""
+"""Runs functions of the script on replicas: `strategy.run` and `strategy.steps`; nothing of `fit`."""

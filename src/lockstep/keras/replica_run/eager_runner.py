@@ -173,7 +173,7 @@ class EagerRunner:
         return packed(this.nest, self.per_replica(values, self._store))
 
     def _recomputation(self, this: EagerExecution) -> Callable[[int], Sequence[Any]]:
-        """Return what computes replicas of a run again, until any variable is assigned."""
+        """Return what computes replicas of a `strategy.run` again, until any variable is assigned."""
         count = assignments.count()
 
         def recompute(replica: int) -> Sequence[Any]:

@@ -27,7 +27,7 @@ SUMMED = "merge/"
 
 
 class Merger(Protocol):
-    """Merges what the replicas of a run compute; all replicas make the same calls in the same order."""
+    """Merges what the replicas of a `strategy.run` compute; all make the same calls in the same order."""
 
     def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
         """Apply an optimizer once, to the sum of all replicas' gradients."""
@@ -146,7 +146,7 @@ class Merge:
 
 
 class RoundMerger(UpdateRecorder):
-    """The `Merger` of one replica in one round of a run.
+    """The `Merger` of one replica in one round of a `strategy.run`.
 
     Args:
         number: of the round, from 0.

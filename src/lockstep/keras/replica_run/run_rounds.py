@@ -66,7 +66,7 @@ class RunRounds:
         seed: int = 0,
         like: Mapping[str, Array] | None = None,
     ) -> Round:
-        """Return a round of a run.
+        """Return a round of a `strategy.run`.
 
         Args:
             what: names it in messages.

@@ -1,1 +1,1 @@
-"""The state of a training: its parts, saving it, and resuming from it; it computes no step."""
+"""The state of a training: its parts, saving it, and resuming from it; files are in `lockstep.checkpoint`."""

@@ -11,15 +11,21 @@ from typing import Any
 import keras
 import msgspec
 
-from lockstep.checkpoint.choice import (
+from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.resume import (
     job_facts,
     note_if_finished,
     note_on_versions,
-    parse_every,
-    refuse_unlike,
+    refuse_different_job,
 )
-from lockstep.checkpoint.scheduler import CheckpointScheduler, Every, end_at_a_step, open_scheduler
-from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.scheduler import (
+    CheckpointScheduler,
+    Every,
+    end_at_a_step,
+    open_scheduler,
+    parse_every,
+)
+from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import FolderLock, announce
 from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
@@ -143,7 +149,7 @@ class ScriptCheckpoints:
                 self._resume(folder, claim)
         except LockstepError:
             self._resumable.withdraw_request()
-            claim.leave()
+            claim.release()
             raise
         scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.events.publish)
         self._folder = folder
@@ -179,11 +185,11 @@ class ScriptCheckpoints:
         notes: list[str] = []
         choice, contents = _Choice(), None
         try:
-            claim.take()
+            claim.acquire()
             if newest := Store(folder).newest(notes.append):
                 path, contents = newest
                 facts = job_facts(path, contents)
-                refuse_unlike(path, facts, self._snapshots.facts())
+                refuse_different_job(path, facts, self._snapshots.facts())
                 notes += filter(
                     None,
                     [

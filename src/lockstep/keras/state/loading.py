@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from lockstep.checkpoint.store import Contents, Store, load
+from lockstep.checkpoint.checkpoint_files import Contents, load
+from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.state.matching import Array, Match, SavedModel, match
 from lockstep.system.notes import note

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, DisagreementError, LockstepError
 from lockstep.keras.consistency import ADVICE_ON_CALLS

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.checkpoint.store import Contents
+from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments

@@ -1,0 +1,152 @@
+"""The checkpoint that a job resumes from, and whether it can resume from it."""
+
+import re
+from collections.abc import Callable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import msgspec
+
+from lockstep.checkpoint.checkpoint_files import Contents
+from lockstep.checkpoint.store import Store
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.system.prose import count
+
+_OPTIONS = {"threads": "threads-per-worker"}
+
+Facts = Mapping[str, Any]
+"""What a checkpoint records about its job: replicas, seed, threads, backend and versions."""
+
+
+def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, str] | None:
+    """Return the newest complete checkpoint in `folder` and the facts about its job; None if there is none.
+
+    Args:
+        folder: may not exist yet.
+        report: called with a message for each newer one that is damaged.
+
+    Returns:
+        Its path, the facts, and a note for the user if the job is finished.
+
+    Raises:
+        CheckpointError: it was not written by a job.
+    """
+    found = Store(folder).newest(report)
+    return (found[0], job_facts(*found), note_if_finished(folder, found[1].step)) if found else None
+
+
+def job_facts(path: Path, contents: Contents) -> Facts:
+    """Return what a checkpoint records about the job that wrote it.
+
+    Raises:
+        CheckpointError: it does not describe a job.
+    """
+    facts = contents.manifest.get("job")
+    try:
+        msgspec.convert(facts, _Job)
+    except ValueError as error:
+        raise CheckpointError(
+            f"checkpoint {path} was not written by a job: cannot read 'job' in its manifest ({error})"
+        ) from None
+    return cast(Facts, facts)
+
+
+class _Job(msgspec.Struct):
+    """The fields of `Facts`."""
+
+    replicas: Annotated[int, msgspec.Meta(ge=1)]
+    seed: Annotated[int, msgspec.Meta(ge=0)]
+    threads: Annotated[int, msgspec.Meta(ge=0)]
+    backend: str = ""
+    libraries: dict[str, str] = {}
+
+
+def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an option of the user differs from the checkpoint and would change the result."""
+    for name, value in asked.items():
+        if value is not None and value != facts[name]:
+            option = f"--{_OPTIONS.get(name, name)}"
+            raise ConfigError(
+                f"checkpoint {path} was made with {option} {facts[name]}, not {value}, which affects the "
+                f"result; omit {option} to resume, or give another --checkpoint folder to start over"
+            )
+
+
+def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
+    """Raise ConfigError if the job would resume on another backend than before."""
+    past = facts.get("backend", backend)
+    if past != backend:
+        raise ConfigError(
+            f"checkpoint {path} was made with the backend {past}, and the job would resume with {backend}, "
+            f"which computes other bits from other random numbers: give --backend {past} to resume. To start "
+            f"over with {backend}, give another --checkpoint folder and load the weights with "
+            "lockstep.load_checkpoint"
+        )
+
+
+def refuse_different_job(path: Path, facts: Facts, own: Facts) -> None:
+    """Raise ConfigError if the running job, described by `own`, differs from the one of the checkpoint."""
+    names = ("replicas", "seed", "threads", "backend")
+    differing = [name for name in names if facts.get(name, own[name]) != own[name]]
+    if not differing:
+        return
+    before = " and ".join(_shown(name, facts[name]) for name in differing)
+    now = " and ".join(_shown(name, own[name]) for name in differing)
+    known = {name: facts[name] for name in names if name in facts}
+    how = " ".join(f"--{_OPTIONS.get(name, name)} {value}" for name, value in known.items())
+    by_hand = "run the script without `lockstep run`, with the same KERAS_BACKEND"
+    raise ConfigError(
+        f"checkpoint {path} was made with {before}, and this job has {now}, which affects the result: to "
+        f"resume, {f'use `lockstep run {how}`' if facts['threads'] else by_hand}; to start over, give "
+        "lockstep.callbacks.Checkpoint another folder"
+    )
+
+
+def _shown(name: str, value: Any) -> str:
+    if name == "threads" and not value:
+        return "the backend's own number of threads"
+    return (
+        f"the backend {value}"
+        if name == "backend"
+        else f"{value} {name}"
+        if name != "seed"
+        else f"seed {value}"
+    )
+
+
+def note_if_finished(folder: Path, step: int) -> str:
+    """Return a note if the job, whose newest checkpoint is of `step`, has finished; empty otherwise."""
+    if Store(folder).finished() != step:
+        return ""
+    return (
+        f"the job in {folder} is finished after {count(step, 'step')}: it repeats no training step and runs "
+        "the rest of the script. A script that trains more steps resumes from there; to start over, give "
+        "another folder"
+    )
+
+
+def note_on_versions(path: Path, facts: Facts) -> str:
+    """Return a note on libraries whose versions differ from those of the checkpoint; empty if none does.
+
+    Imports no library. A library that no installed distribution provides is skipped.
+    """
+    # The name of a distribution may differ from that of its module: tensorflow-cpu provides tensorflow.
+    distributions = metadata.packages_distributions()
+    before, now = [], []
+    for name, version in facts.get("libraries", {}).items():
+        installed = sorted({metadata.version(one) for one in distributions.get(name, ())})
+        if installed and _release(version) not in map(_release, installed):
+            before.append(f"{name} {version}")
+            now.append(f"{name} {' or '.join(installed)}")
+    if not before:
+        return ""
+    return (
+        f"checkpoint {path} was made with {' and '.join(before)}, and training continues with "
+        f"{' and '.join(now)}: the bits may differ from those of an uninterrupted run"
+    )
+
+
+def _release(version: str) -> str:
+    """Normalize a version: packages write 2.21.0rc1, and modules 2.21.0-rc1."""
+    return re.sub(r"[-.]?(rc|dev|a|b)(?=\d)", r"\1", version)

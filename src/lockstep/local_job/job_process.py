@@ -1,0 +1,152 @@
+"""The process of a job's coordinator and agent, as the command sees it.
+
+The command forks it, passes signals on to it, and ends what it leaves behind if it dies.
+"""
+
+import math
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType
+
+from lockstep.errors import LockstepError, UnfitError
+from lockstep.protocol.channel import Channel
+from lockstep.protocol.host import Stop
+from lockstep.system.descendants import LinuxDescendants, children_now
+from lockstep.system.exit_status import describe_exit, shell_status, signal_name, unkillable
+from lockstep.system.notes import note
+from lockstep.system.prctl import adopt_orphans
+from lockstep.system.standard_streams import flush_streams
+from lockstep.transport.packet_channel import PacketChannel
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOP_PATIENCE = 10.0
+"""Seconds beyond the grace period until a process that was told to stop counts as hung: it gives workers 3 to
+exit and 1 to be killed, and the processes that they started 5."""
+_SECOND_STOP_PATIENCE = 2.0
+
+Serve = Callable[[Channel[Stop, Stop]], int]
+"""Runs a job, given its channel to the command; returns the exit status."""
+
+
+def run_in_job_process(serve: Serve, grace: float) -> int:
+    """Run a job in a new process; return its exit status once no process of the job remains.
+
+    Args:
+        serve: runs the job in that process.
+        grace: seconds that the job may take for a checkpoint after SIGTERM.
+
+    Raises:
+        UnfitError: the process cannot be started.
+    """
+    heard = tuple(number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN)
+    # A signal must wait until both processes have their handlers: otherwise it would end only one of them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    spare = children_now()
+    adopt_orphans()
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    flush_streams()
+    try:
+        process = os.fork()
+    except OSError as error:
+        raise UnfitError(f"no process can be started: {error.strerror}") from None
+    if process == 0:
+        mine.close()
+        _become_job_process(PacketChannel(theirs, Stop), serve)
+    theirs.close()
+    with mine:
+        return _Watch(process, PacketChannel(mine, Stop), LinuxDescendants(spare), grace).run(heard)
+
+
+def _become_job_process(command: Channel[Stop, Stop], serve: Serve) -> None:
+    status = 1
+    try:
+        os.setsid()
+        adopt_orphans()
+        for number in _SIGNALS:
+            # The command forwards signals. Not SIG_IGN, which the workers would inherit.
+            signal.signal(number, _no_op)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        status = serve(command)
+    except (LockstepError, OSError) as error:
+        note(str(error))
+        status = 2
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        os._exit(status)
+
+
+class _Watch:
+    """Waits for the process of a job to end, and passes signals on to it."""
+
+    def __init__(
+        self, process: int, channel: Channel[Stop, Stop], descendants: LinuxDescendants, grace: float
+    ) -> None:
+        self._process = process
+        self._channel = channel
+        self._descendants = descendants
+        self._grace = grace
+        self._stopped_by: int | None = None
+        self._deadline: float | None = None
+
+    def run(self, heard: Sequence[int]) -> int:
+        """Return the job's exit status; `heard` are the signals to pass on."""
+        ended = os.pidfd_open(self._process)
+        wake, woken = socket.socketpair()
+        with wake, woken:
+            wake.setblocking(False)
+            signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+            for number in heard:
+                signal.signal(number, _no_op)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+            in_time = self._wait(ended, woken)
+            signal.set_wakeup_fd(-1)
+        os.close(ended)
+        return self._conclude(in_time)
+
+    def _wait(self, ended: int, woken: socket.socket) -> bool:
+        """Return whether the process ended by itself: True, or False if it hangs after a signal."""
+        while True:
+            patience = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            ready, _, _ = select.select([ended, woken.fileno()], [], [], patience)
+            if ended in ready:
+                return True
+            if not ready:
+                return False
+            for number in woken.recv(64):
+                self._pass_on(number)
+
+    def _pass_on(self, number: int) -> None:
+        grace = self._grace if number == signal.SIGTERM else 0.0
+        patience = grace + _STOP_PATIENCE if self._stopped_by is None else _SECOND_STOP_PATIENCE
+        self._stopped_by = self._stopped_by or number
+        self._deadline = min(time.monotonic() + patience, self._deadline or math.inf)
+        # If this cannot be sent, because the process has ended or is far behind, the deadline applies.
+        self._channel.send(Stop(number))
+
+    def _conclude(self, in_time: bool) -> int:
+        if not in_time:
+            os.kill(self._process, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self._process, 0)[1])
+        left = self._descendants.end(grace=0)
+        if left:
+            note(unkillable(left))
+        if not in_time and self._stopped_by is not None:
+            name = signal_name(self._stopped_by)
+            note(
+                f"stopped by {name}; the agent (process {self._process}) did not respond in time and was "
+                "killed"
+            )
+            return 128 + self._stopped_by
+        if status < 0:
+            note(f"the agent (process {self._process}) {describe_exit(status)}, which ended the job")
+        return shell_status(status)
+
+
+def _no_op(number: int, frame: FrameType | None) -> None:
+    """Do nothing: a signal arrives through the wakeup descriptor, or is ignored."""

@@ -1,0 +1,254 @@
+"""How processes that a user starts by hand, each with its own `TF_CONFIG`, take part in one job.
+
+The first process starts a coordinator, which all processes find by the addresses of their tasks. Once the
+coordinator admits a process, the process restarts its script in place (`exec`), and so is a worker from the
+first line on, as with `lockstep run`.
+"""
+
+import contextlib
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from lockstep import __version__
+from lockstep.cluster.tf_config import TRAINING, TaskConfig, parse, training_tasks
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.launcher.backend import Choice, Wishes, choose_backend, refuse_legacy_keras
+from lockstep.protocol.rendezvous import MOST_OF_ARRIVAL, Admitted, Arrival, Task, encode
+from lockstep.rendezvous.addresses import check_free, claim, connect, holder, resolve
+from lockstep.rendezvous.waiting import RendezvousWait
+from lockstep.system.environment import (
+    RUN,
+    WorkerConfig,
+    environment_at_start,
+    keras_backend,
+    legacy_keras,
+    tf_config_given,
+    tf_config_now,
+    usable_cores,
+    visible_gpus,
+    worker_environment,
+)
+from lockstep.system.invocation import Invocation, own
+from lockstep.system.notes import note
+from lockstep.system.standard_streams import flush_streams
+from lockstep.worker import job
+from lockstep.worker.script import Script
+
+_OWN = ("TF_CONFIG", "CUDA_VISIBLE_DEVICES")
+
+_PAUSE = 0.02
+_PATIENCE = 20.0
+_SAY_EVERY = 5.0
+_MOST_COORDINATORS = 20
+
+_followed: set[str | None] = set()
+
+
+def take_part() -> None:
+    """Follow the `TF_CONFIG` of this process; called whenever a strategy is created or entered.
+
+    This returns in a worker of a job, and in a process that needs no other one: without `TF_CONFIG`, as the
+    only training task, or as an evaluator. One of several training tasks waits for the other ones, and then
+    restarts its script as a worker. A parameter server exits.
+
+    Raises:
+        ConfigError: `TF_CONFIG` is invalid or was set too late, or the processes do not fit together.
+        PeerStuckError: the wait for the other tasks exceeded its limit.
+        UnfitError: the coordinator cannot be started or reached.
+    """
+    text = tf_config_now()
+    if job.is_worker():
+        if text not in (tf_config_given(), *_followed) and job.is_chief():
+            _followed.add(text)
+            note(
+                "ignoring the TF_CONFIG that this script sets: the job is already running and keeps its "
+                "workers and replicas"
+            )
+        return
+    if text is not None and text not in _followed:
+        config = parse(text)
+        if not _followed:
+            _follow(config, text)
+        elif _has_others(config):
+            raise ConfigError(
+                "TF_CONFIG was set after the first strategy was created, so this process is a job of one "
+                "worker; set TF_CONFIG before creating a strategy"
+            )
+    _followed.add(text)
+
+
+def _has_others(config: TaskConfig) -> bool:
+    return config.environment != RUN and len(training_tasks(config.cluster)) > 1
+
+
+def _follow(config: TaskConfig, text: str) -> None:
+    if config.environment == RUN:
+        # A worker of `lockstep run` started this process, which is not one of its tasks.
+        return
+    if config.task_type == "ps":
+        note("a parameter server has nothing to do: the workers hold the whole state")
+        sys.exit(0)
+    if config.task_type not in TRAINING:
+        job.current().take_task(config.task_type)
+    elif _has_others(config):
+        _become_worker(config, text)
+
+
+def _become_worker(config: TaskConfig, text: str) -> NoReturn:
+    """Wait until the job admits this process, and restart its script as a worker."""
+    tasks = tuple(
+        Task(kind, index, address, resolve(address, f"{kind} {index}"))
+        for kind, index, address in training_tasks(config.cluster)
+    )
+    mine = config.task_type, config.task_id
+    slot = next(at for at, task in enumerate(tasks) if (task.kind, task.index) == mine)
+    check_free(tasks[slot].place, tasks[slot].name)
+    program, choice = _program(), _backend()
+    target = Script.parse(program.command).target
+    arrival = Arrival(tasks, slot, __version__, choice.backend, usable_cores(), visible_gpus(), target)
+    _check_size(arrival)
+    admitted, connection = _meet(arrival)
+    why = "the job is running" if admitted.joins else "all workers are connected"
+    note(f"{why}; {tasks[slot].name} restarts the script as worker {admitted.worker}, {choice}")
+    worker = WorkerConfig(
+        worker=admitted.worker,
+        workers=admitted.replicas,
+        replicas=admitted.replicas,
+        seed=admitted.seed,
+        threads=admitted.threads,
+        timeout=admitted.timeout,
+        run_dir=Path(admitted.run_dir),
+        agent=admitted.coordinator,
+        control=connection,
+        joins=admitted.joins,
+        by_hand=True,
+    )
+    os.set_inheritable(connection, True)
+    flush_streams()
+    arguments = (*program.options, "-P", "-m", "lockstep.launcher.worker_main", *program.command)
+    environment = _environment(worker, text, choice.backend, admitted.shares)
+    os.execve(sys.executable, (sys.executable, *arguments), environment)
+
+
+def _check_size(arrival: Arrival) -> None:
+    try:
+        size = len(encode(arrival))
+    except ValueError:
+        size = MOST_OF_ARRIVAL + 1
+    if size > MOST_OF_ARRIVAL:
+        raise ConfigError(
+            f"TF_CONFIG has {len(arrival.tasks)} tasks that train, too many for processes that are "
+            f"started by hand: their addresses take more than {MOST_OF_ARRIVAL} bytes in a message. Use "
+            "fewer tasks, or `lockstep run --replicas` with fewer workers than replicas"
+        )
+
+
+def _environment(worker: WorkerConfig, text: str, backend: str, shares: bool) -> dict[str, str]:
+    """Return the environment of the worker; it keeps the user's own settings."""
+    before = environment_at_start() | {"TF_CONFIG": text}
+    gpus = ",".join(visible_gpus()) or None
+    after = worker_environment(worker, before, backend=backend, devices=gpus, shared=shares)
+    after.pop("CUDA_VISIBLE_DEVICES", None)
+    return after | {name: before[name] for name in _OWN if name in before}
+
+
+def _meet(arrival: Arrival) -> tuple[Admitted, int]:
+    """Wait to be admitted; return that message, and the descriptor of the socket."""
+    name = arrival.task.name
+    waiting = RendezvousWait(name)
+    for _ in range(_MOST_COORDINATORS):
+        connection = _connect(arrival)
+        # A coordinator that has ended does not answer.
+        with contextlib.suppress(ConnectionError):
+            socket.send_fds(connection, [encode(arrival)], _terminal())
+        if admitted := waiting.answer(connection):
+            return admitted, connection.detach()
+        connection.close()
+    raise UnfitError(f"{name} has lost {_MOST_COORDINATORS} coordinators of the job; restart all its tasks")
+
+
+def _terminal() -> tuple[int, ...]:
+    """Return the descriptor of stderr, for notes, if it is open."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return ()
+    return (2,)
+
+
+def _program() -> Invocation:
+    program = own()
+    if program is None:
+        raise ConfigError(
+            "TF_CONFIG makes this process one of several workers, which restart their script when all "
+            "are connected, but it has no script: it is interactive, a notebook, `python -c`, or forked by "
+            "another process. Put the program into a file, use `lockstep run`, or call lockstep.launch"
+        )
+    Script.parse(program.command).check()
+    return program
+
+
+def _backend() -> Choice:
+    # The environment has the settings of the script by now.
+    refuse_legacy_keras(legacy_keras())
+    variable, configured = keras_backend()
+    wishes = Wishes(variable=variable, configured=configured)
+    return choose_backend(wishes, lambda name: importlib.util.find_spec(name) is not None, sys.executable)
+
+
+def _connect(arrival: Arrival) -> socket.socket:
+    """Return a connection to the coordinator; start one if there is none."""
+    places = [task.place for task in arrival.tasks]
+    begun = said = time.monotonic()
+    while (now := time.monotonic()) - begun < _PATIENCE:
+        claimed = claim(places)
+        if isinstance(claimed, str):
+            connection = connect(claimed)
+        else:
+            # Connect before the coordinator starts: it ends when it has no connections.
+            connection = connect(places[0])
+            _start_coordinator(arrival, claimed)
+        if connection is not None:
+            return connection
+        if now - said >= _SAY_EVERY:
+            said = now
+            note(f"{arrival.task.name} waits for {holder(str(claimed))} to accept a connection at {claimed}")
+        # The process that has the name is about to listen, or to end.
+        time.sleep(_PAUSE)
+    raise UnfitError(
+        f"{holder(str(claimed))} holds {claimed} but has accepted no connection for "
+        f"{_PATIENCE:g} s; stop it, or give other ports in TF_CONFIG"
+    )
+
+
+def _start_coordinator(arrival: Arrival, listeners: list[socket.socket]) -> None:
+    descriptors = [listener.fileno() for listener in listeners]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "lockstep.rendezvous.coordinator_main",
+        encode(arrival).decode(),
+        *map(str, descriptors),
+    ]
+    try:
+        started = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env=environment_at_start(),
+            pass_fds=descriptors,
+            start_new_session=True,
+            check=False,
+        )
+    finally:
+        for listener in listeners:
+            listener.close()
+    if started.returncode:
+        raise UnfitError(f"the coordinator of the job exited with status {started.returncode}")

@@ -1,0 +1,247 @@
+"""Members in different processes: death, signals, limits, and the memory that they share."""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from collective_members import Control, Processes, Settings, plan_of
+from collective_scripts import (
+    Reduce,
+    call,
+    expected,
+    large_then_small,
+    limited_file_size,
+    partials_of,
+)
+from reference_sums import sha
+from test_communicator import CALLS, call_of, quick_reports, values
+
+from lockstep.collectives.call import CollectiveCall
+from lockstep.collectives.contract import PeerWait
+from lockstep.collectives.shared import control_segment, futex
+from lockstep.collectives.shared.barrier import Barrier
+from lockstep.collectives.shared.buffers import Buffers
+from lockstep.collectives.shared.communicator import SharedCommunicator
+from lockstep.collectives.shared.control_segment import REASON_LIMIT, ControlSegment, decode, encode
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.errors import InternalError, PeerLostError, SharedMemoryError
+from lockstep.system.memory import available_memory, cgroup_rooms
+
+SMALL = Reduce(1, ((100,),), ("float32",))
+BIG = Reduce(2, ((1_000_000,),), ("float32",))
+
+
+@pytest.mark.parametrize(("kind", "options"), CALLS)
+def test_members_raise_when_one_is_killed(
+    processes: Processes, kind: str, options: dict[str, object]
+) -> None:
+    """The member dies while the others wait for it; a process that is not a member aborts the view."""
+    waiting = set()
+
+    def listen(control: Control, position: int, _: PeerWait) -> None:
+        waiting.add(position)
+        if waiting == {0, 1}:
+            waiting.add(2)
+            control.signal(2, signal.SIGKILL)
+            control.abort("worker 2 was killed by signal 9 (SIGKILL)")
+
+    calls = [call_of(kind, options, position) for position in (0, 1)]
+    outcomes = processes.run(
+        plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen
+    )
+    assert outcomes[2].error is ProcessLookupError
+    for outcome in outcomes[:2]:
+        assert outcome.error is PeerLostError
+        assert outcome.message == "worker 2 was killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize(("kind", "options"), CALLS)
+def test_an_interrupted_member_ends_the_view(
+    processes: Processes, kind: str, options: dict[str, object]
+) -> None:
+    waiting = set()
+
+    def listen(control: Control, position: int, _: PeerWait) -> None:
+        waiting.add(position)
+        if waiting == {0, 1}:
+            waiting.add(2)
+            control.signal(0, signal.SIGINT)
+
+    calls = [call_of(kind, {**options, "what": "step 7"}, position) for position in (0, 1)]
+    outcomes = processes.run(
+        plan_of(3, 3), call, [*calls, None], settings=Settings(quick_reports()), listen=listen, absent=[2]
+    )
+    assert outcomes[0].error is KeyboardInterrupt
+    assert outcomes[1].error is PeerLostError
+    assert outcomes[1].message.startswith(f"worker 0 left {kind} for step 7 with KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_too_little_memory_raises_on_every_member(processes: Processes, workers: int) -> None:
+    plan = plan_of(3, workers)
+    outcomes = processes.run(plan, large_then_small, BIG, SMALL, settings=Settings(available=1_000_000))
+    for message, before in values(outcomes):
+        assert message.startswith("SharedMemoryError: the exchange between workers needs ")
+        assert "1000000 bytes are available" in message
+        assert before == expected(plan, SMALL)
+    assert len({message for message, _ in values(outcomes)}) == 1
+
+
+def test_an_allocation_that_fails_raises_on_every_member(processes: Processes) -> None:
+    plan = plan_of(2, 2)
+    limit = 1_000_000
+    outcomes = processes.run(plan, limited_file_size, BIG, SMALL, limit)
+    for message, before in values(outcomes):
+        assert message.startswith("SharedMemoryError: the exchange between workers needs 4001792 bytes more")
+        assert "File too large" in message
+        assert before == expected(plan, SMALL)
+
+
+def test_a_closed_segment_leaves_no_file_and_no_descriptor(processes: Processes) -> None:
+    def files() -> set[Path]:
+        return set(Path("/dev/shm").iterdir())
+
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    before = files(), descriptors()
+    segment = ControlSegment.create(2)
+    other = ControlSegment.attach(os.dup(segment.fd))
+    assert files() == before[0]
+    segment.close()
+    segment.close()
+    other.close()
+    assert (files(), descriptors()) == before
+
+
+def test_a_control_segment_is_not_inherited_by_default() -> None:
+    segment = ControlSegment.create(1)
+    assert not os.get_inheritable(segment.fd)
+    copy = os.dup(segment.fd)
+    os.set_inheritable(copy, True)
+    other = ControlSegment.attach(copy)
+    assert not os.get_inheritable(copy)
+    other.close()
+    segment.close()
+
+
+def test_views_reuse_the_pool() -> None:
+    pool = SharedPool.create()
+    buffers = Buffers(SharedPool.attach(os.dup(pool.fd)))
+    sizes = []
+    for replicas, shape in ((1, (1000,)), (3, (1000,)), (1, (10,)), (2, (5000,))):
+        segment = ControlSegment.create(1)
+        plan = plan_of(replicas, 1)
+        communicator = SharedCommunicator(segment, buffers, 0, plan)
+        for seed in (1, 2):
+            case = Reduce(seed, (shape,), ("float32",))
+            total = communicator.reduce(partials_of(plan, 0, case))
+            assert sha(total) == expected(plan, case)
+        sizes.append(os.fstat(pool.fd).st_size)
+        communicator.close()
+        segment.close()
+    assert sizes[0] < sizes[3]
+    assert sizes[0] == sizes[1] == sizes[2]
+    pool.close()
+    pool.close()
+
+
+def test_attaching_a_pool_to_another_file_raises(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file, pytest.raises(InternalError, match="not a memory pool"):
+        SharedPool.attach(file.fileno())
+
+
+def test_abort_keeps_the_first_reason_and_truncates_it() -> None:
+    segment = ControlSegment.create(2)
+    other = ControlSegment.attach(os.dup(segment.fd))
+    assert other.reason() is None
+    segment.abort("x" + "ä" * REASON_LIMIT)
+    other.abort("later")
+    assert other.reason() == "x" + "ä" * ((REASON_LIMIT - 1) // 2)
+    segment.close()
+    segment.abort("closed: nothing happens")
+    other.close()
+
+
+def test_attaching_a_control_segment_to_another_file_raises(tmp_path: Path) -> None:
+    for content in (b"", b"x" * 10_000, b"LOCKSTEP" + b"\0" * 10_000):
+        file = tmp_path / "file"
+        file.write_bytes(content)
+        fd = os.open(file, os.O_RDWR)
+        with pytest.raises(InternalError, match="not a control segment"):
+            ControlSegment.attach(fd)
+        os.close(fd)
+
+
+def test_too_little_memory_for_a_control_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(control_segment, "available_memory", lambda: 1000)
+    with pytest.raises(SharedMemoryError, match=r"needs \d+ bytes .*1000 bytes are available"):
+        ControlSegment.create(2)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_a_control_segment_cannot_shrink() -> None:
+    segment = ControlSegment.create(1)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment.fd, 0)
+    segment.close()
+
+
+def test_arrivals_are_counted_beyond_32_bits() -> None:
+    segment = ControlSegment.create(1)
+    barrier = Barrier(segment, 0, [0], quick_reports(), None, None)  # type: ignore[arg-type]
+    barrier._arrival = 2**32 - 2
+    for _ in range(4):
+        assert barrier.arrive_and_compare(CollectiveCall("gather", "gather"), b"x") == [b"x"]
+    assert barrier._arrival == 2
+    segment.close()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        CollectiveCall("barrier", ""),
+        CollectiveCall("broadcast", "epoch 3", root=7),
+        CollectiveCall("reduce", "step ä", b"\0" * 64, 0, b"\1" * 16),
+        CollectiveCall("reduce", "", b"\0", 0, b"\0" * 16),
+    ],
+)
+def test_a_slot_encodes_a_call(call: CollectiveCall) -> None:
+    assert decode(encode(call, 2**40) + b"rest") == (call, 2**40)
+
+
+def test_a_slot_truncates_a_long_name() -> None:
+    found, _ = decode(encode(CollectiveCall("barrier", "ä" * 600), 0))
+    assert found.what == "ä" * 256
+
+
+def test_memory_left_under_cgroup_limits(tmp_path: Path) -> None:
+    membership, mount = tmp_path / "cgroup", tmp_path / "mount"
+    membership.write_text("4:cpu,memory:/job\n1:cpu:/\n0::/a/b\n")
+
+    def group(path: str, **files: str) -> None:
+        (mount / path).mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            (mount / path / name.replace("__", ".")).write_text(text)
+
+    group("a/b", memory__max="1000\n", memory__current="900\n", memory__stat="anon 5\ninactive_file 50\n")
+    group("a", memory__max="max\n", memory__current="5000\n")
+    group("memory/job", memory__limit_in_bytes="700\n", memory__usage_in_bytes="500\n")
+    group("memory", memory__limit_in_bytes="9000\n", memory__usage_in_bytes="1000\n")
+    assert cgroup_rooms(membership, mount) == [200, 8000, 150]
+    assert cgroup_rooms(tmp_path / "absent", mount) == []
+    assert 0 < available_memory() < 2**60
+
+
+def test_a_word_is_confirmed_with_weak_memory_ordering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futex, "LOADS_IN_ORDER", False)
+    segment = ControlSegment.create(1)
+    for _ in range(3):
+        futex.confirm(segment.address(0), segment.arrivals(0))
+        futex.adder(segment.address(0))()
+    assert segment.arrivals(0) == 3
+    segment.close()
+    with pytest.raises(OSError, match="futex: "):
+        futex.wake(1)
