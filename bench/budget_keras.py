@@ -70,7 +70,7 @@ def wrap_exchange(original: Callable[..., None]) -> Callable[..., None]:
         def computed(*given: Any) -> Any:
             partial = compute(*given)
             for value in partial.values():
-                backend.concrete(value)
+                backend.to_numpy(value)
             return partial
 
         def applied(*given: Any) -> Any:

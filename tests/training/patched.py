@@ -13,7 +13,7 @@ import keras
 
 import lockstep
 from lockstep.keras import assignments, patches
-from lockstep.keras.replica_run.contract import runs_of
+from lockstep.keras.replica_run.runner import runner_of
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
@@ -65,7 +65,7 @@ def install() -> None:
     patches.install(JOB)
     patches.install_at_compile(JOB)
     assignments.install()
-    runs_of(JOB)
+    runner_of(JOB)
     downloads.patch_get_file()
 
 

@@ -21,7 +21,7 @@ def process() -> tuple[Snapshots, list[Any]]:
     keras.utils.clear_session()
     view = place(3, (0,))
     own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
-    backend: Any = SimpleNamespace(concrete=keras.ops.convert_to_numpy)
+    backend: Any = SimpleNamespace(to_numpy=keras.ops.convert_to_numpy)
     snapshots = Snapshots(own, backend, NumberedCalls())
     models = []
     for optimizer in ("adam", "sgd"):

@@ -71,26 +71,26 @@ def test_an_optimizer_lists_the_variables_it_was_built_for() -> None:
     )
 
 
-def test_whoever_listens_hears_of_variables_and_what_is_assigned_to_them() -> None:
-    heard: list[tuple[str, Any]] = []
+def test_an_observer_is_called_before_variables_are_created_and_assigned() -> None:
+    calls: list[tuple[str, Any]] = []
 
-    class Listener:
-        def made(self, variable: Any) -> None:
-            heard.append(("made", variable))
+    class Observer:
+        def on_create(self, variable: Any) -> None:
+            calls.append(("create", variable))
 
-        def assigned(self, variable: Any) -> None:
-            heard.append(("assigned", getattr(variable, "_value", None)))
+        def on_assign(self, variable: Any) -> None:
+            calls.append(("assign", getattr(variable, "_value", None)))
 
     assignments.install()
     before = assignments.count()
-    with assignments.heard_by(Listener()):
+    with assignments.observed_by(Observer()):
         variable = keras.Variable(np.zeros(2))
         variable.assign_add(np.ones(2))
     variable.assign(np.zeros(2))
     changed = CHANGED.format("keras/assignments.py", "Variable._direct_assign")
-    assert heard[0] == ("made", variable), changed
-    assert heard[-1][0] == "assigned", changed
-    assert np.asarray(heard[-1][1]).tolist() == [0, 0], changed
+    assert calls[0] == ("create", variable), changed
+    assert calls[-1][0] == "assign", changed
+    assert np.asarray(calls[-1][1]).tolist() == [0, 0], changed
     assert assignments.count() >= before + 2, changed
 
 

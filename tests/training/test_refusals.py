@@ -67,9 +67,7 @@ def test_a_second_optimizer_on_jax_is_refused_with_the_shape_that_works(
         model = build(Two)
         model.second = keras.optimizers.SGD()
         model.second.build(model.trainable_variables)
-    with pytest.raises(
-        ModelError, match=r"several compiled models with a step each, as in .*examples/gan\.py"
-    ):
+    with pytest.raises(ModelError, match=r"compile a model for each of them, as in .*examples/gan\.py"):
         model.fit(X, Y, verbose=0)
 
 

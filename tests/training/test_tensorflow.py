@@ -1,4 +1,4 @@
-"""What only the TensorFlow backend has to get right: graphs, variables, memory that is not its own.
+"""Tests of the TensorFlow backend alone: graphs, variables and borrowed memory.
 
 Keras has one backend a process: under another one, this file runs itself again.
 """
@@ -33,8 +33,8 @@ if HERE:
     from tensorflow.python.ops import gen_random_ops, random_ops
 
     from lockstep.keras import tf_random_ops
-    from lockstep.keras.backends.graphs import borrowed
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
+    from lockstep.keras.backends.tf_graphs import borrowed
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :1]
@@ -67,7 +67,7 @@ def state(model: keras.Model) -> list[bytes]:
 
 
 def as_total(partial: Any) -> dict[str, Array]:
-    """Lay the arrays of a partial into memory like that of an exchange."""
+    """Copy the arrays of a partial to memory like that of a reduce."""
     total = {}
     for name, tensor in partial.items():
         array = np.asarray(tensor)
@@ -102,7 +102,7 @@ def test_an_array_is_borrowed_in_place_where_that_is_possible() -> None:
 if HERE:
 
     class Keeper(keras.optimizers.Optimizer):  # type: ignore[misc]
-        """Assigns gradients to variables as they are."""
+        """Assigns gradients to variables without a copy."""
 
         def build(self, variables: Any) -> None:
             if not self.built:
@@ -311,7 +311,7 @@ def conditional(model: Any, data: Any) -> Any:
 
 
 def stray(model: Any, data: Any) -> Any:
-    # No attribute of the model leads to the optimizer.
+    # The model has no attribute for the optimizer.
     keras.optimizers.SGD().apply(
         [tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables
     )
@@ -426,7 +426,7 @@ def test_the_private_parts_are_there() -> None:
     from tensorflow.python.framework import auto_control_deps_utils
     from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-    # keras/replica_run/merged_variables.py
+    # keras/replica_run/tf_merged_variables.py
     assert all(callable(getattr(BaseResourceVariable, f"assign{kind}")) for kind in ("", "_add", "_sub"))
     assert context.async_wait() is None
     assert callable(auto_control_deps_utils.get_read_only_resource_input_indices_graph)
@@ -443,7 +443,7 @@ def test_the_private_parts_are_there() -> None:
 
 @here
 def test_the_operations_that_count_their_runs_are_known() -> None:
-    """A failure here means that TensorFlow has another operation, or calls one in another way."""
+    """If this fails, TensorFlow has a new operation, or calls one in another way."""
     for module, name in tf_random_ops._WITHOUT_EQUIVALENT:
         assert callable(getattr(module, name))
     for name in tf_random_ops._EQUIVALENTS:
@@ -458,7 +458,7 @@ def test_the_operations_that_count_their_runs_are_known() -> None:
 
 @here
 def test_xla_compiles_a_layer_with_a_loop() -> None:
-    """Its gradient needs a loop that was made for XLA."""
+    """Its gradient needs a loop that is compiled for XLA."""
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential(
             [keras.layers.Input((3, 2)), keras.layers.SimpleRNN(2), keras.layers.Dense(1)]

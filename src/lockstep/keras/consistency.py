@@ -116,11 +116,11 @@ def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:
     return {f"setting {name}": text for name, text in settings.items()}
 
 
-def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str, Any]) -> dict[str, str]:
+def state_facts(to_numpy: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str, Any]) -> dict[str, str]:
     """Return a fact for each variable, with its shape, dtype and value.
 
     Args:
-        concrete: converts an array of the backend to NumPy.
+        to_numpy: converts an array of the backend to NumPy.
         arrays: the values by variable name.
     """
     facts = {}
@@ -128,6 +128,6 @@ def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str
         if getattr(value, "is_deleted", bool)():
             facts[f"variable {name}"] = _TAKEN
             continue
-        array = concrete(value)
+        array = to_numpy(value)
         facts[f"variable {name}"] = f"{array.dtype}{list(array.shape)} #{digest_arrays([array]).hex()[:16]}"
     return facts

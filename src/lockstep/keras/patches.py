@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from lockstep.errors import BackendError
-from lockstep.keras.backends.contract import Backend, Kind
+from lockstep.keras.backends.adapter import adapter
+from lockstep.keras.backends.contract import Kind
 from lockstep.keras.fit.model_methods import ModelMethods
 from lockstep.keras.shared_saves import SharedSaves
 from lockstep.keras.state.snapshots import libraries
@@ -51,7 +51,7 @@ def install(job: Job) -> ModelMethods:
         UnfitError: this version of Keras lacks a method that Lockstep replaces.
     """
     if not _installed:
-        backend = _backend()
+        backend = adapter().steps()
         methods, saves = ModelMethods(job, backend), SharedSaves(job, backend)
         for name in ("compile", "fit", "evaluate", "predict", "_symbolic_build"):
             _replace(name, getattr(methods, name.lstrip("_")))
@@ -178,23 +178,3 @@ def _around(
 def _is_silent(name: str, methods: ModelMethods) -> bool:
     """Whether callbacks processed this step, or its end, before this process began."""
     return methods.forwarding or (name == "on_train_batch_end" and methods.step_end_processed)
-
-
-def _backend() -> Backend:
-    name = keras.backend.backend()
-    if name == "jax":
-        from lockstep.keras.backends.jax import JaxBackend
-
-        return JaxBackend()
-    if name == "tensorflow":
-        from lockstep.keras.backends.tensorflow import TensorFlowBackend
-
-        return TensorFlowBackend()
-    if name == "torch":
-        from lockstep.keras.backends.torch import TorchBackend
-
-        return TorchBackend()
-    raise BackendError(
-        f"Keras runs on {name!r}, which Lockstep does not support; set KERAS_BACKEND to jax, tensorflow or "
-        "torch, or start the script with `lockstep run --backend`"
-    )

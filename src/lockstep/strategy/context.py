@@ -3,7 +3,7 @@
 from typing import Any, NoReturn
 
 from lockstep.errors import ModelError
-from lockstep.keras.replica_run.replica import Replica, Single, current
+from lockstep.keras.replica_run.merges import Replica, SingleReplicaMerger, current_replica
 from lockstep.strategy.default import default_strategy
 from lockstep.strategy.options import ReduceOp
 from lockstep.strategy.strategy import Strategy, entered_strategy
@@ -37,11 +37,11 @@ class ReplicaContext:
         All replicas must make the same calls in the same order. The code before such a call may be computed
         again after it.
         """
-        return self._replica.merges.all_reduce(ReduceOp.of(reduce_op), value)
+        return self._replica.merger.all_reduce(ReduceOp.of(reduce_op), value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return the leaves of all replicas, joined along `axis` in the replicas' order."""
-        return self._replica.merges.all_gather(value, axis)
+        return self._replica.merger.all_gather(value, axis)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Not supported.
@@ -69,7 +69,7 @@ def has_strategy() -> bool:
 
 def in_cross_replica_context() -> bool:
     """Whether the scope of a strategy is active and no replica's function runs."""
-    return has_strategy() and current() is None
+    return has_strategy() and current_replica() is None
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -77,7 +77,9 @@ def get_replica_context() -> ReplicaContext | None:
 
     Outside of all strategies, it is the context of the only replica.
     """
-    replica = current()
+    replica = current_replica()
     if replica is None:
-        return None if has_strategy() else ReplicaContext(default_strategy(), Replica(0, Single()))
+        return (
+            None if has_strategy() else ReplicaContext(default_strategy(), Replica(0, SingleReplicaMerger()))
+        )
     return ReplicaContext(get_strategy(), replica)

@@ -33,7 +33,7 @@ from lockstep.keras.input.global_inputs import GlobalInput, global_input, split_
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
-from lockstep.keras.replica_run.step_loop import Driving
+from lockstep.keras.replica_run.step_loop import StepLoops
 from lockstep.keras.sidecar_evaluator import EvaluatorFit
 from lockstep.keras.state.callback_states import (
     attribute_hashes,
@@ -61,7 +61,7 @@ class ModelMethods:
     """Replaces methods of `keras.Model` in one process; each replacement gets Keras's own as `original`.
 
     Attributes:
-        driving: drives loops of the program's own.
+        step_loops: drives custom loops.
     """
 
     def __init__(self, job: Job, backend: Backend) -> None:
@@ -80,7 +80,7 @@ class ModelMethods:
         self._checkpoints = ScriptCheckpoints(job, self._calls, self._snapshots)
         self._evaluator_fit = EvaluatorFit()
         self._last = LastModel(job)
-        self.driving = Driving(job, backend, self._calls, self._snapshots, self._checkpoints, self._last)
+        self.step_loops = StepLoops(job, backend, self._calls, self._snapshots, self._checkpoints, self._last)
         self._scopes = 0
         self._adopts_all = False
         self._introduced: list[str] | None = None
@@ -194,7 +194,7 @@ class ModelMethods:
         """Hold the state at the end of the last step of an epoch: it may be the last step of the training."""
         call = self._calls.current
         if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
-            held = self._backend.held(call.model)
+            held = self._backend.training_state(call.model)
             self._snapshots.hold(
                 lambda: self._snapshots.take(True, call.model, call.logs, held, callbacks_done=True)
             )
@@ -434,7 +434,7 @@ class ModelMethods:
             return
         self._job.events.publish(CallStarted(call.name))
         if len(self._job.view.workers) > 1:
-            state = state_facts(self._backend.concrete, model_state(model))
+            state = state_facts(self._backend.to_numpy, model_state(model))
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
             agree(self._job, call.name, this | dict(facts()) | state)
 

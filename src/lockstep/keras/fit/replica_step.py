@@ -17,7 +17,7 @@ import xxhash
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import CheckpointError
-from lockstep.keras.backends.contract import Backend, Execution, Kind, Partial, Total
+from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.steps import misfits_explained
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
 from lockstep.keras.input.global_inputs import whole_batch
@@ -107,7 +107,7 @@ class ReplicaStep:
         complete = False
         while not complete:
             total = self._total(self._round(state, batch, totals), len(totals))
-            complete = self._program.complete(len(totals))
+            complete = self._program.is_last(len(totals))
             # The next reduce reuses the total's memory.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
             self._timer.lap("exchange")
@@ -158,7 +158,7 @@ class ReplicaStep:
         return Round(
             self._calls.where(),
             compute,
-            self._backend.concrete,
+            self._backend.to_numpy,
             check=lambda names: batch.check(),
             advice=_ADVICE,
             sample=lambda: computed(batch.share(0, replicas, seed)),
@@ -192,7 +192,7 @@ class ReplicaStep:
             agree(
                 self._job,
                 f"after step {call.steps} of {call.name}",
-                state_facts(self._backend.concrete, arrays),
+                state_facts(self._backend.to_numpy, arrays),
             )
         if trains and not call.at_end:
             self._snapshots.end_step(
@@ -203,7 +203,7 @@ class ReplicaStep:
         self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator
     ) -> Any:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""
-        parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
+        parts = [[self._backend.to_numpy(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
         if len(view.workers) > 1:
             packed = [[pack("", leaf) for leaf in part] for part in parts]
             facts = {"data": batch.check().hex()}
@@ -232,18 +232,18 @@ class TrackedTrainFunction:
         self._model = model
         self._calls = calls
         self._snapshots = snapshots
-        self._held = backend.held(model)
-        self._call = backend.watched(model, function, self._execute)
+        self._held = backend.training_state(model)
+        self._call = backend.intercepted(model, function, self._execute)
 
     def __call__(self, *args: Any) -> Any:
         """Call the train function."""
         return self._call(*args)
 
-    def _execute(self, execution: Execution) -> tuple[Any, Any]:
+    def _execute(self, execution: TrainFunctionCall) -> tuple[Any, Any]:
         call, model = self._calls.current, self._model
         steps = 1 if call.at_end else model.steps_per_execution
         if call.steps < call.skipped:
-            execution.pass_over()
+            execution.skip()
             call.steps += steps
             return self._skipped(execution.state)
         logs, state = execution.run()

@@ -9,8 +9,8 @@ from lockstep.errors import DataError
 from lockstep.keras.input.batches import Pass, Source
 from lockstep.keras.input.streams import Form
 from lockstep.keras.nests import packed
-from lockstep.keras.per_replica import Shelf, Values
-from lockstep.keras.replica_run.contract import Runs
+from lockstep.keras.per_replica import Values, ValueStore
+from lockstep.keras.replica_run.runner import Runner
 
 
 class ElementPosition(NamedTuple):
@@ -97,14 +97,14 @@ class DistributedDataset:
 
     Attributes:
         source: of the elements.
-        shelf: where they are stored.
+        store: where they are stored.
     """
 
-    def __init__(self, runs: Runs, source: Source) -> None:
-        self._runs = runs
+    def __init__(self, runner: Runner, source: Source) -> None:
+        self._runner = runner
         self._passes = 0
         self.source = source
-        self.shelf = Shelf()
+        self.store = ValueStore()
 
     def __iter__(self) -> DistributedIterator:
         self._passes += 1
@@ -123,7 +123,7 @@ class DistributedDataset:
 
     def distributed(self, nest: Any, values: Values) -> Any:
         """Return an element with a `PerReplica` for each leaf."""
-        return packed(nest, self._runs.per_replica(values, self.shelf))
+        return packed(nest, self._runner.per_replica(values, self.store))
 
 
 def _described(form: Form) -> Any:

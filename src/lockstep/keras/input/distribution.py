@@ -12,13 +12,13 @@ from lockstep.keras.input.batches import GlobalBatchSource, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.streams import array_of, is_tensorflow, spec_of
-from lockstep.keras.per_replica import Known, Shelf, Spec
-from lockstep.keras.replica_run.contract import Runs
+from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
+from lockstep.keras.replica_run.runner import Runner
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
 
-def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
+def distribute(job: Job, runner: Runner, dataset: Any) -> Any:
     """Split each element of `dataset`, a global batch, over the replicas.
 
     Every worker reads the whole dataset, and the replicas' numbers of rows of an element differ by at most
@@ -26,7 +26,7 @@ def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
 
     Args:
         job: of the replicas.
-        runs: gives each replica its values.
+        runner: gives each replica its values.
         dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
             nests of arrays, all with the examples along their first axis.
 
@@ -38,11 +38,11 @@ def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
     if isinstance(dataset, DistributedDataset):
         raise DataError("the dataset is already distributed")
     explain_sharding(job, dataset)
-    return _dataset(runs, GlobalBatchSource(dataset, job.view.replicas))
+    return _dataset(runner, GlobalBatchSource(dataset, job.view.replicas))
 
 
 def distribute_from_function(
-    job: Job, runs: Runs, dataset_fn: Callable[[InputContext], Any], seed: Callable[[], int]
+    job: Job, runner: Runner, dataset_fn: Callable[[InputContext], Any], seed: Callable[[], int]
 ) -> Any:
     """Give each replica its own dataset, which the worker that computes the replica reads.
 
@@ -51,7 +51,7 @@ def distribute_from_function(
 
     Args:
         job: of the replicas.
-        runs: gives each replica its values.
+        runner: gives each replica its values.
         dataset_fn: creates the dataset of a replica, of any kind that `distribute` accepts, from its
             `InputContext`, with the same result on any worker. Its batches are the replica's own.
         seed: returns the seed of all pipelines; called only if there are several replicas.
@@ -61,15 +61,15 @@ def distribute_from_function(
     """
     if job.view.replicas == 1:
         return dataset_fn(InputContext())
-    return _dataset(runs, Pipelines(job, dataset_fn, seed()))
+    return _dataset(runner, Pipelines(job, dataset_fn, seed()))
 
 
-def _dataset(runs: Runs, source: Source) -> DistributedDataset:
+def _dataset(runner: Runner, source: Source) -> DistributedDataset:
     if keras.backend.backend() != "tensorflow":
-        return DistributedDataset(runs, source)
+        return DistributedDataset(runner, source)
     from lockstep.keras.input.tf_distributed_dataset import TensorFlowDataset
 
-    return TensorFlowDataset(runs, source)
+    return TensorFlowDataset(runner, source)
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ValueContext:
     num_replicas_in_sync: int = 1
 
 
-def values_from_function(job: Job, runs: Runs, value_fn: Callable[[ValueContext], Any]) -> Any:
+def values_from_function(job: Job, runner: Runner, value_fn: Callable[[ValueContext], Any]) -> Any:
     """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
 
     Every worker computes the values of all replicas. With one replica this returns its value.
@@ -106,11 +106,11 @@ def values_from_function(job: Job, runs: Runs, value_fn: Callable[[ValueContext]
                 "the values of all replicas must have the same structure"
             )
     columns = tuple(dict(enumerate(column)) for column in zip(*rows, strict=True))
-    leaves = runs.per_replica(Known(tuple(described[0]), columns), _given)
+    leaves = runner.per_replica(KnownValues(tuple(described[0]), columns), _given)
     return keras.tree.pack_sequence_as(nests[0], leaves)
 
 
-_given = Shelf()
+_given = ValueStore()
 """Where the values of such functions are stored."""
 
 

@@ -1,7 +1,7 @@
 """Distributed datasets in graphs of TensorFlow.
 
 A graph never holds the values of replicas: it takes an element, the host stores it, and the graph continues
-with its ticket. All elements come from an iterator of `tf.data`, the user's or one over the tickets of what
+with its handle. All elements come from an iterator of `tf.data`, the user's or one over the handles of what
 the host reads: while a graph waits for it, the only thread for operations is free for the reader.
 """
 
@@ -13,18 +13,18 @@ from weakref import finalize
 import tensorflow as tf
 
 from lockstep.errors import DataError, LockstepError
+from lockstep.keras.backends.tf_graphs import call_python
 from lockstep.keras.input.batches import GlobalBatchPass, GlobalBatchSource, Pass, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
 from lockstep.keras.input.streams import Form, array_of
 from lockstep.keras.nests import leaves_of, packed
-from lockstep.keras.per_replica import Registry, Shelf, Spec
-from lockstep.keras.replica_run.contract import Runs
-from lockstep.keras.replica_run.graph import on_host
+from lockstep.keras.per_replica import Registry, Spec, ValueStore
+from lockstep.keras.replica_run.runner import Runner
 from lockstep.keras.tf_per_replica import symbolic
 from lockstep.worker.script import keep_original
 
 _END = -1
-"""In place of a ticket: the pass has ended."""
+"""In place of a handle: the pass has ended."""
 
 _PASSES_KEPT = 4
 """How many passes begun by graphs a dataset keeps alive, for nested loops."""
@@ -37,8 +37,8 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         number: identifies it in graphs.
     """
 
-    def __init__(self, runs: Runs, source: Source) -> None:
-        super().__init__(runs, source)
+    def __init__(self, runner: Runner, source: Source) -> None:
+        super().__init__(runner, source)
         self._begun: deque[TensorFlowIterator] = deque(maxlen=_PASSES_KEPT)
         self._in_graphs: list[Any] = []
         self.number = _datasets.add(self)
@@ -54,7 +54,7 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
     @property
     def element_spec(self) -> Any:
         """The known specs of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
-        return _signature(self.source.form(), self.shelf)
+        return _signature(self.source.form(), self.store)
 
     @property
     def in_tensors(self) -> Any:
@@ -72,12 +72,12 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
             return state
         iterator = self._begin_in_graph()
 
-        def body(ticket: Any, state: Any) -> tuple[Any, Any]:
-            state = reduce_func(state, iterator.element(ticket))
-            return iterator.ticket_or_end(), state
+        def body(handle: Any, state: Any) -> tuple[Any, Any]:
+            state = reduce_func(state, iterator.element(handle))
+            return iterator.handle_or_end(), state
 
-        start = iterator.ticket_or_end(), initial_state
-        _, state = tf.while_loop(lambda ticket, _: ticket != _END, body, start, parallel_iterations=1)
+        start = iterator.handle_or_end(), initial_state
+        _, state = tf.while_loop(lambda handle, _: handle != _END, body, start, parallel_iterations=1)
         return state
 
     def _begin_in_graph(self) -> "GraphIterator":
@@ -85,14 +85,14 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         with tf.init_scope():
             form = self.source.form()
         if self.in_tensors is None:
-            tickets = dataset_of_tickets(lambda: self.begin(self.source.begin()).tickets(form.specs))
-            self._in_graphs.append(tickets)
-            return GraphIterator(tf.zeros((), tf.int64), iter(tickets), self.number, True)
-        number = on_host(self._begin_on_host, [], tf.int64)
+            handles = dataset_of_handles(lambda: self.begin(self.source.begin()).handles(form.specs))
+            self._in_graphs.append(handles)
+            return GraphIterator(tf.zeros((), tf.int64), iter(handles), self.number, True)
+        number = call_python(self._begin_in_python, [], tf.int64)
         number.set_shape(())
         return GraphIterator(number, iter(self.in_tensors), self.number, False)
 
-    def _begin_on_host(self) -> int:
+    def _begin_in_python(self) -> int:
         assert isinstance(self.source, GlobalBatchSource)
         self._begun.append(self.begin(self.source.begun(None)))
         return self._begun[-1].number
@@ -136,7 +136,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
     @property
     def element_spec(self) -> Any:
         """The known specs of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
-        return _signature(self._current.form(), self._dataset.shelf)
+        return _signature(self._current.form(), self._dataset.store)
 
     def __tf_tracing_type__(self, context: Any) -> "IteratorType":
         return IteratorType(self.in_graph())
@@ -155,19 +155,19 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
             if isinstance(iterator, tf.data.Iterator):
                 return GraphIterator(number, iterator, dataset, False)
         specs = self._current.form().specs
-        tickets = iter(dataset_of_tickets(lambda: self.tickets(specs)))
-        return GraphIterator(number, tickets, dataset, True)
+        handles = iter(dataset_of_handles(lambda: self.handles(specs)))
+        return GraphIterator(number, handles, dataset, True)
 
     def publish(self, leaves: Sequence[Any]) -> int:
-        """Store an element that a graph has taken from `tf.data`; return its ticket."""
+        """Store an element that a graph has taken from `tf.data`; return its handle."""
         assert isinstance(self._current, GlobalBatchPass)
         nest = packed(self._current.form().nest, [array_of(leaf) for leaf in leaves])
         element = self._current.element(nest)
         self._taken += 1
-        return self._dataset.shelf.put(element.values)
+        return self._dataset.store.put(element.values)
 
-    def tickets(self, specs: Sequence[Spec]) -> Iterator[int]:
-        """Read the remaining elements one by one as requested; yield their tickets.
+    def handles(self, specs: Sequence[Spec]) -> Iterator[int]:
+        """Read the remaining elements one by one as requested; yield their handles.
 
         Raises:
             DataError: an element does not match the `specs` for which a graph was traced.
@@ -184,7 +184,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
                         f"{specs}; a graph needs elements of one structure: read them outside of it, or "
                         "from a tf.data.Dataset that declares them"
                     )
-                yield self._dataset.shelf.put(values)
+                yield self._dataset.store.put(values)
         except LockstepError as error:
             keep_original(error)
             raise
@@ -203,15 +203,15 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
 
     Attributes:
         number: of the iterator on the host.
-        tensors: the iterator of `tf.data` that yields the elements, or their tickets.
+        tensors: the iterator of `tf.data` that yields the elements, or their handles.
         dataset: the number of the dataset.
-        gives_tickets: whether it yields tickets.
+        gives_handles: whether it yields handles.
     """
 
     number: tf.Tensor
     tensors: tf.data.Iterator
     dataset: int
-    gives_tickets: bool
+    gives_handles: bool
 
     def __iter__(self) -> "GraphIterator":
         return self
@@ -221,42 +221,42 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
 
     def get_next(self) -> Any:
         """Return the next element; at the end, the graph's execution raises OutOfRangeError."""
-        return self.element(self._ticket(self.tensors.get_next()))
+        return self.element(self._handle(self.tensors.get_next()))
 
     def get_next_as_optional(self) -> "GraphOptional":
         """Return the next element, or an empty optional at the end."""
-        return GraphOptional(self, self.ticket_or_end())
+        return GraphOptional(self, self.handle_or_end())
 
     @property
     def element_spec(self) -> Any:
         """The known specs of the elements: a nest of specs of `PerReplica`."""
         return _datasets.find(self.dataset).element_spec
 
-    def ticket_or_end(self) -> Any:
-        """Return the ticket of the next element, or _END."""
+    def handle_or_end(self) -> Any:
+        """Return the handle of the next element, or _END."""
         optional = self.tensors.get_next_as_optional()
         return tf.cond(
             optional.has_value(),
-            lambda: self._ticket(optional.get_value()),
+            lambda: self._handle(optional.get_value()),
             lambda: tf.constant(_END, tf.int64),
         )
 
-    def element(self, ticket: Any) -> Any:
-        """Return the element of a ticket, with a `PerReplica` for each leaf."""
+    def element(self, handle: Any) -> Any:
+        """Return the element of a handle, with a `PerReplica` for each leaf."""
         dataset = _datasets.find(self.dataset)
         form = dataset.source.form()
-        return packed(form.nest, symbolic(ticket, dataset.shelf, form.specs))
+        return packed(form.nest, symbolic(handle, dataset.store, form.specs))
 
-    def _ticket(self, element: Any) -> Any:
-        if self.gives_tickets:
+    def _handle(self, element: Any) -> Any:
+        if self.gives_handles:
             return element
 
         def publish(number: Any, *leaves: Any) -> int:
             return _iterators.find(int(number)).publish(leaves)
 
-        ticket = on_host(publish, [self.number, *leaves_of(element)], tf.int64)
-        ticket.set_shape(())
-        return ticket
+        handle = call_python(publish, [self.number, *leaves_of(element)], tf.int64)
+        handle.set_shape(())
+        return handle
 
 
 class GraphOptional(tf.experimental.ExtensionType):  # type: ignore[misc]
@@ -264,19 +264,19 @@ class GraphOptional(tf.experimental.ExtensionType):  # type: ignore[misc]
 
     Attributes:
         iterator: that yields it.
-        ticket: of the element, or _END.
+        handle: of the element, or _END.
     """
 
     iterator: GraphIterator
-    ticket: tf.Tensor
+    handle: tf.Tensor
 
     def has_value(self) -> Any:
         """Whether there is an element, as a tensor."""
-        return self.ticket != _END
+        return self.handle != _END
 
     def get_value(self) -> Any:
         """Return the element."""
-        return self.iterator.element(self.ticket)
+        return self.iterator.element(self.handle)
 
 
 class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
@@ -323,16 +323,16 @@ class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
         return equal
 
 
-def dataset_of_tickets(tickets: Callable[[], Iterator[int]]) -> Any:
-    """Return the `tf.data.Dataset` of the tickets that `tickets` yields; it reads nothing ahead."""
+def dataset_of_handles(handles: Callable[[], Iterator[int]]) -> Any:
+    """Return the `tf.data.Dataset` of the handles that `handles` yields; it reads nothing ahead."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 1
     signature = tf.TensorSpec((), tf.int64)
-    return tf.data.Dataset.from_generator(tickets, output_signature=signature).with_options(options)
+    return tf.data.Dataset.from_generator(handles, output_signature=signature).with_options(options)
 
 
-def _signature(form: Form, shelf: Shelf) -> Any:
+def _signature(form: Form, store: ValueStore) -> Any:
     with tf.init_scope():
-        tickets = symbolic(tf.zeros((), tf.int64), shelf, form.specs)
-    return packed(form.nest, [tf.type_spec_from_value(one) for one in tickets])
+        handles = symbolic(tf.zeros((), tf.int64), store, form.specs)
+    return packed(form.nest, [tf.type_spec_from_value(one) for one in handles])

@@ -13,7 +13,7 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
-from lockstep.keras.backends.contract import Backend, Held
+from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.logs import mapped
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
@@ -104,7 +104,7 @@ class Snapshots:
         whole: bool,
         model: Any,
         logs: Any,
-        program: Held | None = None,
+        program: TrainingState | None = None,
         state: Any = None,
         *,
         callbacks_done: bool = False,
@@ -135,7 +135,7 @@ class Snapshots:
             "taken": self._calls.taken,
             "since": self.resumable.since,
             "call": call.name,
-            "logs": mapped(lambda value: np.asarray(self._backend.concrete(value)), logs or {}),
+            "logs": mapped(lambda value: np.asarray(self._backend.to_numpy(value)), logs or {}),
             "callbacks": callback_states(callbacks, call.callback_hashes),
             "settings": self._settings(model, program),
             "sources": own_sources(),
@@ -144,12 +144,12 @@ class Snapshots:
             "stops": callbacks_done and bool(model.stop_training),
         }
         packed, values = pack(facts, "training")
-        concrete = {
-            name: value if isinstance(value, np.ndarray) else self._backend.concrete(value)
+        converted = {
+            name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
             for name, value in arrays.items()
         }
         manifest = {"job": self.facts(), "training": packed}
-        return Contents(self._calls.taken, manifest, {**concrete, **values})
+        return Contents(self._calls.taken, manifest, {**converted, **values})
 
     def facts(self) -> dict[str, Any]:
         """Return the facts, besides the script, on which the bits of the training depend."""
@@ -162,7 +162,7 @@ class Snapshots:
             "libraries": libraries(),
         }
 
-    def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
+    def restore(self, model: Any, program: TrainingState | None = None, state: Any = None) -> tuple[Any, Any]:
         """Restore everything from the resumption; return (logs, the state for steps of `program`)."""
         resumption = self.resumable.resumption
         assert resumption is not None
@@ -208,7 +208,7 @@ class Snapshots:
             callbacks = lasting(listed(call.callbacks))
             call.settings = settings_of_call(model, callbacks, first=self._calls.outermost == 1)
 
-    def _settings(self, model: Any, program: Held | None) -> Settings:
+    def _settings(self, model: Any, program: TrainingState | None) -> Settings:
         if model is None:
             return settings_of_parts(getattr(program, "parts", {}))
         own = self._calls.current.settings or settings_of_call(model, (), first=False)
@@ -216,7 +216,9 @@ class Snapshots:
             self._described[model] = settings_of_model(model)
         return {**own, **self._described[model]}
 
-    def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
+    def compare_settings(
+        self, step: int, facts: Mapping[str, Any], model: Any, program: TrainingState | None
+    ) -> None:
         """Reject a checkpoint with other settings; name source files that have changed.
 
         Raises:
