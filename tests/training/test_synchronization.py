@@ -73,10 +73,11 @@ class Client:
     def synchronize(self, this: Round) -> Total:
         server = self._server
         own = range(self._worker, REPLICAS, server.met.parties)
-        server.checks[self._worker] = this.check(this.begin(own).names)
+        names = this.begin(own).names
+        server.checks[self._worker] = this.check(names)
         partials = this.partials(own)
         this.refuse_other_shapes(partials)
-        server.partials.update(partials)
+        server.partials.update({r: dict(zip(names, arrays, strict=True)) for r, arrays in partials.items()})
         server.met.wait()
         differ, total = len(set(server.checks.values())) > 1, server.total()
         server.met.wait()

@@ -45,9 +45,9 @@ class PartialLayout:
         return cls({name: (array.shape, array.dtype) for name, array in partial.items()})
 
     @cached_property
-    def zeros(self) -> Mapping[str, Array]:
-        """The partial of a replica that contributes nothing."""
-        return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.leaves.items()}
+    def zeros(self) -> Sequence[Array]:
+        """The partial of a replica that contributes nothing, in the order of the names."""
+        return [np.zeros(*self.leaves[name]) for name in self.names]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -125,25 +125,28 @@ class Round:
                 raise ModelError(f"{self.what}: replicas compute different things ({changed}): {self.advice}")
         return self.layout
 
-    def partials(self, replicas: Iterable[int]) -> dict[int, Mapping[str, Array]]:
-        """Wait for the partials of replicas, which have begun or contribute nothing."""
-        assert self.layout is not None
-        to_numpy, found = self.to_numpy, dict[int, Mapping[str, Array]]()
-        for replica in replicas:
-            if (computed := self.started.get(replica)) is None:
-                found[replica] = self.layout.zeros
-            else:
-                found[replica] = {name: to_numpy(value) for name, value in computed.items()}
-        return found
+    def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
+        """Wait for the partials of replicas, which have begun or contribute nothing.
 
-    def refuse_other_shapes(self, partials: Mapping[int, Mapping[str, Array]]) -> None:
+        Returns:
+            The arrays of each replica, in the order of the layout's names.
+        """
+        assert self.layout is not None
+        names, zeros, started, to_numpy = self.layout.names, self.layout.zeros, self.started, self.to_numpy
+        return {
+            replica: [to_numpy(started[replica][name]) for name in names] if replica in started else zeros
+            for replica in replicas
+        }
+
+    def refuse_other_shapes(self, partials: Mapping[int, Sequence[Array]]) -> None:
         """Raise ModelError if arrays to sum have different shapes; call this after a failed reduce."""
+        assert self.layout is not None
         first = next(iter(partials.values()))
         for replica, arrays in partials.items():
-            for name, array in arrays.items():
-                if array.shape != first[name].shape and not name.startswith(GATHERED):
+            for name, array, expected in zip(self.layout.names, arrays, first, strict=True):
+                if array.shape != expected.shape and not name.startswith(GATHERED):
                     raise ModelError(
-                        f"{self.what}: replicas cannot add up values of the shapes {list(first[name].shape)} "
+                        f"{self.what}: replicas cannot add up values of the shapes {list(expected.shape)} "
                         f"and {list(array.shape)} (replica {replica}): give them the same shape on all "
                         "replicas, or join them with all_gather in strategy.run"
                     )
@@ -204,17 +207,20 @@ class AllReduce:
         check = this.check(layout.names) if len(view.workers) > 1 else b""
         partials = this.partials(own)
         this.settle()
-        joined = _joined(layout, partials, communicator, this.what) if layout.joined else {}
-        if joined and not layout.summed and not check:
-            return joined
-        if layout.scalars:
-            partials = {
-                r: {**arrays, **{name: spread(arrays[name], r, view.replicas) for name in layout.scalars}}
-                for r, arrays in partials.items()
-            }
-        sums = {Span(r, r + 1): [arrays[name] for name in layout.summed] for r, arrays in partials.items()}
+        summed, joined = partials, dict[str, Array]()
+        if layout.scalars or layout.joined:
+            named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
+            joined = _joined(layout, named, communicator, this.what) if layout.joined else {}
+            if joined and not layout.summed and not check:
+                return joined
+            for replica, arrays in named.items():
+                for name in layout.scalars:
+                    arrays[name] = spread(arrays[name], replica, view.replicas)
+            summed = {r: [arrays[name] for name in layout.summed] for r, arrays in named.items()}
         try:
-            total = communicator.reduce(sums, check=check, what=this.what)
+            total = communicator.reduce(
+                {Span(r, r + 1): arrays for r, arrays in summed.items()}, check=check, what=this.what
+            )
         except InternalError:
             this.refuse_other_shapes(partials)
             raise
