@@ -42,7 +42,7 @@ from lockstep.collectives.shared.communicator import SharedCommunicator  # noqa:
 from lockstep.collectives.shared.packed_reduce import PackedReduce  # noqa: E402
 from lockstep.collectives.shared.slice_reduce import SliceReduce  # noqa: E402
 from lockstep.keras.fit.replica_step import ReplicaStep  # noqa: E402
-from lockstep.keras.input.inputs import GlobalInput  # noqa: E402
+from lockstep.keras.input.global_inputs import GlobalInput  # noqa: E402
 from models import MODELS  # noqa: E402
 
 ledger = Ledger(KERAS)
@@ -70,7 +70,7 @@ def wrap_exchange(original: Callable[..., None]) -> Callable[..., None]:
         def computed(*given: Any) -> Any:
             partial = compute(*given)
             for value in partial.values():
-                backend.concrete(value)
+                backend.to_numpy(value)
             return partial
 
         def applied(*given: Any) -> Any:

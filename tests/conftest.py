@@ -43,7 +43,7 @@ def environment(shared_folder: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="session")
 def lean() -> Callable[..., dict[str, str]]:
-    """Variables for a script of the tests: it finds only those optional packages that it imports.
+    """Variables for a script; one of the tests or examples finds only the optional packages that it imports.
 
     The others cost seconds in each process. Unless `optimized`, XLA optimizes little for JAX, which
     takes a third of the time: what is compared must be compiled alike.
@@ -51,6 +51,8 @@ def lean() -> Callable[..., dict[str, str]]:
 
     def variables(script: Path, backend: str, *, optimized: bool = False) -> dict[str, str]:
         compiling = {} if optimized or backend != "jax" else {"XLA_FLAGS": _QUICK}
+        if not {_HERE, _EXAMPLES} & {*script.parents}:
+            return compiling
         path = [str(_HERE / "lean"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         hidden = [name for name in _OPTIONAL if name not in {*_imported(script, backend), backend}]
         packages = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HIDDEN_PACKAGES": ",".join(hidden)}

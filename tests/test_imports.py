@@ -4,6 +4,8 @@ import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -62,11 +64,34 @@ ALLOWED: dict[str, set[str]] = {
     },
 }
 
+# The layers of keras/: each module and package imports only from its own row and the rows above it.
+KERAS_LAYERS: tuple[set[str], ...] = (
+    {
+        *("assignments", "consistency", "devices", "model_digest", "nests", "numbered_calls", "per_replica"),
+        *("randomness", "seeds", "tf_per_replica", "tf_random_ops", "variables"),
+    },
+    {"backends"},
+    {"shared_saves", "synchronization"},
+    {"state"},
+    {"replica_run"},
+    {"input"},
+    {"sidecar_evaluator"},
+    {"fit"},
+    {"patches", "tf_checkpoints"},
+)
+
+
+def entries(package: Path) -> set[str]:
+    """Names of the modules and packages in a package."""
+    return {
+        path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+
 
 def imported(path: Path) -> set[str]:
-    """Absolute names of all modules that a file imports, wherever in the file."""
+    """Absolute names of all modules that a file imports, wherever in the file but for type checking."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in executed(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -74,6 +99,22 @@ def imported(path: Path) -> set[str]:
             names.add(node.module or "")
             names.update(f"{node.module}.{alias.name}" for alias in node.names)
     return names
+
+
+def executed(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes below a node, except what only type checkers read."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in child.orelse:
+                yield other
+                yield from executed(other)
+        else:
+            yield from executed(child)
+
+
+def module_name(path: Path) -> str:
+    return ".".join(("lockstep", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 
 
 def unit(path: Path) -> str:
@@ -103,9 +144,24 @@ def test_rooms_import_only_rooms_below_them() -> None:
         below.add(room)
 
 
+def test_layers_of_the_keras_room_import_only_layers_above_them() -> None:
+    level = {name: number for number, names in enumerate(KERAS_LAYERS) for name in names}
+    assert set(level) == entries(ROOT / "keras") - {"__init__"}
+    for path in (ROOT / "keras").rglob("*.py"):
+        own = path.relative_to(ROOT / "keras").parts[0].removesuffix(".py")
+        names = (name.split(".") for name in imported(path) if name.startswith("lockstep.keras."))
+        above = {parts[2] for parts in names if level.get(parts[2], -1) > level.get(own, -1)}
+        assert not above or own == "__init__", f"{path.relative_to(ROOT)} imports {above}"
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    paths = {module_name(path): path for path in ROOT.rglob("*.py")}
+    graph = {name: imported(path) & paths.keys() - {name, "lockstep"} for name, path in paths.items()}
+    TopologicalSorter(graph).prepare()
+
+
 def test_the_root_holds_rooms_and_public_modules_only() -> None:
-    entries = {path.name.removesuffix(".py") for path in ROOT.iterdir() if path.suffix in (".py", "")}
-    assert entries - {"__pycache__"} == set(ALLOWED)
+    assert entries(ROOT) == set(ALLOWED)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
@@ -134,7 +190,7 @@ def test_private_parts_of_keras_are_touched_in_stated_files_only() -> None:
         if any(name.startswith("keras.src") for name in imported(path))
     }
     assert files <= {
-        "keras/input/inputs.py",
+        "keras/input/global_inputs.py",
         "keras/input/visits.py",
         "keras/backends/losses.py",
         "keras/randomness.py",

@@ -55,13 +55,13 @@ def test_the_table_has_every_name_in_order(theirs: ModuleType) -> None:
 
 
 def test_what_serves_a_name_is_what_the_option_sets(theirs: ModuleType) -> None:
-    served = tf_distribute_shim.Served(theirs, "")
+    served = tf_distribute_shim.DistributeModule(theirs, "")
     for name, server in rows().items():
         found = at(served, name)
         if server:
             module, _, attribute = server.rpartition(".")
             assert found is resolve_name(f"{module}:{attribute}"), name
-        elif name in tf_distribute_shim.NOT_SERVED:
+        elif name in tf_distribute_shim.REFUSED:
             with pytest.raises(ConfigError, match=re.escape(f"tf.distribute.{name} is not supported")):
                 found()
         else:
@@ -72,7 +72,7 @@ def test_what_serves_a_name_is_what_the_option_sets(theirs: ModuleType) -> None:
     "module", ["keras.src.losses.loss", "tensorflow.python.data", "lockstep.keras.backends.tensorflow"]
 )
 def test_keras_and_tensorflow_find_tensorflows_own(theirs: ModuleType, module: str) -> None:
-    served = tf_distribute_shim.Served(theirs, "")
+    served = tf_distribute_shim.DistributeModule(theirs, "")
     ask = eval("lambda module, name: getattr(module, name)", {"__name__": module})
     for name in ("get_strategy", "MultiWorkerMirroredStrategy"):
         assert ask(served, name) is getattr(theirs, name)

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from lockstep.cluster.spec import ClusterSpec
     from lockstep.data.input_context import InputContext
     from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
-    from lockstep.keras.input.showing import show_input
+    from lockstep.keras.input.show_input import show_input
+    from lockstep.keras.model_digest import digest
     from lockstep.keras.per_replica import DistributedValues
     from lockstep.keras.sidecar_evaluator import SidecarEvaluator
-    from lockstep.keras.state.digest import digest
     from lockstep.keras.state.loading import load_checkpoint
     from lockstep.notebook.launch import launch
     from lockstep.strategy.context import (
@@ -72,7 +72,7 @@ _HOMES = {
     "ReplicaContext": "lockstep.strategy.context",
     "SidecarEvaluator": "lockstep.keras.sidecar_evaluator",
     "Strategy": "lockstep.strategy.strategy",
-    "digest": "lockstep.keras.state.digest",
+    "digest": "lockstep.keras.model_digest",
     "get_replica_context": "lockstep.strategy.context",
     "get_strategy": "lockstep.strategy.context",
     "has_strategy": "lockstep.strategy.context",
@@ -80,7 +80,7 @@ _HOMES = {
     "is_chief": "lockstep.worker.job",
     "launch": "lockstep.notebook.launch",
     "load_checkpoint": "lockstep.keras.state.loading",
-    "show_input": "lockstep.keras.input.showing",
+    "show_input": "lockstep.keras.input.show_input",
 }
 _MODULES = ("callbacks", "cluster_resolver")
 

@@ -66,7 +66,7 @@ def test_what_does_not_fit_is_refused(
     assert not (tmp_path / "runs").exists()
 
 
-def goes_on(folder: Path, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def resumes(folder: Path, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run with one worker, where nobody says which backend unless the arguments do."""
     line = [sys.executable, "-m", "lockstep", "run", "-n", "1", "--checkpoint", "kept", *options, script]
     inherited = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
@@ -77,7 +77,7 @@ def goes_on(folder: Path, script: str, *options: str, **variables: str) -> subpr
 def test_the_backend_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "b.py").write_text("import os; print(os.environ['KERAS_BACKEND'])")
     keep(tmp_path / "kept", 3, backend="tensorflow")
-    run = goes_on(tmp_path, "b.py")
+    run = resumes(tmp_path, "b.py")
     assert (run.returncode, run.stdout) == (0, "tensorflow\n")
 
 
@@ -88,7 +88,7 @@ def test_another_backend_is_refused(
     tmp_path: Path, script: str, options: tuple[str, ...], variables: dict[str, str]
 ) -> None:
     path = keep(tmp_path / "kept", 3, backend="tensorflow", libraries={"keras": "3.0.0"})
-    run = goes_on(tmp_path, script, *options, **variables)
+    run = resumes(tmp_path, script, *options, **variables)
     assert run.returncode == 2
     assert f"checkpoint {path} was made with the backend tensorflow, and" in run.stderr
     assert "give --backend tensorflow to resume" in run.stderr
@@ -100,7 +100,7 @@ def test_other_versions_of_libraries_are_named_once(tmp_path: Path, script: str)
     numpy, keras, jax = (metadata.version(name) for name in ("numpy", "keras", "jax"))
     others = {"keras": "3.0.0", "jax": "0.1.0", "numpy": numpy, "not installed": "1.0"}
     path = keep(tmp_path / "kept", 3, backend="jax", libraries=others)
-    run = goes_on(tmp_path, script)
+    run = resumes(tmp_path, script)
     assert (run.returncode, run.stdout) == (0, "ran\n")
     (note,) = [line for line in run.stderr.splitlines() if "was made with" in line]
     assert note == (

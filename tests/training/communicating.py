@@ -1,4 +1,4 @@
-"""Trains with the communication options that are asked for, and prints what came of it.
+"""Trains with the requested communication options, and prints the results.
 
 communicating.py IMPLEMENTATION [stuck]: "stuck" lets worker 1 not come back from the first epoch.
 """

@@ -1,11 +1,10 @@
-"""Loops of the program's own, each with something else in it.
+"""Custom loops, each of another kind.
 
     custom_loops.py [--near] [--dies WORKER STEP] [NAME...]
 
-Prints what came out of each, exactly. With --near each is done twice more without what is random or computed
-per replica, and the numbers themselves are printed: by the strategy, and by Keras alone, which must agree. On
-TensorFlow, functions run eagerly. --dies kills a worker in the loop that Lockstep drives before its gradients
-are added up.
+Prints a digest of the results of each. With --near, each runs twice more without parts that are random or per
+replica, and the numbers are printed: with the strategy and with plain Keras, which must agree. On TensorFlow,
+functions run eagerly. --dies kills a worker in the loop that Lockstep drives, before gradients are summed.
 """
 
 import argparse
@@ -28,7 +27,7 @@ Step = Callable[[Any, Any], tuple[Any, Any, list[Any]]]
 
 
 class Alone:
-    """What a program without Lockstep has in the place of a strategy."""
+    """Replaces the strategy in a program without Lockstep."""
 
     num_replicas_in_sync = 1
 
@@ -53,7 +52,7 @@ class Context:
         self.plain = isinstance(strategy, Alone)
 
     def random(self, *some: keras.Layer) -> list[keras.Layer]:
-        """The layers, unless replicas and plain Keras have to agree."""
+        """The layers, unless the results must be those of plain Keras."""
         return [] if self.exact else list(some)
 
     def all_reduce(self, op: str, value: Any) -> Any:
@@ -71,7 +70,7 @@ class Context:
 
 
 def differentiated(model: Any, loss_of: Callable[[Any, Any], Any]) -> Step:
-    """Return `step(x, y) -> (loss, outputs, gradients)` by the backend's own means."""
+    """Return `step(x, y) -> (loss, outputs, gradients)` with the backend's automatic differentiation."""
     if BACKEND == "jax":
         import jax
 
@@ -107,7 +106,7 @@ def differentiated(model: Any, loss_of: Callable[[Any, Any], Any]) -> Step:
 
     def step(x: Any, y: Any) -> tuple[Any, Any, list[Any]]:
         if context.plain:
-            # Replicas begin without gradients.
+            # A replica begins without gradients.
             model.zero_grad()
         outputs = model(x, training=True)
         loss = loss_of(y, outputs)
@@ -154,7 +153,7 @@ def full() -> Any:
 
 
 def pure() -> Any:
-    """Gradients are returned, added up, and applied outside; unseeded random numbers."""
+    """Gradients are returned, summed and applied outside of the function; unseeded random numbers."""
     model = classifier()
     optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
     optimizer.build(model.trainable_variables)
@@ -174,7 +173,7 @@ def pure() -> Any:
 
 
 def two() -> Any:
-    """Two optimizers in one function, the second of whose gradients follow the first; a copy of weights."""
+    """Two optimizers in one function, the second after the first update; a copy of weights."""
     first, second = (
         classifier(*context.random(layers.Dropout(0.2))),
         keras.Sequential([layers.Input((6,)), layers.Dense(3)]),
@@ -203,7 +202,7 @@ def two() -> Any:
 
 
 def talk() -> Any:
-    """What replicas tell each other in the middle; a model that is built by its first step."""
+    """Merges in the middle of a function; a model that its first step builds."""
     model = keras.Sequential([layers.Dense(8), *context.random(layers.BatchNormalization()), layers.Dense(3)])
     optimizer = keras.optimizers.SGD(0.05)
 
@@ -213,7 +212,7 @@ def talk() -> Any:
         gathered = context.all_gather(outputs)
         share = ops.sum(ops.abs(outputs)) / total
         mean = context.all_reduce("MEAN", ops.cast(rows, "float32"))
-        # Not a gradient, but as good as one: adds up to the same.
+        # Not a gradient, but with the same sum.
         optimizer.apply(
             [share + ops.zeros(v.shape) for v in model.trainable_variables], model.trainable_variables
         )
@@ -228,7 +227,7 @@ def talk() -> Any:
 
 
 def gradient(function: Callable[[Any], Any], at: Any) -> Any:
-    """Return the gradient of a function of one tensor, which can be differentiated again."""
+    """Return the gradient of a function of one tensor; it is differentiable."""
     if BACKEND == "jax":
         import jax
 
@@ -249,13 +248,13 @@ def gradient(function: Callable[[Any], Any], at: Any) -> Any:
 
 
 def through() -> Any:
-    """Gradients through what replicas tell each other: a contrastive loss, joint statistics, a penalty."""
+    """Gradients through merges: a contrastive loss, joint statistics, a penalty."""
     weight = keras.Variable(np.random.default_rng(1).normal(size=(6, 4)).astype("float32"))
     optimizer = keras.optimizers.SGD(0.01)
     share = 1 / context.strategy.num_replicas_in_sync
 
     def contrast(rows: Any, weight: Any) -> Any:
-        """Each row against all others; the other leaf is of integers."""
+        """Each row against all others; the second leaf has integers."""
         own = ops.tanh(ops.matmul(rows, weight))
         found = context.all_gather({"rows": own, "ids": ops.arange(ops.shape(rows)[0])})
         return ops.sum(ops.logsumexp(ops.matmul(own, ops.transpose(found["rows"])), axis=1)) / 6
@@ -268,7 +267,7 @@ def through() -> Any:
         return ops.sum((own - mean) ** 3 / ops.sqrt(spread + 1)) / 6
 
     def penalty(rows: Any, weight: Any) -> Any:
-        """The gradient of what all replicas have, differentiated once more."""
+        """A second derivative of a sum over all replicas."""
         whole = gradient(lambda w: share * ops.sum(context.all_gather(ops.matmul(rows, w)) ** 3), weight)
         return share * ops.mean(context.all_reduce("SUM", whole) ** 2) / 1e3
 
@@ -283,7 +282,7 @@ def through() -> Any:
 
 
 def tiny() -> Any:
-    """Fewer examples than replicas, results over rows, and a mean over all of them."""
+    """Fewer examples than replicas, a result for each row, and the mean over all rows."""
     model = classifier(*context.random(layers.Dropout(0.5)))
     optimizer = keras.optimizers.SGD(0.1)
     step = differentiated(model, summed)
@@ -308,7 +307,7 @@ def tiny() -> Any:
 
 
 def driven() -> Any:
-    """A loop that Lockstep drives: gradients are returned, and added up when a worker may be gone."""
+    """A loop that Lockstep drives: returned gradients are summed after a worker may have been lost."""
     model = classifier()
     optimizer = keras.optimizers.Adam(1e-2)
     optimizer.build(model.trainable_variables)
@@ -333,7 +332,7 @@ def driven() -> Any:
 
 
 def differing() -> Any:
-    """Weights that depend on the worker, which nobody may train."""
+    """Weights that depend on the worker, which is refused."""
     model = classifier()
     model.layers[0].bias.assign(np.full(8, job.current().worker))
     optimizer = keras.optimizers.SGD(0.1)

@@ -1,4 +1,4 @@
-"""Every kind of distributed input, read in loops of the program's own and by `fit`; prints what came of each.
+"""Every kind of distributed input, read in loops of the program's own and by `fit`; prints each result.
 
 distributing.py FOLDER: lines that begin with "check" are the same for any number of workers.
 """

@@ -1,4 +1,4 @@
-"""Each worker fetches the files that the arguments name: plain ones and archives, some of them anew."""
+"""Each worker downloads the files that the arguments name: plain ones and archives, some of them again."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Two loops of the program's own that Lockstep drives; prints what came of them.
+"""Two custom loops that Lockstep drives; prints their results.
 
-driven_loops.py [DIES LOOP STEP]: the worker DIES is killed there, if it is there from the beginning.
+driven_loops.py [DIES LOOP STEP]: kills the worker DIES there, if it started with the job.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ dataset = strategy.experimental_distribute_dataset(data)
 
 
 class Trained:
-    """A model that gets its variables, as its optimizer does, in its first step."""
+    """A model whose variables, and those of its optimizer, its first step creates."""
 
     def __init__(self) -> None:
         self.model = keras.Sequential(

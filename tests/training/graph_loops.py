@@ -1,4 +1,4 @@
-"""Custom loops on TensorFlow, in graphs: each case prints a digest of what came of it, and its figures."""
+"""Custom loops on TensorFlow, in graphs: each case prints a digest of its results, and its logged values."""
 
 import hashlib
 import json
@@ -41,7 +41,7 @@ def cross_entropy() -> Any:
 
 
 class Plain:
-    """A model without parts that are per replica: what comes of it is that of one process."""
+    """A model without parts that are per replica: its results are those of one process."""
 
     def __init__(self, *between: Any) -> None:
         self.model = keras.Sequential(
@@ -80,13 +80,13 @@ def plain() -> Any:
     for _ in range(2):
         iterator = iter(data_of_plain)
         losses += [float(train_step(iterator)) for _ in range(4)]
-    # A new iterator is none for a new graph; making variables takes a trace of its own.
+    # A new iterator does not cause a new graph; creating variables takes an additional trace.
     assert train_step.experimental_get_tracing_count() <= 2
     return made.result(losses)
 
 
 def stateful() -> Any:
-    """Values of each step given to the function; statistics and random numbers per replica."""
+    """Arguments that change with each step; statistics and random numbers per replica."""
     made = Plain(keras.layers.BatchNormalization(), keras.layers.Dropout(0.3))
 
     @tf.function
@@ -97,7 +97,7 @@ def stateful() -> Any:
 
 
 def without_function() -> Any:
-    """The program has no function of TensorFlow's: each run is traced by itself."""
+    """A program without a tf.function: each run is traced separately."""
     made = Plain(keras.layers.Dropout(0.3))
     return made.result(
         [float(strategy.reduce("SUM", strategy.run(made.step, args=(inputs,)))) for inputs in dataset()]
@@ -117,7 +117,7 @@ def few_rows() -> Any:
 
 
 def zero_rows() -> Any:
-    """A replica without examples computes as well; means of integers; what is printed."""
+    """A replica without examples computes too; means of integers; printed values."""
     run, data = strategy.run, tf.data.Dataset.range(9).map(lambda row: tf.cast(row, tf.float32)).batch(4)
     found = []
 
@@ -143,7 +143,7 @@ def zero_rows() -> Any:
 
 
 def two_updates() -> Any:
-    """The second update wants what the first has made."""
+    """The second update uses the weights of the first."""
     first, second = Plain(), Plain()
 
     def step(inputs: Any) -> Any:
@@ -165,7 +165,7 @@ def two_updates() -> Any:
 
 
 def together() -> Any:
-    """What replicas tell each other, and what they return."""
+    """Merges, and results of replicas."""
     count = tf.Variable(0, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
     seen = tf.Variable(0.0, aggregation=tf.VariableAggregation.SUM)
 
@@ -221,7 +221,7 @@ def together() -> Any:
 
 
 def through() -> Any:
-    """Gradients pass through what replicas tell each other, also those of gradients."""
+    """First and second derivatives through merges."""
     weight = tf.Variable(tf.reshape(tf.range(12.0), (6, 2)) / 12)
     share = 1 / strategy.num_replicas_in_sync
 
@@ -260,7 +260,7 @@ def through() -> Any:
 
 
 def meeting_in_a_loop() -> Any:
-    """Replicas meet in no loop or condition of the graph."""
+    """Replicas cannot merge in a loop or condition of the graph."""
 
     def step(inputs: Any) -> Any:
         total = tf.constant(0.0)
@@ -278,7 +278,7 @@ def meeting_in_a_loop() -> Any:
 
 
 def variables() -> Any:
-    """What becomes of what replicas assign to TensorFlow's variables: as `tf.distribute` has it."""
+    """Assignments to TensorFlow's variables, as under `tf.distribute`."""
     kinds = tf.VariableAggregation
     found: dict[str, list[float]] = {}
     changes: list[Callable[[Any, Any], Any]] = [
@@ -330,7 +330,7 @@ def variables() -> Any:
 
 
 class Accumulating(tf.Module):
-    """Functions and weights are TensorFlow's; what two batches give is added up before it is applied."""
+    """TensorFlow's own variables and functions; the gradients of two batches are summed before an update."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ def accumulating() -> Any:
 
 
 def generator() -> Any:
-    """Numbers of TensorFlow's own generator: other ones for each replica and step."""
+    """Numbers of a TensorFlow generator, which differ between replicas and steps."""
     made = tf.random.Generator.from_seed(1)
 
     def draw() -> Any:
@@ -385,7 +385,7 @@ def generator() -> Any:
 
 
 def optional() -> Any:
-    """A loop in the graph that asks whether there is another element."""
+    """A loop in the graph over optional elements."""
 
     @tf.function
     def total_of(iterator: Any) -> Any:
@@ -400,7 +400,7 @@ def optional() -> Any:
 
 
 def returning() -> Any:
-    """What a function may use and return: tables, Python's numbers, dtypes that are not NumPy's, texts."""
+    """Functions that use and return tables, Python's numbers, dtypes that NumPy lacks, and texts."""
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer([0, 1], [5, 7]), -1)
 
     def step(inputs: Any) -> Any:
@@ -420,7 +420,7 @@ def returning() -> Any:
 
 
 def saving() -> Any:
-    """All workers save to the same path; one of them writes, and all find it."""
+    """All workers save to the same path; one of them writes, and all can read it."""
     made, again = Plain(), Plain()
     again.model.build((None, ROWS.shape[1]))
     folder = lockstep.worker.job.current().context.folder
@@ -437,7 +437,7 @@ def saving() -> Any:
 
 
 def refused() -> Any:
-    """What replicas cannot do, by name."""
+    """What replicas cannot do is refused by name."""
     made = Plain()
 
     def slower(inputs: Any) -> None:

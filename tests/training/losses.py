@@ -1,8 +1,8 @@
-"""Trainings whose losses are means over something else than examples; nothing in them is random.
+"""Trainings whose losses are not means over examples; nothing in them is random.
 
     losses.py [--plain]
 
-Prints what came out of each, exactly, and the numbers themselves.
+Prints a digest of the results of each, and the numbers.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ layers = keras.layers
 
 
 def sentences() -> tuple[Any, Any]:
-    """Tokens, padded with 0 after very different lengths, and a target for each."""
+    """Sequences of tokens of very different lengths, padded with 0, and a target for each."""
     random = np.random.default_rng(0)
     tokens = random.integers(1, 20, (90, 7))
     lengths = random.integers(1, 8, 90)
@@ -28,7 +28,7 @@ def sentences() -> tuple[Any, Any]:
 
 
 def masked() -> tuple[keras.Model, Any, Any, Any]:
-    """A mask that the model makes, a recurrent layer, a regularizer, metrics with and without weights."""
+    """A mask from the model, a recurrent layer, a regularizer, metrics with and without weights."""
     model = keras.Sequential(
         [
             layers.Input((7,), dtype="int32"),

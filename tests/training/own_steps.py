@@ -1,9 +1,9 @@
-"""Steps, logs and calls as programs of others have them: what plain Keras runs. Nothing in them is random.
+"""Steps, logs and calls of programs for plain Keras. Nothing in them is random.
 
     own_steps.py [--both | --adopted]
 
-Prints what came out of each training, exactly, and the numbers; with --both those of plain Keras first. With
---adopted there is no strategy.
+Prints a digest of the results of each training, and the numbers; with --both, those of plain Keras first.
+With --adopted there is no strategy.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ def small(optimizer: Any = "sgd", loss: Any = "mse") -> keras.Model:
 
 
 class Nested(keras.Model):
-    """Reports dictionaries within its logs, a metric under another name, and a metric of single numbers."""
+    """Logs nested dictionaries, a metric under another name, and a metric of single numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,12 +73,12 @@ def unweighted() -> tuple[keras.Model, list[float]]:
 
 
 def averaged() -> tuple[keras.Model, list[float]]:
-    """Averages of weights take their places in `evaluate`; on JAX, memory that they share is lost there."""
+    """Averages of weights replace the weights in `evaluate`; on JAX, memory that they share is lost there."""
     model = small(keras.optimizers.Adam(use_ema=True))
     swap = [keras.callbacks.SwapEMAWeights()]
     model.fit(X, Y, batch_size=8, epochs=2, shuffle=False, callbacks=swap, verbose=0)
     model.evaluate(X, Y, callbacks=swap, verbose=0)
-    # What averages have passed over is Keras's own business: the figures differ, the calls go through.
+    # Keras decides what the averages skip: the logged values differ, and the calls succeed.
     return small(), [float(model.predict(X, verbose=0).shape[0])]
 
 
@@ -124,7 +124,7 @@ def eager_parts() -> tuple[keras.Model, list[float]]:
 
 
 class Triplet(keras.Model):
-    """Takes three inputs, which no `(x, y, sample_weight)` are."""
+    """Takes three inputs that are not `(x, y, sample_weight)`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def triplet() -> tuple[keras.Model, list[float]]:
 
 
 def texts() -> tuple[keras.Model, list[float]]:
-    """Strings, which a layer of the model takes apart."""
+    """Strings, which a layer of the model splits."""
     import tensorflow as tf
 
     lines = np.array(["the cat sat", "a dog ran", "the dog sat", "cat ran off"] * 9)
@@ -234,7 +234,7 @@ def endpoint() -> tuple[keras.Model, list[float]]:
 
 
 def adapted() -> tuple[keras.Model, list[float]]:
-    """Trained, and then only its LoRA weights, which it is given after the first call."""
+    """Trained; then LoRA is enabled, and only its weights are trained."""
     model = small("adam")
     found = []
     for rank in (0, 2):
@@ -270,7 +270,7 @@ class Stop(keras.callbacks.Callback):
 
 
 def stopped(scope: Callable[[], Any]) -> None:
-    """Print after how many steps trainings end that one worker wants to stop: the chief decides."""
+    """Print the number of steps of trainings that one worker wants to stop: the chief decides."""
     for callback in (Stop(0, 3, 0), Stop(1, 3, 2), Stop(0, 0, 1)):
         with scope():
             model = small()

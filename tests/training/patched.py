@@ -1,4 +1,4 @@
-"""Installs what Lockstep replaces in Keras and its backend, and takes it back; argument: a folder.
+"""Installs what Lockstep replaces in Keras and its backend, and restores it; argument: a folder.
 
 Ends with an error where the registry of patches does not tell what is replaced.
 """
@@ -13,13 +13,13 @@ import keras
 
 import lockstep
 from lockstep.keras import assignments, patches
-from lockstep.keras.replica_run.contract import runs_of
+from lockstep.keras.replica_run.runner import runner_of
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock
 from lockstep.topology import place
 from lockstep.worker import downloads, jax_cache, tf_distribute_shim
 from lockstep.worker.job import Job, JobContext, by_itself
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 LIBRARIES = ("jax", "keras", "tensorflow", "torch")
 OWN = str(Path(lockstep.__file__).parent)
@@ -65,8 +65,8 @@ def install() -> None:
     patches.install(JOB)
     patches.install_at_compile(JOB)
     assignments.install()
-    runs_of(JOB)
-    downloads.serve_downloads()
+    runner_of(JOB)
+    downloads.patch_get_file()
 
 
 def check(before: Attributes) -> None:
@@ -90,14 +90,14 @@ def main() -> None:
     install()
     assert [*PATCHES] == installed
     if backend == "tensorflow":
-        from lockstep.keras.backends.drawing import drawn_from
+        from lockstep.keras.tf_random_ops import drawn_from
 
         with drawn_from(None):
             check(before)
             assert len([*PATCHES]) > len(installed)
         assert [*PATCHES] == installed
-        tf_distribute_shim.serve()
-        tf_distribute_shim.refuse_theirs(3)
+        tf_distribute_shim.replace_names()
+        tf_distribute_shim.refuse_strategies(3)
         check(before)
     if backend == "jax":
         jax_cache.keep_compiled(Path(sys.argv[1]), 1)

@@ -1,4 +1,4 @@
-"""A program like a user's: trains what its arguments name, and prints what came out, exactly.
+"""A program like a user's: trains what its arguments name, and prints the exact results.
 
     program.py [--plain | --both] [--exact] [--save FOLDER] NAME...
 

@@ -1,4 +1,4 @@
-"""Draws random numbers in every way that a program of TensorFlow has; prints what came of them.
+"""Draws random numbers in every way that a program of TensorFlow has; prints the results.
 
 random_numbers.py IMAGES [DIES]: in the folder IMAGES are 24 images; worker 1 is killed in the loop DIES.
 If that is "driven", no other loop follows.
@@ -37,7 +37,7 @@ def digest(*arrays: Any) -> str:
 
 
 def of_all(value: Any) -> Any:
-    """Return what each replica has of a value, a row for each."""
+    """Return a value of each replica as a row."""
     return np.asarray(strategy.gather(value, axis=0))
 
 
@@ -47,7 +47,7 @@ def nested(shape: Any) -> Any:
 
 
 def draws(rows: Any) -> dict[str, Any]:
-    """Every operation, as often in a step as a program may run it."""
+    """Every operation, run several times in a step."""
     image = tf.reshape(tf.range(64.0), (4, 4, 4))
     looped = tf.TensorArray(tf.float32, 3)
     for i in tf.range(3):
@@ -85,7 +85,7 @@ def check_draws(steps: list[dict[str, Any]], *, eager: bool) -> None:
         if name in ("looped", "mapped", "python", "nested", "uniform", "normal"):
             assert len(np.unique(rows)) == rows.size, name
     for step in steps:
-        # In a graph two operations of one seed are equal; eagerly they are one that runs twice.
+        # In a graph, two operations with one seed draw equal numbers; eagerly, they count as one operation.
         assert np.array_equal(step["given"], step["given again"]) != eager
         assert not np.array_equal(step["python"], step["normal"][:, :3])
     everything = {name: np.concatenate([step[name] for step in steps]) for name in steps[0]}
@@ -97,7 +97,7 @@ def check_draws(steps: list[dict[str, Any]], *, eager: bool) -> None:
 
 
 def runs() -> None:
-    """Functions that replicas run, in graphs and eagerly; outside of them numbers are the program's own."""
+    """Functions of replicas, in graphs and eagerly; outside of them, the script's numbers are unchanged."""
     outside = nested((2,)), tf.random.normal((2,), seed=1)
     dataset = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(X).batch(6))
 
@@ -120,7 +120,7 @@ def runs() -> None:
 
 
 def rounds() -> None:
-    """What a function draws before an update is what it has drawn when it goes on after it."""
+    """A function draws the same numbers again when it runs again to continue after an update."""
     weight = keras.Variable(np.zeros(3, "float32"))
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([weight])
@@ -168,7 +168,7 @@ def pairs(context: Any) -> Any:
 
 
 def driven() -> None:
-    """A loop that workers join: they draw what the others draw, and read on where they are."""
+    """A loop that workers join: they draw the same numbers as the others, and read from the same position."""
     dataset = strategy.distribute_datasets_from_function(pairs)
     batches, total = iter(dataset), tf.Variable(0.0)
 
@@ -239,7 +239,7 @@ def mapped(context: Any) -> Any:
 
 
 def generated(context: Any) -> Any:
-    """Draws when a pass begins, and another order in each."""
+    """Draws when a pass begins; each pass has another order."""
 
     def rows() -> Iterator[int]:
         yield from np.random.permutation(24)
@@ -261,7 +261,7 @@ def images(context: Any) -> Any:
 
 
 def pipelines() -> None:
-    """Each replica has its part of what all of them shuffle alike, wherever its pipeline is made."""
+    """Each replica has its part of an order that is equal on all workers."""
     before = random.getstate(), np.random.get_state()[1].tolist()
     kinds = [shuffled, by_numpy, by_python, by_keras, by_tensorflow, mapped, generated, images]
     orders = {}

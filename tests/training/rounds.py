@@ -2,7 +2,7 @@
 
     rounds.py [--plain] [--exact] [--eager]
 
-Prints what came out of each, exactly, and with --exact the numbers themselves: then nothing is random.
+Prints a digest of the results of each; with --exact, nothing is random, and the numbers are printed.
 """
 
 import argparse
@@ -19,7 +19,7 @@ BACKEND = keras.backend.backend()
 
 
 def gradients(loss: Any, variables: Any) -> Any:
-    """Differentiate `loss()`; return (loss, gradients), by the means of TensorFlow or PyTorch."""
+    """Differentiate `loss()` with TensorFlow or PyTorch; return (loss, gradients)."""
     if BACKEND == "tensorflow":
         import tensorflow as tf
 
@@ -35,7 +35,7 @@ def gradients(loss: Any, variables: Any) -> Any:
 
 
 class Gan(keras.Model):
-    """Two optimizers, one of them in a dictionary, whose updates follow each other; then a figure."""
+    """Two optimizers, one of them in a dictionary, whose updates follow each other; then a logged value."""
 
     def __init__(self, exact: bool) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Gan(keras.Model):
 
 
 class Twice(keras.Model):
-    """Two updates by one optimizer; then a figure of the new weights, and a copy that follows them slowly."""
+    """Two updates by one optimizer; then a norm of the new weights, and a slow copy of them."""
 
     def __init__(self, exact: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Trains under the strategy that is asked for, and prints what came of it.
+"""Trains under the requested strategy, and prints the results.
 
 small_strategies.py mirrored|workers|one|default|missing
 """

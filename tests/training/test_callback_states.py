@@ -1,4 +1,4 @@
-"""What callbacks hand over to another process: what changes while training, never settings or paths."""
+"""The state of callbacks that another process receives: what changes in training, never settings or paths."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.keras.fit.callbacks import on_chief
-from lockstep.keras.state.callback_states import callback_states, marks, set_callback_states
+from lockstep.keras.state.callback_states import attribute_hashes, callback_states, set_callback_states
 
 callbacks = keras.callbacks
 
@@ -45,10 +45,10 @@ def given(folder: str, number: int) -> list[Any]:
 
 
 def begun(folder: str, number: int) -> tuple[list[Any], list[Any]]:
-    made = on_chief(given(folder, number), 0, goes_on=True)
-    before = [marks(made)]
+    made = on_chief(given(folder, number), 0, resumes=True)
+    before = [attribute_hashes(made)]
     made[-1].on_train_begin()
-    return made, [*before, marks(made)]
+    return made, [*before, attribute_hashes(made)]
 
 
 def travelled(states: Any) -> Any:
@@ -89,7 +89,7 @@ def test_settings_and_paths_are_those_of_the_process_that_goes_on(
 
 
 def _own(found: dict[str, Any]) -> list[str]:
-    """What has no value that could be compared."""
+    """An object without a value that could be compared."""
     return [name for name, value in found.items() if callable(value) or hasattr(value, "__enter__")]
 
 

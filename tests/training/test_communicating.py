@@ -1,4 +1,4 @@
-"""What a program asks to move the bytes never changes the result; and how long it waits."""
+"""The requested communication never changes the result; a requested timeout is observed."""
 
 from collections.abc import Callable
 from typing import Any

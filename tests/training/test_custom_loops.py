@@ -1,4 +1,4 @@
-"""Loops of the program's own whose functions run eagerly: the number of workers never changes a bit."""
+"""Custom loops whose functions run eagerly: the number of workers does not change a bit."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ LOOPS = 7
 
 @pytest.fixture(scope="session")
 def eager_backend(backend: str) -> str:
-    """Those of the backends where functions always run eagerly."""
+    """Each of the backends on which functions always run eagerly."""
     if backend == "tensorflow":
         pytest.skip("runs functions in graphs: see test_graph_loops.py")
     return backend
@@ -45,7 +45,7 @@ def one_worker(launch: Launch) -> Callable[[str], Any]:
 def test_workers_do_not_change_a_bit_and_may_be_lost(
     launch: Launch, eager_backend: str, one_worker: Callable[[str], Any]
 ) -> None:
-    # Three in the first loop, until one is killed after it has computed gradients; two in all others.
+    # Three workers in the first loop, until one is killed after it has computed gradients; two in the others.
     options = "-n 3 --max-restarts 0"
     run = launch(options, "custom_loops.py", "--dies", "1", "3", backend=eager_backend)
     assert "worker 1 was killed by SIGKILL" in run.stderr

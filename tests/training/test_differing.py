@@ -1,4 +1,4 @@
-"""A replacement that reads other data than the job ends; the others continue to the same bits."""
+"""A replacement that reads different data ends; the others continue to the same bits."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Workers that compute different things find out at the first step at which they do, and say in what."""
+"""Workers that compute different things detect it at the first such step, and name the difference."""
 
 import re
 from collections.abc import Callable

@@ -12,7 +12,7 @@ pytest.importorskip("tensorflow")  # tf.data, on every backend.
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of numbers, in one file; and in two, one of which has nearly all."""
+    """Rows of numbers: in one file, and in two files, one of which has nearly all rows."""
     folder = tmp_path_factory.mktemp("files")
     rows = np.random.default_rng(1).normal(size=(43, 7))
     for name, part in (("one-0", rows), ("two-0", rows[:3]), ("two-1", rows[3:])):

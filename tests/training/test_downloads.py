@@ -1,4 +1,4 @@
-"""`keras.utils.get_file` in a job: one worker downloads, whatever happens to it, and the others wait."""
+"""`keras.utils.get_file` in a job: one worker downloads and the others wait, even if it is killed."""
 
 import io
 import json
@@ -27,7 +27,7 @@ def archive() -> bytes:
 
 
 class Origin:
-    """A server that counts requests; the first for `dies.bin` gets half of it, and its worker is killed."""
+    """A server that counts requests; it answers the first for `dies.bin` with half, and kills the worker."""
 
     def __init__(self, locks: Path) -> None:
         self.requests: Counter[str] = Counter()
@@ -70,7 +70,7 @@ def origin(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_one_request_for_two_workers(origin: Origin, launch: Callable[..., Any], tmp_path: Path) -> None:
-    """A worker that is killed with half a file leaves nothing that another one would take for all of it."""
+    """A worker that is killed with half a file leaves nothing that another one would take for the whole."""
     (tmp_path / "cache").mkdir()
     names = ["plain.bin", "new.bin", "new.bin", "packed.zip", "dies.bin"]
     run = launch("-n 2 --max-restarts 0", "downloading.py", origin.address, str(tmp_path / "cache"), *names)

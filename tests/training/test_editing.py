@@ -1,4 +1,4 @@
-"""A script and its modules are edited while it runs, or before it goes on from a checkpoint."""
+"""A script and its modules are edited while it runs, or before it resumes from a checkpoint."""
 
 import shutil
 from collections.abc import Callable
@@ -62,11 +62,11 @@ def test_edits_reach_neither_a_replacement_nor_the_next_run_unseen(
     lost = launch(f"-n 2 --min-workers 2 {keeping}", script, "out", "lose")
     assert lost.status == 0, lost.stderr
     assert f"worker 2: {script} has changed; this worker uses the version" in lost.stderr
-    # A module that nobody had read before the edit has its new text, on every worker.
+    # A module that no worker had read before the edit has its new text, on every worker.
     assert [line.replace("0.5", "0.2") for line in lost.marked(0, "digest")] == expected
     assert lost.marked(2, "digest") == lost.marked(0, "digest")
 
-    # As if all workers had been killed before the last step was kept.
+    # As if all workers had been killed before the last step was saved.
     shutil.rmtree(edited / "kept" / "step-000000000016")
     refused = launch(f"-n 1 {keeping}", script, "elsewhere")
     assert refused.status == 2

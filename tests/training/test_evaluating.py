@@ -1,4 +1,4 @@
-"""An evaluator and the folder that it watches; what happens there happens while it waits."""
+"""An evaluator and the folder that it watches, in which events happen while it waits."""
 
 import os
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import lockstep
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, ConfigError, PeerLostError, PeerStuckError
-from lockstep.keras.fit.loops import bind
-from lockstep.keras.sidecar_evaluator import Evaluating, follow
+from lockstep.keras.fit.model_methods import bind
+from lockstep.keras.sidecar_evaluator import EvaluatorFit, follow
 from lockstep.keras.variables import step_state
 from lockstep.system.clock import VirtualClock
 from lockstep.system.locks import share_lock
@@ -35,7 +35,7 @@ def small(*, built: bool = True, width: int = 4) -> Any:
 
 
 class Told(keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes what it is told, and how often it is given a model."""
+    """Records its calls, and how often it is given a model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Told(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class Folder:
-    """A folder of checkpoints, and the job that keeps them."""
+    """A folder of checkpoints, and the job that saves them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,7 +71,7 @@ class Folder:
         os.close(self._job)
 
     def keep(self, step: int) -> Path:
-        """Keep a checkpoint with values of its own; `expected` knows what Keras gives for it."""
+        """Save a checkpoint with values of its own; record Keras's evaluation of it in `expected`."""
         model = small()
         for variable in model.trainable_variables:
             variable.assign(np.random.default_rng(step).normal(size=variable.shape))
@@ -126,7 +126,7 @@ def test_each_checkpoint_that_appears_is_evaluated_until_the_job_ends(
         folder.begin,
         nothing,
         lambda: folder.keep(10),
-        # Of several, the newest; what a job leaves when it ends is seen.
+        # The newest of several; the last checkpoint of a job is found.
         lambda: [folder.keep(step) for step in (20, 30)],
         lambda: [folder.keep(40), folder.end()],
         model=model,
@@ -166,7 +166,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_no_error(
     folder.begin()
     torn = folder.keep(10)
     (torn / "manifest.json").unlink()
-    # It is looked at again at once, and then it is another one.
+    # The evaluator looks again at once, and then finds another one.
     read, looks = Store.steps, []
 
     def steps(store: Store) -> dict[int, Path]:
@@ -252,9 +252,9 @@ def test_a_process_that_trains_itself_is_told_that_it_would_wait_for_itself(
 
 
 class TestFit:
-    """What `fit` does in an evaluator."""
+    """`fit` in an evaluator."""
 
-    def fit(self, evaluating: Evaluating, **options: Any) -> Any:
+    def fit(self, evaluating: EvaluatorFit, **options: Any) -> Any:
         model = small()
         return evaluating.fit(model, bind(keras.Model.fit, model, (X, Y), options).arguments)
 
@@ -262,7 +262,7 @@ class TestFit:
         folder.begin()
         folder.keep(10)
         folder.end()
-        evaluating = Evaluating()
+        evaluating = EvaluatorFit()
         first = self.fit(
             evaluating,
             batch_size=16,
@@ -270,7 +270,7 @@ class TestFit:
             callbacks=[lockstep.callbacks.Checkpoint(folder.path)],
         )
         folder.check(first, 10)
-        # A job of long ago, had this process not watched it.
+        # It would be a job of the past, had this process not watched the folder.
         for path in (folder.path / ".training", folder.path):
             os.utime(path, (5, 5))
         folder.check(self.fit(evaluating, validation_data=(X, Y), validation_batch_size=16), 10)
@@ -282,6 +282,6 @@ class TestFit:
         with pytest.raises(
             ConfigError, match=r"callbacks=\[lockstep.callbacks.Checkpoint\(folder\)\], in all"
         ):
-            self.fit(Evaluating(), validation_data=(X, Y))
+            self.fit(EvaluatorFit(), validation_data=(X, Y))
         with pytest.raises(ConfigError, match="give fit validation_data, in all tasks"):
-            self.fit(Evaluating(), callbacks=[lockstep.callbacks.Checkpoint(folder.path)])
+            self.fit(EvaluatorFit(), callbacks=[lockstep.callbacks.Checkpoint(folder.path)])

@@ -1,4 +1,4 @@
-"""The examples do what they say: on two workers, which agree to the last bit."""
+"""The examples work as described on two workers, which agree to the last bit."""
 
 import re
 from collections.abc import Callable

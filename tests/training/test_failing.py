@@ -11,14 +11,14 @@ import pytest
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import CheckpointError
-from lockstep.keras.call_stack import CallStack
-from lockstep.keras.state.failures import described, remade
+from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.state.journal import error_of, failure_of
 from lockstep.keras.state.resumable_calls import Fresh, Replay, ResumableCalls, SkipTo
 from lockstep.worker import job
 
 
 class Enough(Exception):
-    """Is made with other arguments than its text."""
+    """Takes other arguments than its text."""
 
     def __init__(self, *, step: int) -> None:
         super().__init__("enough")
@@ -32,7 +32,7 @@ def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_
     keeping = f"--replicas 2 --checkpoint {tmp_path / 'kept'} --checkpoint-every 5"
     died = launch(f"-n 2 {keeping}", "failing.py")
     assert died.status == 137, died.stderr
-    # Step 10 is always kept; the last of all only if the disk is not busy when its call ends.
+    # Step 10 is always saved; the last step only if the disk is not busy when its call ends.
     newest = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "kept").glob("step-*"))
     assert newest in (10, 12)
     done = launch(f"-n 1 {keeping}", "failing.py")
@@ -58,7 +58,7 @@ def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_
     ids=lambda error: type(error).__name__,
 )
 def test_errors_are_made_again(error: BaseException) -> None:
-    again = remade(unpack(*pack(described(error, "fit 1"), "error")))
+    again = error_of(unpack(*pack(failure_of(error, "fit 1"), "error")))
     assert (type(again), str(again), again.args) == (type(error), str(error), error.args)
     assert getattr(again, "step", None) == getattr(error, "step", None)
     assert getattr(again, "filename", None) == getattr(error, "filename", None)
@@ -77,21 +77,21 @@ def test_errors_that_cannot_be_made_again_are_named() -> None:
     other.step = object()  # type: ignore[assignment]
     for error, name in ((Hidden("no"), "Hidden: no"), (other, "Other: enough at <object")):
         with pytest.raises(CheckpointError, match=f"fit 1 of the script .*{name}"):
-            remade(described(error, "fit 1"))
-    failure = dict(described(ValueError("no"), "fit 1"), **{"module": "os", "class": "system"})
+            error_of(failure_of(error, "fit 1"))
+    failure = dict(failure_of(ValueError("no"), "fit 1"), **{"module": "os", "class": "system"})
     with pytest.raises(CheckpointError, match="cannot raise it again"):
-        remade(failure)
+        error_of(failure)
 
 
 class TestWhereTheTrainingResumes:
-    """The script makes calls until it comes to the one in progress; if it does not, no later call may."""
+    """The script makes calls until it reaches the one in progress; otherwise, later calls are refused."""
 
     @pytest.fixture
     def begun(self) -> Callable[[], ResumableCalls]:
-        """Make what resumes after step 3 of the second call, `fit 1`; the first, `predict 1`, has raised."""
+        """Return calls that resume after step 3 of the second, `fit 1`; the first, `predict 1`, raised."""
 
         def calls() -> ResumableCalls:
-            return ResumableCalls(job.alone(), CallStack())
+            return ResumableCalls(job.alone(), NumberedCalls())
 
         def begin(**changed: Any) -> ResumableCalls:
             first = calls()
@@ -130,7 +130,7 @@ class TestWhereTheTrainingResumes:
                 assert calls.behind
             finished = calls.replay()
             assert random.getstate() == before
-            finished.again()
+            finished.raise_error()
         with calls.call("fit") as call:
             with calls.call("evaluate"):
                 assert calls.standing() == Fresh()

@@ -1,4 +1,4 @@
-"""What a fused kernel makes of gradients is what Keras makes of them, but for the rounding."""
+"""A fused kernel computes the update that Keras computes, up to rounding."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Custom loops on TensorFlow: any number of workers gives the same bits, whichever worker is lost."""
+"""Custom loops on TensorFlow: neither the number of workers nor a lost worker changes a bit."""
 
 import json
 import re
@@ -46,7 +46,7 @@ def results(run: Any, worker: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(launch: Launch) -> list[str]:
-    """What driven loops come to that nothing happens to."""
+    """The results of driven loops without a lost worker."""
     return results(launch("-n 1 --replicas 2", "driven_loops.py", backend="tensorflow"), 0)
 
 
@@ -68,7 +68,7 @@ def test_workers_with_other_weights_are_told_so(launch: Launch) -> None:
     assert run.status == 1
     assert "the models differ" in run.stderr
     assert "after execution 1 of step: worker 0 has variable " in run.stderr
-    # No frame of TensorFlow's is shown above or below what Lockstep says.
+    # No frame of TensorFlow is shown around Lockstep's message.
     assert re.match(
         r"lockstep: worker \d: DisagreementError: .* \(graph_loops.py:\d+\)$", run.stderr.splitlines()[-2]
     )

@@ -7,14 +7,20 @@ import numpy as np
 import pytest
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from lockstep.keras.input.inputs import ArrayInput, GlobalInput, global_input, whole_batch
+from lockstep.keras.input.global_inputs import ArrayInput, GlobalInput, global_input, whole_batch
 
 SEED = (0, 0, 1)
-OPTIONS: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": SEED, "joint": False}
+OPTIONS: dict[str, Any] = {
+    "batch_size": None,
+    "steps": None,
+    "shuffle": False,
+    "seed": SEED,
+    "unsplit": False,
+}
 
 
 class Noted(np.ndarray):
-    """An array that notes which of its rows are read."""
+    """An array that records which of its rows are read."""
 
     reads: list[list[int]]
 
@@ -32,7 +38,7 @@ def noted(count: int) -> Noted:
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_a_share_reads_its_own_rows_only(shuffle: Any) -> None:
     rows = noted(20)
-    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), shuffle, SEED, joint=False)
+    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), shuffle, SEED, unsplit=False)
     batch = next(source.batches())
     assert rows.reads == []
     whole = batch.read(slice(0, 8))
@@ -47,7 +53,7 @@ def test_a_share_reads_its_own_rows_only(shuffle: Any) -> None:
 
 def test_a_calls_facts_read_a_bounded_sample() -> None:
     rows = noted(10_000)
-    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), False, SEED, joint=False)
+    source = ArrayInput(ArrayDataAdapter(rows, batch_size=8), False, SEED, unsplit=False)
     facts = source.facts()
     assert sum(map(len, rows.reads)) == 64
     assert facts["data"] == "float32[10000, 2]"
@@ -74,7 +80,7 @@ def test_keras_loops_see_the_size_of_the_input() -> None:
 
 
 def test_with_one_replica_keras_gets_what_it_would_get_without_lockstep() -> None:
-    batches = list(inputs(shuffle=False, joint=True).get_jax_iterator())
+    batches = list(inputs(shuffle=False, unsplit=True).get_jax_iterator())
     assert [batch.tolist() for batch in batches] == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8, 9], [10, 11]]]
 
 

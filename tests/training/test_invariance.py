@@ -19,7 +19,7 @@ TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
 """What one replica computes as plain Keras does, though XLA optimizes other functions."""
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 TOLERANCE = {"mixed": 1e-3}
-"""How near replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
+"""How close replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
 LOSSES, ROUNDS = ["masked", "weighted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
 ROUNDS["torch"] = ROUNDS["tensorflow"]
 
@@ -29,12 +29,12 @@ def names(backend: str) -> list[str]:
 
 
 def in_ci(backend: str) -> list[str]:
-    """Of the trainings with what is random or computed per replica, those whose compiling is not slow."""
+    """The trainings with random or per-replica parts that compile quickly."""
     return names(backend) if backend == "jax" else ["cnn"]
 
 
 def divided(lines: Iterable[str]) -> list[list[str]]:
-    """What each program of `together.py` has printed of its results."""
+    """The results that each program of `together.py` printed."""
     parts: list[list[str]] = []
     for line in lines:
         if line.startswith("begins "):
@@ -45,7 +45,7 @@ def divided(lines: Iterable[str]) -> list[list[str]]:
 
 
 def results(lines: Iterable[str], name: str | None = None) -> list[str]:
-    """The lines with digests: of one training, or of all."""
+    """The lines with digests of one training, or of all."""
     mark = "result " if name is None else f"result {name} "
     return [line for line in lines if line.startswith(mark)]
 
@@ -63,7 +63,7 @@ def assert_near(found: list[str], wanted: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def trained(launch: Launch) -> Trained:
-    """Run programs together on so many workers; check that the workers agree; return what each came to.
+    """Run programs together on several workers; check that the workers agree; return the results of each.
 
     `optimized` as in `lean`.
     """
@@ -86,7 +86,7 @@ def trained(launch: Launch) -> Trained:
 
 
 class Alone(NamedTuple):
-    """What plain Keras has printed of the programs, and where its figures are."""
+    """What plain Keras printed for the programs, and the place of its figures."""
 
     trainings: list[str]
     losses: list[str]
@@ -97,7 +97,7 @@ class Alone(NamedTuple):
 
 @pytest.fixture(scope="module")
 def alone(plain: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, backend: str) -> Alone:
-    """Plain Keras; and then, in the same process, a strategy of a script that is started by hand."""
+    """Plain Keras, and then, in the same process, a strategy in a script started by hand."""
     folder = tmp_path_factory.mktemp("plain")
     trainings = f"program --plain --exact --save {folder} {' '.join(names(backend))}"
     programs = (trainings, "losses --plain", "rounds --plain --exact", "program --exact cnn")
@@ -118,7 +118,7 @@ def optimized(plain: Callable[..., str], alone: Alone, backend: str) -> tuple[li
 
 
 class Replicas(NamedTuple):
-    """What two workers with four replicas have printed, and where their figures are."""
+    """What two workers with four replicas printed, and the place of their figures."""
 
     trainings: list[str]
     losses: list[str]
@@ -128,7 +128,7 @@ class Replicas(NamedTuple):
 
 @pytest.fixture(scope="module")
 def replicas(trained: Trained, tmp_path_factory: pytest.TempPathFactory, backend: str) -> Replicas:
-    """Two workers that train what plain Keras computes too."""
+    """Two workers that train what plain Keras also computes."""
     folder = tmp_path_factory.mktemp("replicas")
     trainings = f"program --exact --save {folder} {' '.join(names(backend))}"
     return Replicas(*trained(backend, 2, trainings, "losses", "rounds --exact"), folder)

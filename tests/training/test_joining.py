@@ -1,4 +1,4 @@
-"""Workers leave and join a job while it runs: all that are there at the end come to the same bits."""
+"""Workers leave and join a job while it runs: all workers at the end have the same bits."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def results(run: Any, worker: int) -> list[str]:
 
 @pytest.fixture
 def undisturbed(undisturbed_run: Launch) -> Callable[[str], list[str]]:
-    """What a run of a backend comes to that nothing happened to."""
+    """The results of an undisturbed run of a backend."""
 
     def run(backend: str) -> list[str]:
         return results(undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend), 0)
@@ -29,7 +29,7 @@ Undisturbed = Callable[[str], list[str]]
 
 @pytest.fixture
 def join(launch: Launch, undisturbed: Undisturbed, tmp_path_factory: Any) -> Callable[..., str]:
-    """Run the program with workers that join; return what the person was told."""
+    """Run the program with workers that join; return the notes on the terminal."""
 
     def run(backend: str, options: str, how: str, place: str, last: tuple[int, ...]) -> str:
         folder = str(tmp_path_factory.mktemp("joining"))

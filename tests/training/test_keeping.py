@@ -1,4 +1,4 @@
-"""Checkpoints with one replica, and those that a program asks for itself: going on has the same bits."""
+"""Checkpoints with one replica, and those that a program requests: resuming has the same bits."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ def results(run: Any, worker: int = 0) -> list[str]:
 
 @pytest.fixture
 def undisturbed(undisturbed_run: Launch) -> Undisturbed:
-    """What a run comes to that keeps nothing; with one replica, that is plain Keras."""
+    """The results of a run that saves nothing; with one replica, those of plain Keras."""
 
     def run(backend: str, replicas: int = 1, execution: int = 1) -> list[str]:
         arguments = ("{folder}", "0", str(execution))
@@ -46,9 +46,9 @@ def undisturbed(undisturbed_run: Launch) -> Undisturbed:
 
 @pytest.fixture
 def dies(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
-    """Run the program twice: all workers die, and the second run goes on; return it.
+    """Run the program twice: all workers die, and the second run resumes; return it.
 
-    `fit` is the call that is given the callback; with 0, it is the command that keeps checkpoints.
+    `fit` is the number of the call with the callback; with 0, the command saves checkpoints.
     """
 
     def run(backend: str, fit: int, how: str, place: str, *options: str, execution: int = 1) -> Any:
@@ -174,20 +174,20 @@ def test_a_stream_is_read_again_as_before(
 
 
 class TestRefusals:
-    """What `begin` says when it cannot keep checkpoints; a job of one worker and three replicas."""
+    """The refusals of `begin`; in a job of one worker and three replicas."""
 
     @pytest.fixture
     def asking(self) -> Any:
-        """A job of its own, whose first `fit` is given a callback; none of it is entered."""
+        """A job of its own, which is not entered, whose first `fit` has a callback."""
         pytest.importorskip("keras")
-        from lockstep.keras.call_stack import CallStack
-        from lockstep.keras.state.checkpoint_callback import Keeping
+        from lockstep.keras.numbered_calls import NumberedCalls
+        from lockstep.keras.state.checkpoint_callback import ScriptCheckpoints
         from lockstep.keras.state.snapshots import Snapshots
 
         view = place(3, (0,))
         own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
-        calls = CallStack()
-        keeping = Keeping(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
+        calls = NumberedCalls()
+        keeping = ScriptCheckpoints(own, calls, Snapshots(own, None, calls))  # type: ignore[arg-type]
 
         def ask(folder: Path, **options: Any) -> None:
             from lockstep.callbacks import Checkpoint

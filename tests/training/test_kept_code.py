@@ -1,4 +1,4 @@
-"""What JAX compiled in an earlier run, or for another worker, computes the bits of what it compiles now."""
+"""Cached programs of JAX, of an earlier run or another worker, compute the bits of newly compiled ones."""
 
 import os
 import re
@@ -13,7 +13,7 @@ Lean = Callable[..., dict[str, str]]
 
 
 def run(folder: Path, number: int, training: str = "cnn", **variables: str) -> tuple[list[str], list[str]]:
-    """Train on two workers; return their results, and what Lockstep says, whatever the machine's pace."""
+    """Train on two workers; return their results and Lockstep's notes, except those on speed."""
     where = folder / f"run-{number}"
     options = ["--backend", "jax", "-n", "2", "--replicas", "3", "--run-dir", str(where)]
     command = [sys.executable, "-m", "lockstep", "run", *options, str(PROGRAM), training]

@@ -23,7 +23,7 @@ Keep = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def trained(launch: Launch, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, Path]]:
-    """What a job of a backend has printed, and its folder."""
+    """The output of a job of a backend, and its folder."""
 
     @functools.cache
     def run(backend: str, *options: str) -> tuple[Any, Path]:
@@ -109,7 +109,7 @@ def small(*, width: int = 4, compiled: Any = "adam", dtype: str = "float32", las
 
 
 def changed(model: Any) -> Any:
-    """Give each variable of a model, and of its optimizer, values of its own."""
+    """Set each variable of a model and of its optimizer to distinct values."""
     random = np.random.default_rng(len(model.variables))
     if getattr(model, "optimizer", None) is not None:
         model.optimizer.build(model.trainable_variables)
@@ -125,7 +125,7 @@ def values(model: Any) -> list[Any]:
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Keep:
-    """Keep a checkpoint of models as a job does: the one in progress, and others with what is only theirs."""
+    """Save a checkpoint of models as a job does: the current one, and of others what they do not share."""
 
     def write(step: int, current: Any, *others: Any, at: str = "kept", training: Any = None) -> Path:
         arrays = {f"current/{name}": variable.value for name, variable in step_state(current).items()}
@@ -239,7 +239,7 @@ def test_of_several_models_that_fit_one_has_to_be_chosen(keep: Keep) -> None:
         lockstep.load_checkpoint(model, path, name="model 1")
     lockstep.load_checkpoint(model, path, name="model 0")
     assert values(model) == values(second)
-    # Its own names say which one it is.
+    # The variables' names identify the model.
     second.layers[0].kernel.assign(np.ones((3, 4)))
     assert lockstep.load_checkpoint(second, path).name == "model 0"
     assert values(model) == values(second)

@@ -1,4 +1,4 @@
-"""Losses and metrics that replicas combine otherwise than one process, as the docs list them."""
+"""Losses and metrics that replicas combine differently from one process, as the docs list them."""
 
 import inspect
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Y = np.random.default_rng(1).normal(size=(10, 4, 1)).astype("float32")
 
 
 class Masks(keras.layers.Layer):
-    """Masks what is below a limit."""
+    """Masks values below a limit."""
 
     def __init__(self, limit: float) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def after_a_step(model: keras.Model, rows: slice, fit: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_listed_as_per_replica_is_the_mean_of_the_replicas(kind: str) -> None:
-    """With SGD, that is the mean of the weights that each replica's examples lead to, by their numbers."""
+    """With SGD, that is the mean of the weights after each replica's examples, weighted by their numbers."""
     found = after_a_step(
         compiled(kind, lockstep.MultiWorkerMirroredStrategy().scope()), slice(None), keras.Model.fit
     )

@@ -19,11 +19,11 @@ QUICK = {
     "tensorflow": ("recurrent", "batchwise"),
     "torch": ("recurrent", "alternating", "stopping", "batchwise"),
 }
-"""What is not slow: compiling takes the time."""
+"""The combinations that compile quickly."""
 RANDOM = {"noisy"}
 """Trainings that one process cannot reproduce."""
 TOLERANCE = 1e-5
-"""How near replicas are to plain Keras, relative in norm."""
+"""How close replicas are to plain Keras, relative in norm."""
 
 
 def train(
@@ -56,14 +56,14 @@ def others(backend: str) -> tuple[str, ...]:
 
 
 def far_from_plain_keras(folder: Path, names: Sequence[str]) -> list[tuple[str, str, float]]:
-    """Return what replicas have computed otherwise than plain Keras, and how far it is."""
+    """Return what replicas computed differently from plain Keras, and the distance."""
     far = []
     for name in names:
         (expected,), (found,) = folder.glob(f"plain-{name}-*.npz"), folder.glob(f"{name}-*.npz")
         wanted, got = np.load(expected), np.load(found)
         assert got.files == wanted.files
         for part in wanted.files:
-            # What is not a number in one has to be none in the other.
+            # NaN in one must be NaN in the other.
             distance = np.linalg.norm(
                 np.where(np.isnan(got[part]) & np.isnan(wanted[part]), 0, got[part] - wanted[part])
             )

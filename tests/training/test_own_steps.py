@@ -1,4 +1,4 @@
-"""What plain Keras runs of other people's programs runs on replicas too, and gives the same.
+"""Training steps that users write run on replicas as in plain Keras, with the same results.
 
 With a strategy or, as it stands, without one.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 
 Launch = Callable[..., Any]
 
@@ -31,7 +31,7 @@ def test_programs_of_others_run_with_the_same_bits_and_the_numbers_of_plain_kera
 
 
 def test_calls_within_a_call_do_not_change_the_numbers_of_the_calls_after_it() -> None:
-    with_inner, without = CallStack(), CallStack()
+    with_inner, without = NumberedCalls(), NumberedCalls()
     numbers = []
     with with_inner.enter("fit") as fit:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""What a process restores whose first calls were passed over: also what only those calls would have made."""
+"""What a process restores that skipped its first calls: also what only those calls would have created."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
 from lockstep.observability.bus import Bus
@@ -17,12 +17,12 @@ from lockstep.worker.job import Job, JobContext
 
 
 def process() -> tuple[Snapshots, list[Any]]:
-    """What a process has at the beginning of its script: two models that are built, their optimizers not."""
+    """A process at the beginning of its script: two built models with unbuilt optimizers."""
     keras.utils.clear_session()
     view = place(3, (0,))
     own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
-    backend: Any = SimpleNamespace(concrete=keras.ops.convert_to_numpy)
-    snapshots = Snapshots(own, backend, CallStack())
+    backend: Any = SimpleNamespace(to_numpy=keras.ops.convert_to_numpy)
+    snapshots = Snapshots(own, backend, NumberedCalls())
     models = []
     for optimizer in ("adam", "sgd"):
         model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])

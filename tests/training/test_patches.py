@@ -1,4 +1,4 @@
-"""The registry of what Lockstep replaces in other libraries: it lists all of it, and can give it back."""
+"""The registry of what Lockstep replaces in other libraries is complete, and can restore all of it."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UnfitError
-from lockstep.worker.patching import PatchRegistry, definer
+from lockstep.worker.patch_registry import PatchRegistry, definer
 
 PROGRAM = Path(__file__).parent / "patched.py"
 
@@ -29,7 +29,7 @@ def test_the_registry_has_what_differs_and_gives_it_back(backend: str, tmp_path:
     )
     assert done.returncode == 0, done.stderr
     listed = done.stdout.splitlines()
-    # What is replaced on every backend, to see that the program has listed anything.
+    # What is replaced on every backend: the list is not empty.
     for line in (
         "Trainer compile",
         "keras.patches CallbackList on_epoch_end",

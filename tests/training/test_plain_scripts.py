@@ -1,4 +1,4 @@
-"""A script that makes no strategy is trained by the job as if all of it stood in a strategy's scope."""
+"""The job trains a script without a strategy as if all of it were in a strategy's scope."""
 
 import random
 import re
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import pytest
 
-from lockstep.keras.fit.exactness import introduction, per_replica
+from lockstep.keras.fit.exactness import introduction, per_replica_parts
 from lockstep.topology import place
 
 README = Path(__file__).parents[2] / "README.md"
@@ -44,7 +44,7 @@ def test_a_plain_script_has_the_bits_of_one_in_a_scope(
 
 
 def test_the_program_of_the_readme(environment: dict[str, str], tmp_path: Path) -> None:
-    """It has the bits of plain Keras with one replica, and its figures up to rounding with two."""
+    """One replica has the bits of plain Keras, two have its figures up to rounding."""
     program = re.search("```python\n(import keras\n.*?)```", README.read_text(), re.DOTALL)
     assert program is not None
     (tmp_path / "train.py").write_text(program[1])
@@ -149,7 +149,7 @@ def test_what_is_computed_per_replica_is_named(
     model.compile("sgd", loss)
     before = [np.array(weight) for weight in model.get_weights()]
     drawn = random.getstate(), np.random.get_state()[2]
-    assert per_replica(model, lambda: (X, Y)) == parts
+    assert per_replica_parts(model, lambda: (X, Y)) == parts
     assert (random.getstate(), np.random.get_state()[2]) == drawn
     assert all(map(np.array_equal, before, model.get_weights()))
 
@@ -173,4 +173,4 @@ def test_a_metric_that_compares_examples_is_named(compares: bool) -> None:
     model.compile("sgd", "mse", metrics=[Near()])
     # Not fit: other tests in this process may have installed a strategy's.
     model.compute_metrics(X, Y, model(X))
-    assert per_replica(model, lambda: (X, Y)) == (["the metric near"] if compares else [])
+    assert per_replica_parts(model, lambda: (X, Y)) == (["the metric near"] if compares else [])

@@ -1,6 +1,6 @@
 """The private parts of Keras that Lockstep stands on. A failure here means that Keras has changed.
 
-Those that Lockstep replaces are in the registry of `lockstep.worker.patching`, which names one that is
+Those that Lockstep replaces are in the registry of `lockstep.worker.patch_registry`, which names one that is
 missing; `test_patches.py` installs all of them.
 """
 
@@ -45,10 +45,10 @@ def model() -> keras.Model:
         ("keras/backends/losses.py", losses, "reduce_values"),
         ("keras/backends/losses.py", losses, "apply_mask"),
         ("keras/backends/losses.py", losses, "scale_loss_for_distribution"),
-        ("keras/input/inputs.py", array_slicing, "convert_to_sliceable"),
-        ("keras/input/inputs.py", array_slicing, "train_validation_split"),
-        ("keras/input/inputs.py", PyDatasetAdapter, "_standardize_batch"),
-        ("keras/input/inputs.py", PyDatasetAdapter, "_get_iterator"),
+        ("keras/input/global_inputs.py", array_slicing, "convert_to_sliceable"),
+        ("keras/input/global_inputs.py", array_slicing, "train_validation_split"),
+        ("keras/input/global_inputs.py", PyDatasetAdapter, "_standardize_batch"),
+        ("keras/input/global_inputs.py", PyDatasetAdapter, "_get_iterator"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_save_model"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),
@@ -71,26 +71,26 @@ def test_an_optimizer_lists_the_variables_it_was_built_for() -> None:
     )
 
 
-def test_whoever_listens_hears_of_variables_and_what_is_assigned_to_them() -> None:
-    heard: list[tuple[str, Any]] = []
+def test_an_observer_is_called_before_variables_are_created_and_assigned() -> None:
+    calls: list[tuple[str, Any]] = []
 
-    class Listener:
-        def made(self, variable: Any) -> None:
-            heard.append(("made", variable))
+    class Observer:
+        def on_create(self, variable: Any) -> None:
+            calls.append(("create", variable))
 
-        def assigned(self, variable: Any) -> None:
-            heard.append(("assigned", getattr(variable, "_value", None)))
+        def on_assign(self, variable: Any) -> None:
+            calls.append(("assign", getattr(variable, "_value", None)))
 
     assignments.install()
     before = assignments.count()
-    with assignments.heard_by(Listener()):
+    with assignments.observed_by(Observer()):
         variable = keras.Variable(np.zeros(2))
         variable.assign_add(np.ones(2))
     variable.assign(np.zeros(2))
     changed = CHANGED.format("keras/assignments.py", "Variable._direct_assign")
-    assert heard[0] == ("made", variable), changed
-    assert heard[-1][0] == "assigned", changed
-    assert np.asarray(heard[-1][1]).tolist() == [0, 0], changed
+    assert calls[0] == ("create", variable), changed
+    assert calls[-1][0] == "assign", changed
+    assert np.asarray(calls[-1][1]).tolist() == [0, 0], changed
     assert assignments.count() >= before + 2, changed
 
 
@@ -159,7 +159,7 @@ def test_layers_list_their_random_generators() -> None:
 def test_the_array_adapter_keeps_its_inputs() -> None:
     adapter = ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2)
     parts = adapter._num_samples, adapter._batch_size, len(adapter._inputs)
-    assert parts == (5, 2, 2), CHANGED.format("keras/input/inputs.py", "ArrayDataAdapter")
+    assert parts == (5, 2, 2), CHANGED.format("keras/input/global_inputs.py", "ArrayDataAdapter")
     assert can_convert_arrays((np.zeros(3), None, None))
 
 

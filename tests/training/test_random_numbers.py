@@ -27,7 +27,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(run: Any, *workers: int) -> list[str]:
-    """Check that these workers agree, and that one warning says what is equal; return their results."""
+    """Check that these workers agree, and that one warning names what is equal; return their results."""
     assert run.status == 0, run.stderr
     lines = [run.marked(worker, "result ") for worker in workers]
     assert lines == [lines[0]] * len(workers)

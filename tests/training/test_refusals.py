@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import DataError, ModelError, ScopeError
-from lockstep.keras.input.inputs import whole_batch
+from lockstep.keras.input.global_inputs import whole_batch
 from lockstep.observability.events import CallStarted, Event
 
 X = np.ones((9, 4), "float32")
@@ -67,9 +67,7 @@ def test_a_second_optimizer_on_jax_is_refused_with_the_shape_that_works(
         model = build(Two)
         model.second = keras.optimizers.SGD()
         model.second.build(model.trainable_variables)
-    with pytest.raises(
-        ModelError, match=r"several compiled models with a step each, as in .*examples/gan\.py"
-    ):
+    with pytest.raises(ModelError, match=r"compile a model for each of them, as in .*examples/gan\.py"):
         model.fit(X, Y, verbose=0)
 
 
@@ -152,7 +150,7 @@ def test_a_loss_that_is_a_vector_is_refused(strategy: lockstep.MultiWorkerMirror
 
 def test_synchronized_statistics_are_refused_by_name(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     layer = keras.layers.BatchNormalization(name="mine")
-    # Only TensorFlow lets a script ask for it.
+    # Only TensorFlow lets a script request it.
     layer.synchronized = True
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), layer, keras.layers.Dense(1)])

@@ -13,7 +13,7 @@ Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
 WEIGHTS = {"fit 1": ("weights 1", "weights 2"), "fit 2": ("weights 2",), "batch": ()}
-"""Which weights a script sees that resumes there: those of calls that had finished are not kept."""
+"""The weights that a script sees when it resumes there: those of finished calls are not saved."""
 
 
 def results(run: Any, place: str, worker: int = 0) -> list[str]:
@@ -24,12 +24,12 @@ def results(run: Any, place: str, worker: int = 0) -> list[str]:
 
 @pytest.fixture
 def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
-    """A run of a backend that nothing happened to."""
+    """An undisturbed run of a backend."""
     return lambda backend: undisturbed_run("-n 1 --replicas 4", "resuming.py", "{folder}", backend=backend)
 
 
-def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> None:
-    """Let all workers die, and run the same again, with another number of workers."""
+def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, expected: Any) -> None:
+    """Kill all workers, and run the same command again with another number of workers."""
     keeping = f"--checkpoint {folder / 'kept'} --checkpoint-every 2"
     arguments = (str(folder), how, *place.split())
     died = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", *arguments, backend=backend)
@@ -50,7 +50,7 @@ def goes_on(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
 def test_a_job_that_was_killed_goes_on_with_another_number_of_workers(
     launch: Launch, backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    goes_on(launch, backend, "killed", "fit 1 step 7", tmp_path, undisturbed(backend))
+    resumes(launch, backend, "killed", "fit 1 step 7", tmp_path, undisturbed(backend))
 
 
 @pytest.mark.slow
@@ -58,13 +58,13 @@ def test_a_job_that_was_killed_goes_on_with_another_number_of_workers(
 def test_wherever_it_was_killed(
     launch: Launch, backend: str, undisturbed: Callable[[str], Any], place: str, tmp_path: Path
 ) -> None:
-    goes_on(launch, backend, "killed", place, tmp_path, undisturbed(backend))
+    resumes(launch, backend, "killed", place, tmp_path, undisturbed(backend))
 
 
 def test_a_job_that_was_stopped_goes_on_at_the_step_that_it_had_come_to(
     launch: Launch, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
-    goes_on(launch, "jax", "stopped", "fit 2 step 4", tmp_path, undisturbed("jax"))
+    resumes(launch, "jax", "stopped", "fit 2 step 4", tmp_path, undisturbed("jax"))
 
 
 def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(

@@ -1,4 +1,4 @@
-"""Files that all workers write: one does, and nobody reads half of one."""
+"""Files that all workers write: one worker does, and no reader sees a partial file."""
 
 import csv
 from collections.abc import Callable

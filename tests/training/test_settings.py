@@ -1,4 +1,4 @@
-"""What counts as another setting when a training goes on from a checkpoint, and what does not."""
+"""Which changes count as another setting when a training resumes from a checkpoint."""
 
 import inspect
 import sys
@@ -12,7 +12,7 @@ import pytest
 from keras.src.utils import module_utils
 
 from lockstep.errors import ChangedError
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state import settings
 from lockstep.keras.state.settings import differences, settings_of_call, settings_of_model, settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
@@ -134,7 +134,7 @@ def test_parts_of_a_loop_have_settings() -> None:
 
 
 def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    view, calls = place(3, (0,)), CallStack()
+    view, calls = place(3, (0,)), NumberedCalls()
     own = Job(JobContext(0, 7, 1, Bus(SystemClock(), 0)), (view, job.by_itself(view)))
     snapshots = Snapshots(own, None, calls)  # type: ignore[arg-type]
     facts = {"settings": settings_of_parts({"net": layers.Dropout(0.2)}), "sources": {}}
@@ -143,7 +143,7 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
         ChangedError, match=r"the checkpoint of step 9: net, layer dropout: rate was 0.2, and"
     ):
         snapshots.compare_settings(9, facts, None, held)
-    # Earlier versions have kept none.
+    # Earlier versions saved none.
     snapshots.compare_settings(9, {}, None, held)
     assert capsys.readouterr().err == ""
     own.checkpoints.accept_changes()

@@ -1,4 +1,4 @@
-"""Workers that save the same state to the same path share the work; nobody waits in silence or for ever."""
+"""Workers that save the same state to the same path share the work; waits are reported and limited."""
 
 import fcntl
 import os
@@ -12,7 +12,7 @@ from lockstep.keras.shared_saves import write_once
 
 
 def save(folder: Path, state: bytes, text: str) -> list[str]:
-    """Save `text` as somebody would who has `state`; return the paths that were really written."""
+    """Save `text` as a worker with `state` does; return the paths to which it was written."""
     written: list[str] = []
 
     def write(path: str) -> None:
@@ -55,11 +55,11 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_nothing_is_written_through_a_link_with_a_name_that_can_be_guessed(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "other").write_text("of another user")
     for name in (f".{os.getpid()}-file.txt", ".file.txt"):
         (tmp_path / name).symlink_to("other")
     save(tmp_path, b"one", "first")
-    assert (tmp_path / "other").read_text() == "of somebody else"
+    assert (tmp_path / "other").read_text() == "of another user"
     assert (tmp_path / "file.txt").read_text() == "first"
 
 

@@ -18,6 +18,6 @@ def test_streams_give_the_same_bits_on_one_and_two_workers(
     assert lines == [lines[0]] * 3
     assert [line.split()[1] for line in lines[0]] == KINDS
     ended = {line.split()[1]: line.split()[4] for line in lines[0]}
-    # The second epoch finds the generator at its end, and Keras says so, on every worker.
+    # The generator is exhausted in the second epoch, of which Keras warns, on every worker.
     assert ended["short"] == "1"
     assert ended["endless"] == "0"

@@ -21,7 +21,7 @@ REST = (
 
 
 def train(launch: Launch, backend: str, folder: Path, *faults: str) -> tuple[set[str], dict[str, str]]:
-    """Train, on one worker if none is lost; return what the workers came to, and the digests of the files."""
+    """Train, on one worker if none is lost; return the workers' results, and the digests of the files."""
     workers = 4 if faults else 1
     options = f"-n {workers} --replicas 4 --max-restarts 0"
     run = launch(options, str(PROGRAM), str(folder), *faults, backend=backend)

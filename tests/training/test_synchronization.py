@@ -1,4 +1,4 @@
-"""What every synchronization promises, and what all-reduce does beyond that; each worker is a thread."""
+"""The contract of synchronizations, and the all-reduce in a new view; each worker is a thread."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -14,7 +14,7 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, LockstepError, ModelError, PeerLostError
 from lockstep.keras.backends.contract import Total
-from lockstep.keras.replica_run.results import tree_sum
+from lockstep.keras.replica_run.run_rounds import tree_sum
 from lockstep.keras.synchronization import (
     GATHERED,
     SCALAR,
@@ -32,7 +32,7 @@ Make = Callable[[int], list[Synchronization]]
 
 
 def all_reduces(workers: int) -> list[Synchronization]:
-    """One all-reduce over the loopback for each of so many workers."""
+    """One all-reduce over the loopback for each worker."""
     return [AllReduce(job.exchange, job.worker) for job in jobs(workers)]
 
 
@@ -44,7 +44,7 @@ def jobs(workers: int) -> list[Job]:
 
 
 class Server:
-    """Where the partials of all workers meet: a synchronization without any collective."""
+    """Gets the partials of all workers: a synchronization without a collective."""
 
     def __init__(self, workers: int) -> None:
         self.met = threading.Barrier(workers, timeout=60.0)
@@ -64,7 +64,7 @@ class Server:
 
 
 class Client:
-    """A worker's `Synchronization` by a server; replica r is that of worker r modulo their number."""
+    """A worker's `Synchronization` by a server; worker r modulo the number of workers computes replica r."""
 
     def __init__(self, server: Server, worker: int) -> None:
         self._server = server
@@ -73,10 +73,11 @@ class Client:
     def synchronize(self, this: Round) -> Total:
         server = self._server
         own = range(self._worker, REPLICAS, server.met.parties)
-        server.checks[self._worker] = this.check(this.begin(own).names)
+        names = this.begin(own).names
+        server.checks[self._worker] = this.check(names)
         partials = this.partials(own)
         this.refuse_other_shapes(partials)
-        server.partials.update(partials)
+        server.partials.update({r: dict(zip(names, arrays, strict=True)) for r, arrays in partials.items()})
         server.met.wait()
         differ, total = len(set(server.checks.values())) > 1, server.total()
         server.met.wait()
@@ -86,19 +87,19 @@ class Client:
 
 
 def by_server(workers: int) -> list[Synchronization]:
-    """One client of a server for each of so many workers."""
+    """One client of a server for each worker."""
     server = Server(workers)
     return [Client(server, worker) for worker in range(workers)]
 
 
 @pytest.fixture(params=[all_reduces, by_server])
 def make(request: pytest.FixtureRequest) -> Make:
-    """Each way to synchronize."""
+    """Each implementation."""
     return request.param  # type: ignore[no-any-return]
 
 
 def together(members: list[Any], act: Callable[[int, Any], Any]) -> list[Any]:
-    """Let workers act at once; return what each gives, or its error."""
+    """Run `act` on all workers at once; return their results or errors."""
 
     def one(worker: int) -> Any:
         try:
@@ -171,7 +172,7 @@ def test_single_numbers_and_rows_reach_every_worker_in_the_order_of_the_replicas
     assert together(make(2), act) == [wanted] * 2
 
 
-def test_workers_whose_data_differs_are_all_told_so(make: Make) -> None:
+def test_workers_whose_data_differs_all_raise(make: Make) -> None:
     def act(worker: int, synchronization: Synchronization) -> Any:
         return synchronization.synchronize(a_round(gradients, check=lambda names: bytes([worker])))
 
@@ -179,21 +180,21 @@ def test_workers_whose_data_differs_are_all_told_so(make: Make) -> None:
     assert [type(error) for error in errors] == [DisagreementError] * 2
 
 
-def test_the_check_hears_of_the_names_in_their_order(make: Make) -> None:
-    heard: list[Any] = []
+def test_the_check_gets_the_names_in_their_order(make: Make) -> None:
+    given: list[Any] = []
 
     def act(worker: int, synchronization: Synchronization) -> Any:
         def check(names: Any) -> bytes:
-            heard.append(tuple(names))
+            given.append(tuple(names))
             return b""
 
         return len(synchronization.synchronize(a_round(gradients, check=check)))
 
     assert together(make(2), act) == [2, 2]
-    assert heard == [("a", "b")] * 2
+    assert given == [("a", "b")] * 2
 
 
-def test_what_a_replica_has_computed_stays_after_an_error_of_another(make: Make) -> None:
+def test_partials_remain_after_an_error_of_another_replica(make: Make) -> None:
     (synchronization,) = make(1)
     computed: list[int] = []
 
@@ -225,7 +226,7 @@ def test_replicas_of_one_worker_that_differ_are_refused_by_name(make: Make, comp
 
 
 class NextPlace(Alone):
-    """The way to a view that is prepared."""
+    """A membership with a prepared next view."""
 
     def __init__(self, following: Place) -> None:
         self._following = following

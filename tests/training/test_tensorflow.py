@@ -1,4 +1,4 @@
-"""What only the TensorFlow backend has to get right: graphs, variables, memory that is not its own.
+"""Tests of the TensorFlow backend alone: graphs, variables and borrowed memory.
 
 Keras has one backend a process: under another one, this file runs itself again.
 """
@@ -33,9 +33,9 @@ if HERE:
     from tensorflow.python.framework.auto_control_deps import LEGACY_RANDOM_OPS
     from tensorflow.python.ops import gen_random_ops, random_ops
 
-    from lockstep.keras.backends import drawing
-    from lockstep.keras.backends.graphs import borrowed
+    from lockstep.keras import tf_random_ops
     from lockstep.keras.backends.tensorflow import TensorFlowBackend, TensorFlowProgram
+    from lockstep.keras.backends.tf_graphs import borrowed
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :1]
@@ -68,7 +68,7 @@ def state(model: keras.Model) -> list[bytes]:
 
 
 def as_total(partial: Any) -> dict[str, Array]:
-    """Lay the arrays of a partial into memory like that of an exchange."""
+    """Copy the arrays of a partial to memory like that of a reduce."""
     total = {}
     for name, tensor in partial.items():
         array = np.asarray(tensor)
@@ -103,7 +103,7 @@ def test_an_array_is_borrowed_in_place_where_that_is_possible() -> None:
 if HERE:
 
     class Keeper(keras.optimizers.Optimizer):  # type: ignore[misc]
-        """Assigns gradients to variables as they are."""
+        """Assigns gradients to variables without a copy."""
 
         def build(self, variables: Any) -> None:
             if not self.built:
@@ -312,7 +312,7 @@ def conditional(model: Any, data: Any) -> Any:
 
 
 def stray(model: Any, data: Any) -> Any:
-    # No attribute of the model leads to the optimizer.
+    # The model has no attribute for the optimizer.
     keras.optimizers.SGD().apply(
         [tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables
     )
@@ -427,7 +427,7 @@ def test_the_private_parts_are_there() -> None:
     from tensorflow.python.framework import auto_control_deps_utils
     from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-    # keras/replica_run/merged_variables.py
+    # keras/replica_run/tf_merged_variables.py
     assert all(callable(getattr(BaseResourceVariable, f"assign{kind}")) for kind in ("", "_add", "_sub"))
     assert context.async_wait() is None
     assert callable(auto_control_deps_utils.get_read_only_resource_input_indices_graph)
@@ -444,22 +444,22 @@ def test_the_private_parts_are_there() -> None:
 
 @here
 def test_the_operations_that_count_their_runs_are_known() -> None:
-    """A failure here means that TensorFlow has another operation, or calls one in another way."""
-    for module, name in drawing._WITHOUT_EQUIVALENT:
+    """If this fails, TensorFlow has a new operation, or calls one in another way."""
+    for module, name in tf_random_ops._WITHOUT_EQUIVALENT:
         assert callable(getattr(module, name))
-    for name in drawing._EQUIVALENTS:
+    for name in tf_random_ops._EQUIVALENTS:
         assert {"seed", "seed2"} <= inspect.signature(getattr(gen_random_ops, name)).parameters.keys()
         assert f"gen_random_ops.{name}(" in inspect.getsource(random_ops)
     assert "random_seed.get_seed(seed)" in inspect.getsource(random_ops)
     assert random_seed.get_seed(5)[1] == 5
     stateful = {name for name in LEGACY_RANDOM_OPS if op_def_registry.get(name).is_stateful}
-    replaced = {"".join(part.capitalize() for part in name.split("_")) for name in drawing._EQUIVALENTS}
+    replaced = {"".join(part.capitalize() for part in name.split("_")) for name in tf_random_ops._EQUIVALENTS}
     assert stateful - replaced == {"ParameterizedTruncatedNormal", "RandomPoisson"}
 
 
 @here
 def test_xla_compiles_a_layer_with_a_loop() -> None:
-    """Its gradient needs a loop that was made for XLA."""
+    """Its gradient needs a loop that is compiled for XLA."""
     with lockstep.MultiWorkerMirroredStrategy().scope():
         model = keras.Sequential(
             [keras.layers.Input((3, 2)), keras.layers.SimpleRNN(2), keras.layers.Dense(1)]

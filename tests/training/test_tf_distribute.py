@@ -1,4 +1,4 @@
-"""`lockstep run --tf-distribute`: programs that know of `tf.distribute` only."""
+"""`lockstep run --tf-distribute`: programs written for `tf.distribute` only."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ BACKENDS = ["tensorflow", "jax", pytest.param("torch", marks=pytest.mark.slow)]
 
 @pytest.fixture
 def tutorial(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[list[str]]]:
-    """Run a `main.py` for a few steps; return what each worker says of the end."""
+    """Run a `main.py` for a few steps; return the last lines of each worker."""
     short = {"KERAS_MAX_EPOCHS": "2", "KERAS_MAX_STEPS_PER_EPOCH": "3", "PYTHONPATH": str(STAND_IN)}
 
     def run(script: Path, backend: str, *options: str) -> list[list[str]]:
@@ -40,7 +40,7 @@ def tutorial(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[
 
 
 def in_lockstep_s_words(folder: Path) -> Path:
-    """The tutorial with `lockstep` in the place of `tf.distribute`."""
+    """The tutorial with `lockstep` in place of `tf.distribute`."""
     shutil.copy(TUTORIAL / "mnist.py", folder)
     text = (TUTORIAL / "main.py").read_text()
     assert "lockstep." not in text
@@ -55,14 +55,14 @@ def in_lockstep_s_words(folder: Path) -> Path:
 def test_the_tutorial_as_it_stands(
     tutorial: Callable[..., list[list[str]]], tmp_path: Path, backend: str
 ) -> None:
-    """It trains on two workers; with one, and Lockstep's own names, it gives the same bits."""
+    """It trains on two workers; with one worker and Lockstep's own names, it has the same bits."""
     pytest.importorskip(backend)
     first, second = tutorial(TUTORIAL / "main.py", backend, "--tf-distribute", "-n", "2")
     script = in_lockstep_s_words(tmp_path)
     (alone,) = tutorial(script, backend, "-n", "1", "--replicas", "2")
     assert first[0] == second[0] == alone[0]
     assert first[1] == second[1] == "strategy: lockstep.strategy.mirrored"
-    # Without the option nothing has been touched.
+    # Without the option, nothing is replaced.
     assert alone[1].startswith("strategy: tensorflow.python.distribute.")
 
 
@@ -101,14 +101,14 @@ def test_a_strategy_may_come_after_devices_and_sessions(names: Any) -> None:
 
 
 def test_one_file_is_read_to_its_end_by_two_workers(names: Any) -> None:
-    """In each of two epochs 5 steps and 70 examples: the loss and the accuracy have counted them all."""
+    """Two epochs of 5 steps and 70 examples, all of which the loss and the accuracy count."""
     (trained,) = names.marked(0, "trained:")
     assert trained.startswith("trained: 10 70 70 ")
     assert names.marked(1, "trained:") == [trained]
 
 
 def test_strategies_of_tensorflow_s_own_are_refused_by_name(launch: Callable[..., Any]) -> None:
-    """Without the option they would train beside the job; who only asks for the default one may."""
+    """Without the option, they would train outside of the job; the default strategy is allowed."""
     run = launch("-n 2", "tf_strategies.py", backend="tensorflow")
     assert run.status == 1
     assert run.marked(0, "default:") == ["default: 1 False"]

@@ -1,4 +1,4 @@
-"""A subscriber hears each step of a training, with parts that add up, and changes no bit."""
+"""A subscriber receives each step of a training, with parts that add up, and changes no bit."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What only the PyTorch backend has to get right: variables that are there for all to write, global state.
+"""Tests of the PyTorch backend alone: mutable variables and global state.
 
 Keras has one backend a process: under another one, this file runs itself again.
 """
@@ -27,8 +27,8 @@ here = pytest.mark.skipif(not HERE, reason="runs in a process of its own, with t
 if HERE:
     import torch
 
-    from lockstep.keras.backends.tensors import borrowed, copied
     from lockstep.keras.backends.torch import TorchBackend, TorchProgram
+    from lockstep.keras.backends.torch_tensors import borrowed, copied
 
 X = np.random.default_rng(0).normal(size=(8, 6)).astype("float32")
 Y = X[:, :1]
@@ -69,9 +69,9 @@ def bits(model: keras.Model) -> list[bytes]:
 
 
 def as_total(partial: Any) -> dict[str, Any]:
-    """Copy a partial to memory that cannot be written to."""
+    """Copy a partial to read-only memory."""
     backend = TorchBackend()
-    total = {name: backend.concrete(value).copy() for name, value in partial.items()}
+    total = {name: backend.to_numpy(value).copy() for name, value in partial.items()}
     for array in total.values():
         array.flags.writeable = False
     return total
@@ -189,9 +189,9 @@ def test_a_step_that_uses_new_weights_is_computed_again_when_they_are_known(then
     prepared = program(model)
     before = bits(model)
     totals: list[Any] = [as_total(prepared.compute(None, share(weight=1.0), []))]
-    assert not prepared.complete(0)
+    assert not prepared.is_last(0)
     assert not any(name.startswith(("metric/", "log/")) for name in totals[0])
-    while not prepared.complete(len(totals) - 1):
+    while not prepared.is_last(len(totals) - 1):
         totals.append(as_total(prepared.compute(None, share(weight=1.0), totals)))
     assert bits(model) == before
     logs, _ = prepared.apply(None, totals)
@@ -208,7 +208,7 @@ def test_a_step_that_uses_new_weights_is_computed_again_when_they_are_known(then
 @here
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_step_that_updates_weights_past_its_optimizers_is_refused(when: str) -> None:
-    # No attribute of the model leads to it.
+    # The model has no attribute for it.
     other = keras.optimizers.SGD(0.1)
 
     class Past(keras.Sequential):
@@ -310,7 +310,7 @@ def test_tensors_over_memory_that_is_read_only() -> None:
         array.flags.writeable = False
         tensor = borrowed(array)
         assert (tensor.data_ptr(), tensor.tolist()) == (array.ctypes.data, [[0, 1, 2], [3, 4, 5]])
-        back = TorchBackend().concrete(tensor)
+        back = TorchBackend().to_numpy(tensor)
         assert (back.dtype, back.ctypes.data) == (array.dtype, array.ctypes.data)
 
 
@@ -395,7 +395,7 @@ def test_results_keep_their_values_when_variables_change() -> None:
 def test_state_of_modules_of_pytorchs_own_is_refused_in_functions_of_replicas() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
     module = torch.nn.BatchNorm1d(6)
-    with pytest.raises(ModelError, match=r"changes BatchNorm1d\.running_mean, the state of a module"):
+    with pytest.raises(ModelError, match=r"changes BatchNorm1d\.running_mean, the state of a PyTorch module"):
         strategy.run(lambda: module(torch.from_numpy(X)))
     assert not module.running_mean.any()
     assert len(strategy.run(lambda: module.eval()(torch.from_numpy(X))).values) == 3
@@ -403,7 +403,7 @@ def test_state_of_modules_of_pytorchs_own_is_refused_in_functions_of_replicas() 
 
 @here
 def test_values_come_back_under_their_own_keys() -> None:
-    """Here `keras.tree.map_structure` visits the keys of a dict in another order than `flatten`."""
+    """On PyTorch, `keras.tree.map_structure` visits the keys of a dict in another order than `flatten`."""
     strategy = lockstep.MultiWorkerMirroredStrategy()
     batches = strategy.experimental_distribute_dataset([{"x": X, "label": 100 + Y}])
     (batch,) = batches

@@ -1,4 +1,4 @@
-"""Examples come in Keras's own order where the script has set a seed, else in the job's."""
+"""Examples come in Keras's own order if the script has set a seed, otherwise in the job's."""
 
 import random
 import sys
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import show_input
-from lockstep.keras.input.inputs import global_input
+from lockstep.keras.input.global_inputs import global_input
 from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed
 from lockstep.keras.randomness import script_seeds
 
@@ -32,8 +32,8 @@ class Rows(keras.utils.PyDataset):  # type: ignore[misc]
 
 
 def passes(x: Any, shuffle: Any, seed: OrderSeed) -> list[list[float]]:
-    """The rows that Keras looks at before the first pass, and those of two passes."""
-    source = global_input(x, batch_size=6, steps=None, shuffle=shuffle, seed=seed, joint=False)
+    """The rows that Keras reads before the first pass, and those of two passes."""
+    source = global_input(x, batch_size=6, steps=None, shuffle=shuffle, seed=seed, unsplit=False)
     looked = [] if keras.backend.backend() == "tensorflow" else np.asarray(source.first()).tolist()
     visited = [looked]
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Makes every strategy of TensorFlow's own, in a job of two workers that was not told to serve them."""
+"""Makes every strategy of TensorFlow's own, in a job of two workers without `--tf-distribute`."""
 
 from operator import attrgetter
 

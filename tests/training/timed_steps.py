@@ -1,4 +1,4 @@
-"""Training whose steps are heard: prints the digest without and with a subscriber, and the steps.
+"""Training with a subscriber to its steps: prints the digest without and with a subscriber, and the steps.
 
 Worker 1 holds up worker 0 after a step of the first epoch until its agent has noted that worker 0 waits.
 """

@@ -26,7 +26,7 @@ def turns(tmp_path: Path) -> Callable[..., Turns]:
 def test_the_same_call_of_another_worker_is_not_made_again(
     turns: Callable[..., Turns], tmp_path: Path
 ) -> None:
-    """The n-th of one is the n-th of the other; what is gone, or is of another run, is made anew."""
+    """The n-th calls of both are one download; a deleted file, or one of another run, is downloaded again."""
     file, made = tmp_path / "file", []
 
     def download() -> str:
@@ -98,7 +98,7 @@ def test_a_download_of_another_process_is_not_waited_for_without_end(
 
 
 def test_a_folder_that_cannot_be_used_is_passed_over(tmp_path: Path) -> None:
-    """Such as a home that is read-only, or not there."""
+    """Such as a home that is read-only or missing."""
     (tmp_path / "file").touch()
     folders = (tmp_path / "file" / "below", tmp_path / "run")
     made = Turns(folders, tmp_path / "downloaded", "7", 0, lambda event: None)

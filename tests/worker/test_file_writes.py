@@ -51,7 +51,7 @@ def test_what_is_no_file_is_nobodys_result(places: LibraryFolders, tmp_path: Pat
 
 
 def called_through(*files: str) -> FrameType:
-    """Return the frame of a function that code of these files has called, the last of them in its line 2."""
+    """Return the frame of a function that these files' code calls in turn, the last of them in its line 2."""
     call: Callable[[], Any] = lambda: sys._getframe(1)  # noqa: E731
     for file in reversed(files):
         found: dict[str, Any] = {"call": call}
@@ -72,10 +72,10 @@ IMPORT = "<frozen importlib._bootstrap>"
         ([SCRIPT], "train.py:2"),
         ([SCRIPT, LIBRARY, os.__file__], "train.py:2"),
         ([SCRIPT, HELPER, "<string>", LIBRARY], "helper.py:2"),
-        # A callback of the program's own, and one of Keras's, which Lockstep lets one worker call.
+        # A callback of the program's own, and one of Keras's, which Lockstep calls on one worker.
         ([SCRIPT, OURS, HELPER], "helper.py:2"),
         ([SCRIPT, OURS, LIBRARY], None),
-        # What a library keeps for itself when it is imported, and what a module of the program writes.
+        # What a library caches when it is imported, and what a module of the program writes.
         ([SCRIPT, IMPORT, LIBRARY], None),
         ([SCRIPT, IMPORT, HELPER], "helper.py:2"),
         (["<ipython-input-1-abc>", LIBRARY], "<ipython-input-1-abc>:2"),

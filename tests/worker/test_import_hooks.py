@@ -1,4 +1,4 @@
-"""What happens to a module when it is imported."""
+"""Actions on a module when it is imported."""
 
 import sys
 from collections.abc import Iterator

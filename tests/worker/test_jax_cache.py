@@ -1,4 +1,4 @@
-"""The files in which JAX's compiled functions are kept."""
+"""The files of JAX's compiled functions."""
 
 import errno
 import fcntl
@@ -13,13 +13,13 @@ import pytest
 
 from lockstep.errors import UnfitError
 from lockstep.worker import jax_cache
-from lockstep.worker.jax_cache import CompiledFiles, processor
+from lockstep.worker.jax_cache import CompilationCache, processor
 
 HOLD = """
 import sys
 from pathlib import Path
-from lockstep.worker.jax_cache import CompiledFiles
-files = CompiledFiles.open(Path(sys.argv[1]))
+from lockstep.worker.jax_cache import CompilationCache
+files = CompilationCache.open(Path(sys.argv[1]))
 files.get("step")
 print("makes it", flush=True)
 sys.stdin.readline()
@@ -28,12 +28,12 @@ files.put("step", b"compiled")
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> CompiledFiles:
-    return CompiledFiles.open(tmp_path / "cache")
+def files(tmp_path: Path) -> CompilationCache:
+    return CompilationCache.open(tmp_path / "cache")
 
 
 def other(tmp_path: Path) -> "subprocess.Popen[bytes]":
-    """A process that looked for an entry, and is about to make it."""
+    """A process that has found no entry, and is about to make it."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "cache")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -41,49 +41,49 @@ def other(tmp_path: Path) -> "subprocess.Popen[bytes]":
     return process
 
 
-def test_what_was_put_is_there_for_others(files: CompiledFiles, tmp_path: Path) -> None:
+def test_what_was_put_is_there_for_others(files: CompilationCache, tmp_path: Path) -> None:
     assert files.get("step") is None
     files.put("step", b"compiled")
-    assert CompiledFiles.open(tmp_path / "cache").get("step") == b"compiled"
+    assert CompilationCache.open(tmp_path / "cache").get("step") == b"compiled"
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["step", "turns"]
 
 
 @pytest.mark.parametrize("which", ["", "cache"])
 def test_a_folder_into_which_others_could_put_code_is_not_used(tmp_path: Path, which: str) -> None:
-    CompiledFiles.open(tmp_path / "cache")
+    CompilationCache.open(tmp_path / "cache")
     (tmp_path / which).chmod(0o777)
     with pytest.raises(
         UnfitError, match=f"other users may write to {tmp_path / which}; run chmod go-w on it"
     ):
-        CompiledFiles.open(tmp_path / "cache")
+        CompilationCache.open(tmp_path / "cache")
 
 
-def test_the_folder_that_was_checked_is_the_one_that_is_used(files: CompiledFiles, tmp_path: Path) -> None:
+def test_the_folder_that_was_checked_is_the_one_that_is_used(files: CompilationCache, tmp_path: Path) -> None:
     files.put("step", b"compiled")
     (tmp_path / "cache").rename(tmp_path / "checked")
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "step").write_bytes(b"of somebody else")
+    (tmp_path / "cache" / "step").write_bytes(b"of another user")
     files.put("other", b"compiled")
     assert [files.get(name) for name in ("step", "other")] == [b"compiled"] * 2
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["step"]
 
 
-def test_links_are_not_followed(files: CompiledFiles, tmp_path: Path) -> None:
+def test_links_are_not_followed(files: CompilationCache, tmp_path: Path) -> None:
     files.put("step", b"compiled")
     (tmp_path / "cache" / "link").symlink_to("step")
     os.mkfifo(tmp_path / "cache" / "pipe")
     assert [files.get(name) for name in ("link", "pipe")] == [None, None]
     (tmp_path / "linked").symlink_to("cache")
     with pytest.raises(OSError, match="Not a directory"):
-        CompiledFiles.open(tmp_path / "linked")
+        CompilationCache.open(tmp_path / "linked")
 
 
 def test_that_nothing_is_kept_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SimpleNamespace(jax_compilation_cache_dir=None, jax_enable_compilation_cache=True)
-    seam, name = jax_cache._SEAM
-    monkeypatch.setitem(sys.modules, seam, SimpleNamespace(**{name: print}))
+    module, name = jax_cache._CACHE_FACTORY
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: print}))
     tmp_path.chmod(0o777)
     jax_cache._keep(tmp_path / "cache", SimpleNamespace(config=config))  # type: ignore[arg-type]
     expected = (
@@ -94,7 +94,7 @@ def test_that_nothing_is_kept_is_said(
 
 
 def test_where_there_are_no_locks_everybody_makes_what_is_missing(
-    files: CompiledFiles, monkeypatch: pytest.MonkeyPatch
+    files: CompilationCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "no locks")
@@ -106,14 +106,14 @@ def test_where_there_are_no_locks_everybody_makes_what_is_missing(
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 40])
-def test_what_is_damaged_is_made_again(files: CompiledFiles, tmp_path: Path, damage: bytes) -> None:
+def test_what_is_damaged_is_made_again(files: CompilationCache, tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "cache" / "step").write_bytes(damage)
     assert files.get("step") is None
     files.put("step", b"compiled")
     assert files.get("step") == b"compiled"
 
 
-def test_who_needs_what_another_process_makes_waits_for_it(files: CompiledFiles, tmp_path: Path) -> None:
+def test_who_needs_what_another_process_makes_waits_for_it(files: CompilationCache, tmp_path: Path) -> None:
     with other(tmp_path) as process:
         assert process.stdin is not None
         process.stdin.write(b"\n")
@@ -121,14 +121,14 @@ def test_who_needs_what_another_process_makes_waits_for_it(files: CompiledFiles,
         assert files.get("step") == b"compiled"
 
 
-def test_nobody_waits_for_a_process_that_is_gone(files: CompiledFiles, tmp_path: Path) -> None:
+def test_nobody_waits_for_a_process_that_is_gone(files: CompilationCache, tmp_path: Path) -> None:
     with other(tmp_path) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert files.get("step") is None
 
 
-def test_nobody_waits_for_who_makes_something_else_by_now(files: CompiledFiles, tmp_path: Path) -> None:
+def test_nobody_waits_for_who_makes_something_else_by_now(files: CompilationCache, tmp_path: Path) -> None:
     again = HOLD.replace('print("makes', 'files.get("other"); print("makes')
     command = [sys.executable, "-c", again, str(tmp_path / "cache")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -139,18 +139,18 @@ def test_nobody_waits_for_who_makes_something_else_by_now(files: CompiledFiles, 
 
 
 def test_a_full_folder_loses_what_was_not_used_for_the_longest_time(
-    files: CompiledFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: CompilationCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.worker.jax_cache._MOST_BYTES", 40)
     for age, name in enumerate(("new", "old")):
         files.put(name, b"compiled" * 2)
         os.utime(tmp_path / "cache" / name, (1000 - age, 1000 - age))
-    CompiledFiles.open(tmp_path / "cache").put("newest", b"compiled")
+    CompilationCache.open(tmp_path / "cache").put("newest", b"compiled")
     assert files.get("old") is None
     assert files.get("new") is not None
 
 
-def test_a_folder_that_cannot_be_written_to_keeps_nothing(files: CompiledFiles, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_keeps_nothing(files: CompilationCache, tmp_path: Path) -> None:
     (tmp_path / "cache" / "turns").unlink()
     (tmp_path / "cache").rmdir()
     files.put("step", b"compiled")

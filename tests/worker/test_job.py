@@ -1,4 +1,4 @@
-"""A job's calls of the exchange where workers differ: who goes on, and who ends."""
+"""A job's calls of the exchange where workers differ: which continue, and which end."""
 
 from dataclasses import FrozenInstanceError, dataclass, field, replace
 from typing import NoReturn
@@ -20,23 +20,23 @@ class Ended(BaseException):
 
 @dataclass
 class Agent(Alone):
-    """Lets worker 0 go on alone, and notes who left, and why the view was over."""
+    """Lets worker 0 continue alone; records which worker left, and why the view ended."""
 
-    heard: list[object] = field(default_factory=list)
+    calls: list[object] = field(default_factory=list)
 
     def next_place(self, lost: PeerLostError) -> Place:
-        self.heard.append(str(lost))
+        self.calls.append(str(lost))
         view = place(4, (0,), 2)
         return view, by_itself(view)
 
     def leave(self, differs: DisagreementError) -> NoReturn:
-        self.heard.append(differs)
+        self.calls.append(differs)
         raise Ended
 
 
 @dataclass
 class Call:
-    """A call of the exchange in which `others` differ from the chief, as long as they are there."""
+    """A call of the exchange in which `others`, while they are members, differ from the chief."""
 
     others: tuple[int, ...]
     views: list[int] = field(default_factory=list)
@@ -60,14 +60,14 @@ def test_a_call_is_made_again_without_those_that_joined_and_differ() -> None:
     assert job.exchange(call) == "done"
     assert call.views == [1, 2]
     assert job.view.workers == (0,)
-    assert agent.heard == ["they differ"]
+    assert agent.calls == ["they differ"]
 
 
 def test_who_has_joined_and_differs_ends() -> None:
     job, agent = job_of(worker=4, began_with=4)
     with pytest.raises(Ended):
         job.exchange(Call((4,)))
-    (differs,) = agent.heard
+    (differs,) = agent.calls
     assert isinstance(differs, DisagreementError)
     assert differs.workers == (4,)
 
@@ -84,7 +84,7 @@ def test_otherwise_a_difference_is_an_error_everywhere(
 
     with pytest.raises(DisagreementError, match=r"^they differ$"):
         job.exchange(call)
-    assert agent.heard == []
+    assert agent.calls == []
 
 
 def test_a_process_by_itself_has_nobody_to_leave() -> None:
@@ -106,7 +106,7 @@ def test_what_a_worker_knows_of_its_job_cannot_be_changed() -> None:
 def test_a_block_aside_computes_all_replicas_and_comes_back() -> None:
     job, _ = job_of(worker=4, began_with=4)
     before = job.view, job.communicator, job.joins
-    with job.aside():
+    with job.detached():
         assert list(job.view.replicas_of(4)) == [0, 1, 2, 3]
         assert job.joins
     assert (job.view, job.communicator, job.joins) == before
@@ -123,10 +123,10 @@ def test_the_chief_does_what_is_left_at_the_end(worker: int, done: list[str]) ->
 
 
 def test_events_of_the_first_time_are_reported_once() -> None:
-    view, events, heard = place(1, (0,)), Bus(SystemClock(), 0), list[Event]()
-    events.subscribe(lambda published: heard.append(published.event), *WORKER_EVENTS)
+    view, events, published = place(1, (0,)), Bus(SystemClock(), 0), list[Event]()
+    events.subscribe(lambda entry: published.append(entry.event), *WORKER_EVENTS)
     job = Job(JobContext(0, 0, 1, events), (view, by_itself(view)))
     for _ in range(2):
         job.distributes()
         job.stepped()
-    assert heard == [DistributionBegan(), FirstStepEnded()]
+    assert published == [DistributionBegan(), FirstStepEnded()]

@@ -1,4 +1,4 @@
-"""Processes of one job read the texts that the first of them has read."""
+"""Processes of one job read the source texts that the first of them read."""
 
 import os
 import subprocess

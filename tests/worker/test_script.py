@@ -122,7 +122,7 @@ def test_an_error_in_one_line(error: BaseException, text: str) -> None:
 
 
 def raised(raises: str, *files: str) -> LockstepError:
-    """Return what is raised in line 2 of the last of these files, whose functions call each other."""
+    """Return the error raised in line 2 of the last of these files, whose functions call each other."""
     call: Any = lambda: None  # noqa: E731
     for number, file in enumerate(reversed(files)):
         found = {"call": call, "ModelError": ModelError, "ScopeError": ScopeError}

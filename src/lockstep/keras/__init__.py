@@ -1,1 +1,1 @@
-"""The only place that imports Keras or a backend: one file per backend, behind one contract."""
+"""All that uses Keras or a backend, and the only room that does; nothing that starts or watches workers."""

@@ -1,6 +1,6 @@
-"""Who hears of it when this thread makes or assigns a variable of Keras.
+"""Observes the variables of Keras that this thread creates and assigns.
 
-The only file that touches how Keras's variables are assigned.
+The only file that patches how Keras's variables are assigned.
 """
 
 import functools
@@ -11,78 +11,78 @@ from typing import Any, Protocol
 
 import keras
 
-from lockstep.worker.patching import PATCHES, definer
+from lockstep.worker.patch_registry import PATCHES, definer
 
 
-class Listener(Protocol):
-    """Hears of variables."""
+class VariableObserver(Protocol):
+    """Is called before a variable is created or assigned."""
 
-    def made(self, variable: Any) -> None:
-        """Hear that a variable is about to get its first value."""
+    def on_create(self, variable: Any) -> None:
+        """Called before a variable gets its first value."""
 
-    def assigned(self, variable: Any) -> None:
-        """Hear that a variable is about to get another value."""
+    def on_assign(self, variable: Any) -> None:
+        """Called before a variable gets another value."""
 
 
-class _Listening(threading.local):
-    listener: Listener | None = None
+class _ThreadState(threading.local):
+    observer: VariableObserver | None = None
     assigning: bool = False
 
 
-class _Counted:
+class _ProcessState:
     assignments = 0
-    before: Callable[[], None] | None = None
+    before_next: Callable[[], None] | None = None
 
 
-_listening = _Listening()
+_thread = _ThreadState()
 
 
 def count() -> int:
-    """Return how often this process has assigned variables since `install`."""
-    return _Counted.assignments
+    """Return how often this process has created or assigned variables since `install`."""
+    return _ProcessState.assignments
 
 
 def before_next(act: Callable[[], None]) -> None:
-    """Have `act` done before this process makes or assigns the next variable, in the place of one before."""
-    _Counted.before = act
+    """Call `act` once, before this process next creates or assigns a variable; replaces an earlier `act`."""
+    _ProcessState.before_next = act
 
 
 def is_assigning() -> bool:
-    """Whether this thread makes or assigns a variable of Keras, by what the backend has for that."""
-    return _listening.assigning
+    """Whether this thread is creating or assigning a variable of Keras, by means of its backend."""
+    return _thread.assigning
 
 
 @contextmanager
-def heard_by(listener: Listener | None) -> Iterator[None]:
-    """Within the block `listener` hears of what this thread does, or nobody."""
-    before, _listening.listener = _listening.listener, listener
+def observed_by(observer: VariableObserver | None) -> Iterator[None]:
+    """Within the block, `observer` alone, or none, observes this thread."""
+    before, _thread.observer = _thread.observer, observer
     try:
         yield
     finally:
-        _listening.listener = before
+        _thread.observer = before
 
 
 def install() -> None:
-    """Let variables tell the listener of their thread."""
+    """Patch Keras's variables, once per process."""
     if not PATCHES.has(__name__):
-        for method, event in (("__init__", "made"), ("_direct_assign", "assigned")):
+        for method, event in (("__init__", "on_create"), ("_direct_assign", "on_assign")):
             owner = definer(keras.Variable, method)
-            PATCHES.replace(__name__, owner, method, functools.partial(_telling, event))
+            PATCHES.replace(__name__, owner, method, functools.partial(_notifying, event))
 
 
-def _telling(event: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _notifying(event: str, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
-    def telling(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _Counted.assignments += 1
-        if _Counted.before is not None:
-            act, _Counted.before = _Counted.before, None
+    def notifying(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _ProcessState.assignments += 1
+        if _ProcessState.before_next is not None:
+            act, _ProcessState.before_next = _ProcessState.before_next, None
             act()
-        if _listening.listener is not None:
-            getattr(_listening.listener, event)(self)
-        before, _listening.assigning = _listening.assigning, True
+        if _thread.observer is not None:
+            getattr(_thread.observer, event)(self)
+        before, _thread.assigning = _thread.assigning, True
         try:
             return original(self, *args, **kwargs)
         finally:
-            _listening.assigning = before
+            _thread.assigning = before
 
-    return telling
+    return notifying

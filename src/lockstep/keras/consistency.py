@@ -19,8 +19,8 @@ Facts = Mapping[str, str]
 CHECK_EVERY = 100
 """Steps between two comparisons of the workers' states."""
 
-_TAKEN = "memory that a step has taken"
-"""Stands for the value of a variable whose memory, shared with another variable, was donated to a JAX step.
+_TAKEN = "memory that a step has reused"
+"""In place of the value of a variable whose memory, shared with another variable, was donated to a JAX step.
 
 Keras fails when it reads such a variable; a comparison, which reads more than the program, tolerates it.
 """
@@ -60,21 +60,21 @@ def agree(job: Job, what: str, facts: Facts) -> None:
     job.exchange(lambda view, communicator: gather(view, communicator, what, facts, b""))
 
 
-def chiefs_word(job: Job, what: str, own: bool) -> bool:
+def chiefs_decision(job: Job, what: str, own: bool) -> bool:
     """Return the chief's `own` on every worker."""
 
     def receive(view: View, communicator: Communicator) -> bool:
-        words = gather(view, communicator, what, {}, bytes([own]))
-        return words[view.workers.index(view.chief)] == bytes([True])
+        decisions = gather(view, communicator, what, {}, bytes([own]))
+        return decisions[view.workers.index(view.chief)] == bytes([True])
 
     return job.exchange(receive)
 
 
 def gather(view: View, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
-    """Give every worker the blobs of all, in the order of the view's workers.
+    """Return the blobs of all workers, in the order of the view's workers.
 
     Raises:
-        DisagreementError: the workers are not in the same `what`, or `facts` differ; raised on every worker.
+        DisagreementError: the workers differ in `what` or in `facts`; raised on every worker.
     """
     own = msgspec.msgpack.encode((list({"call": what, **facts}.items()), blob))
     packed = [
@@ -116,11 +116,11 @@ def setting_facts(settings: Mapping[str, str]) -> dict[str, str]:
     return {f"setting {name}": text for name, text in settings.items()}
 
 
-def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str, Any]) -> dict[str, str]:
+def state_facts(to_numpy: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str, Any]) -> dict[str, str]:
     """Return a fact for each variable, with its shape, dtype and value.
 
     Args:
-        concrete: converts an array of the backend to NumPy.
+        to_numpy: converts an array of the backend to NumPy.
         arrays: the values by variable name.
     """
     facts = {}
@@ -128,6 +128,6 @@ def state_facts(concrete: Callable[[Any], npt.NDArray[Any]], arrays: Mapping[str
         if getattr(value, "is_deleted", bool)():
             facts[f"variable {name}"] = _TAKEN
             continue
-        array = concrete(value)
+        array = to_numpy(value)
         facts[f"variable {name}"] = f"{array.dtype}{list(array.shape)} #{digest_arrays([array]).hex()[:16]}"
     return facts

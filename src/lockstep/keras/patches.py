@@ -1,4 +1,7 @@
-"""Where Lockstep meets the user's program: the methods of `keras.Model` that a job distributes."""
+"""Installs Lockstep in Keras: replaces methods of `keras.Model` and of its list of callbacks.
+
+Each replacement is an entry of the registry in `lockstep.worker.patch_registry`.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,14 +9,14 @@ from typing import Any
 
 import keras
 
-from lockstep.errors import BackendError
-from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.fit.loops import FitLoops
-from lockstep.keras.shared_saves import Saves
+from lockstep.keras.backends.adapter import adapter
+from lockstep.keras.backends.contract import Kind
+from lockstep.keras.fit.model_methods import ModelMethods
+from lockstep.keras.shared_saves import SharedSaves
 from lockstep.keras.state.snapshots import libraries
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker.job import Job
-from lockstep.worker.patching import PATCHES, definer
+from lockstep.worker.patch_registry import PATCHES, definer
 
 _FUNCTIONS: dict[str, Kind] = {
     "make_train_function": "train",
@@ -25,11 +28,11 @@ _STEPS = ("on_epoch_begin", "on_epoch_end", "on_train_batch_begin", "on_train_ba
 _DECISIONS = ("on_train_batch_end", "on_epoch_end")
 _SAVES = ("save", "save_weights", "export")
 _SAVING_FUNCTIONS = {"save_model": "save", "save_weights": "save_weights"}
-"""What `keras.saving` and `keras.models` have for a method of models."""
+"""The functions of `keras.saving` and `keras.models`, and the methods of models that do the same."""
 
 _AT_COMPILE, _SAVING = f"{__name__}.compile", f"{__name__}.saving"
 
-_installed: list[FitLoops] = []
+_installed: list[ModelMethods] = []
 
 
 def _nothing() -> None:
@@ -40,44 +43,44 @@ def _never() -> bool:
     return False
 
 
-def install(job: Job) -> FitLoops:
-    """Replace the methods of `keras.Model` that `job` distributes, once per process; return what does it.
+def install(job: Job) -> ModelMethods:
+    """Replace the methods of `keras.Model` that `job` distributes, once per process; return the replacements.
 
     Raises:
         BackendError: Keras runs on a backend that Lockstep does not support.
         UnfitError: this version of Keras lacks a method that Lockstep replaces.
     """
     if not _installed:
-        backend = _backend()
-        loops, saves = FitLoops(job, backend), Saves(job, backend)
+        backend = adapter().steps()
+        methods, saves = ModelMethods(job, backend), SharedSaves(job, backend)
         for name in ("compile", "fit", "evaluate", "predict", "_symbolic_build"):
-            _replace(name, getattr(loops, name.lstrip("_")))
+            _replace(name, getattr(methods, name.lstrip("_")))
         for name in _ON_BATCH:
-            _replace(name, functools.partial(loops.on_batch, name))
+            _replace(name, functools.partial(methods.on_batch, name))
         for name, kind in _FUNCTIONS.items():
-            _replace(name, functools.partial(loops.make_function, kind))
+            _replace(name, functools.partial(methods.make_function, kind))
         for name in _SAVES:
-            _replace(name, functools.partial(_save, loops, saves))
+            _replace(name, functools.partial(_save, methods, saves))
         _save_by_methods()
         for name in _STEPS:
-            _around(name, silent=functools.partial(_is_silent, name, loops))
-        _around("on_epoch_end", before=loops.steps_ended)
-        _around("on_train_begin", after=loops.train_begun)
+            _around(name, silent=functools.partial(_is_silent, name, methods))
+        _around("on_epoch_end", before=methods.steps_ended)
+        _around("on_train_begin", after=methods.train_begun)
         for name in _DECISIONS:
-            _around(name, after=functools.partial(loops.decide, name))
+            _around(name, after=functools.partial(methods.decide, name))
         if keras.backend.backend() == "tensorflow":
             from lockstep.keras.tf_checkpoints import share_checkpoints
 
-            share_checkpoints(job, lambda: loops.behind)
-        _installed.append(loops)
+            share_checkpoints(job, lambda: methods.behind)
+        _installed.append(methods)
         job.events.publish(StrategyInstalled(keras.backend.backend(), libraries()))
     return _installed[0]
 
 
 def install_at_compile(job: Job) -> None:
-    """Let the first model that the script compiles install what distributes it and all that follow.
+    """Install Lockstep when the script compiles its first model, to distribute that and all later ones.
 
-    A strategy that the script has created before, or creates later, decides by its scope instead.
+    If the script creates a strategy, before or later, its scope decides instead.
     """
     # Scripts may import the functions by name before they compile a model.
     _save_by_methods()
@@ -98,22 +101,24 @@ def install_at_compile(job: Job) -> None:
 
 
 def uninstall() -> None:
-    """Give back all that Lockstep has replaced in Keras and its backend; call it outside of any step.
+    """Restore everything that Lockstep has replaced in Keras and its backend; call it outside of any step.
 
-    Strategies that exist distribute nothing afterwards.
+    Existing strategies distribute nothing afterwards.
     """
     PATCHES.give_back("lockstep.keras")
     _installed.clear()
 
 
-def _save(loops: FitLoops, saves: Saves, original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-    # What a script saved before this process began is saved; the model is not there yet.
-    if not loops.behind:
+def _save(
+    methods: ModelMethods, saves: SharedSaves, original: Callable[..., Any], *args: Any, **kwargs: Any
+) -> None:
+    # While the script catches up, the file exists already, and the model does not have its state yet.
+    if not methods.behind:
         saves.save(original, *args, **kwargs)
 
 
 def _save_by_methods() -> None:
-    """Let functions that save a model call the model's method, which is replaced."""
+    """Make the functions that save a model call the model's method, which is replaced."""
     if PATCHES.has(_SAVING):
         return
     for module in (keras.saving, keras.models):
@@ -133,9 +138,9 @@ def _by_method(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace(name: str, method: Callable[..., Any]) -> None:
-    """Let `method` stand for a method of models, in the class that defines it.
+    """Replace a method of models by `method`, in the class that defines it.
 
-    Keras asks classes whether they have a method of their own.
+    Keras checks whether a class overrides a method.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,7 +160,7 @@ def _around(
     after: Callable[[], None] = _nothing,
     silent: Callable[[], bool] = _never,
 ) -> None:
-    """Do something before and after callbacks hear of an event, or let none hear of it."""
+    """Call `before` and `after` around the callbacks' processing of an event, which `silent` suppresses."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -170,26 +175,6 @@ def _around(
     PATCHES.replace(__name__, keras.callbacks.CallbackList, name, make)
 
 
-def _is_silent(name: str, loops: FitLoops) -> bool:
-    """Whether callbacks have heard of a step, or its end, before this process began."""
-    return loops.forwarding or (name == "on_train_batch_end" and loops.heard)
-
-
-def _backend() -> Backend:
-    name = keras.backend.backend()
-    if name == "jax":
-        from lockstep.keras.backends.jax import JaxBackend
-
-        return JaxBackend()
-    if name == "tensorflow":
-        from lockstep.keras.backends.tensorflow import TensorFlowBackend
-
-        return TensorFlowBackend()
-    if name == "torch":
-        from lockstep.keras.backends.torch import TorchBackend
-
-        return TorchBackend()
-    raise BackendError(
-        f"Keras runs on {name!r}, on which Lockstep does not train; set KERAS_BACKEND to jax, tensorflow or "
-        "torch, or start the script with `lockstep run --backend`"
-    )
+def _is_silent(name: str, methods: ModelMethods) -> bool:
+    """Whether callbacks processed this step, or its end, before this process began."""
+    return methods.forwarding or (name == "on_train_batch_end" and methods.step_end_processed)

@@ -1,8 +1,8 @@
-"""What each replica has or has computed: values that lie with the host, and the tickets that stand for them.
+"""Values that each replica has its own of: the values, the store that keeps them, and `PerReplica`.
 
-A graph of TensorFlow is made once, but which replicas a worker computes may change while it is used. So a
-graph never holds the values of certain replicas: it holds the number of a ticket, and asks for the values
-where it computes a replica.
+A TensorFlow graph is built once, but the replicas that a worker computes may change while it is used. So a
+graph never holds the values of certain replicas: it holds a handle, a number under which a store keeps the
+values, and requests them when it computes a replica.
 """
 
 import itertools
@@ -16,19 +16,19 @@ from lockstep.errors import DataError, ModelError
 
 Object = TypeVar("Object")
 
-_KEPT = 4
-"""How many of a shelf's values live on though nothing refers to them but a number in a graph."""
+_RECENT = 4
+"""The number of a store's latest values that stay alive even if only a graph's number refers to them."""
 
 
 class Spec(NamedTuple):
-    """What is known of a value before it is there: the name of its dtype; sizes, None where they differ."""
+    """The known properties of a leaf: the name of its dtype, and its shape, with None for unknown sizes."""
 
     dtype: str
     shape: tuple[int | None, ...]
 
     @property
     def is_number(self) -> bool:
-        """Whether it is one number, of a dtype whose bits can be added up as those of an integer."""
+        """Whether it is a single number of a dtype whose bits can be added as those of an integer."""
         return self.shape == () and self.dtype not in ("string", "complex128")
 
 
@@ -37,43 +37,43 @@ class Values(Protocol):
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """What is known of the leaves, of all replicas."""
+        """The specs of the leaves, equal for all replicas."""
 
     def of(self, replica: int) -> Sequence[Any]:
         """Return the leaves of a replica, as arrays of NumPy or of the backend.
 
         Raises:
-            DataError: this worker cannot know them.
+            DataError: they are not available on this worker.
         """
 
     def leaf(self, position: int, replica: int) -> Any:
         """Return one leaf of a replica.
 
         Raises:
-            DataError: this worker cannot know it.
+            DataError: it is not available on this worker.
         """
 
     def examples(self, replica: int) -> int | None:
-        """Return how many examples a replica has; None where its values are no examples."""
+        """Return the number of examples of a replica; None if the values are not examples."""
 
     def check(self) -> bytes:
-        """Return bytes that are equal on all workers that have the same values; none where they differ."""
+        """Return bytes that are equal on all workers with the same values; empty if the values differ."""
 
 
 def is_empty(inputs: Iterable[Values], replica: int) -> bool:
-    """Whether a replica has inputs, but no examples in any of them: it computes on zero rows."""
+    """Whether a replica has inputs but no examples in any of them: it computes on zero rows."""
     counts = [values.examples(replica) for values in inputs]
     counts = [count for count in counts if count is not None]
     return bool(counts) and not any(counts)
 
 
 @dataclass(frozen=True)
-class Known:
-    """Values that lie ready.
+class KnownValues:
+    """Values that have been computed.
 
     Attributes:
         specs: of the leaves.
-        columns: for each leaf, the value of each replica that is known here.
+        columns: for each leaf, the values that this worker has, by replica.
     """
 
     specs: tuple[Spec, ...]
@@ -83,7 +83,7 @@ class Known:
         """Return the leaves of a replica.
 
         Raises:
-            DataError: another worker has them.
+            DataError: they are on another worker.
         """
         return [self.leaf(position, replica) for position in range(len(self.columns))]
 
@@ -91,7 +91,7 @@ class Known:
         """Return one leaf of a replica.
 
         Raises:
-            DataError: another worker has it.
+            DataError: it is on another worker.
         """
         if replica not in self.columns[position]:
             raise DataError(
@@ -101,16 +101,16 @@ class Known:
         return self.columns[position][replica]
 
     def examples(self, replica: int) -> int | None:
-        """Values are no examples."""
+        """Return None: the values are not examples."""
         return None
 
     def check(self) -> bytes:
-        """Each replica may have its own."""
+        """Return no bytes: the values may differ between workers."""
         return b""
 
 
-def lost(replica: int) -> NoReturn:
-    """Raise DataError: the worker that had a replica's values is gone, and with it the values."""
+def refuse_lost_value(replica: int) -> NoReturn:
+    """Raise DataError: the value of a replica was lost with its worker."""
     raise DataError(
         f"the value of replica {replica} was on the lost worker; reduce what strategy.run "
         "returns before anything else changes"
@@ -118,42 +118,43 @@ def lost(replica: int) -> NoReturn:
 
 
 @dataclass(frozen=True)
-class Returned(Known):
-    """What replicas have returned.
+class ReturnedValues(KnownValues):
+    """Values that replicas have returned.
 
     Attributes:
-        empty: the replicas that had no examples.
+        empty: the replicas without examples.
         data: bytes that are equal on all workers whose replicas have computed from the same data.
-        again: computes what a replica has returned that was on another worker; returns its leaves.
+        recompute: computes the leaves that a replica on another worker has returned; raises DataError if it
+            cannot.
     """
 
     empty: frozenset[int] = frozenset()
     data: bytes = b""
-    again: Callable[[int], Sequence[Any]] = lost
+    recompute: Callable[[int], Sequence[Any]] = refuse_lost_value
 
-    def brought(self, position: int, replica: int) -> Any:
-        """Return one leaf of a replica of this worker.
+    def owned_leaf(self, position: int, replica: int) -> Any:
+        """Return one leaf of a replica that this worker owns, computed again if another worker had it.
 
         Raises:
-            DataError: another worker had it, which was lost.
+            DataError: the worker that had it was lost, and it cannot be computed again.
         """
         known = self.columns[position]
-        return known[replica] if replica in known else self.again(replica)[position]
+        return known[replica] if replica in known else self.recompute(replica)[position]
 
     def examples(self, replica: int) -> int | None:
-        """Return 0 for a replica that was empty."""
+        """Return 0 for a replica without examples, otherwise None."""
         return 0 if replica in self.empty else None
 
     def check(self) -> bytes:
-        """Return what the replicas computed from."""
+        """Return the bytes of the data that the replicas have computed from."""
         return self.data
 
 
 class Registry(Generic[Object]):
-    """Objects that graphs know by their numbers; one that nothing else refers to is gone.
+    """Numbers objects, for graphs; keeps an object only while something else refers to it.
 
     Args:
-        gone: what to say of an object that is gone.
+        gone: the message about an object that no longer exists.
     """
 
     def __init__(self, gone: str) -> None:
@@ -168,10 +169,10 @@ class Registry(Generic[Object]):
         return number
 
     def find(self, number: int) -> Object:
-        """Return the object of a number.
+        """Return the object with a number.
 
         Raises:
-            DataError: it is gone.
+            DataError: it no longer exists.
         """
         found = self._objects.get(number)
         if found is None:
@@ -179,55 +180,59 @@ class Registry(Generic[Object]):
         return found
 
 
-class Shelf:
-    """Where values of one origin lie: those that something refers to, and the last few."""
+class ValueStore:
+    """Stores values of one origin under handles: those that something refers to, and the latest few.
+
+    Attributes:
+        number: identifies the store in graphs.
+    """
 
     def __init__(self) -> None:
-        self.number = _shelves.add(self)
-        self._values: Registry[_Kept] = Registry(
+        self.number = _stores.add(self)
+        self._values: Registry[StoredValues] = Registry(
             "the values of an earlier step are no longer kept: use what an iterator or strategy.run gives "
             "in the next few steps"
         )
-        self._last: OrderedDict[int, _Kept] = OrderedDict()
+        self._recent: OrderedDict[int, StoredValues] = OrderedDict()
 
     def put(self, values: Values) -> int:
-        """Take `values`; return their ticket."""
-        kept = _Kept(values, self)
-        ticket = self._values.add(kept)
-        self._last[ticket] = kept
-        if len(self._last) > _KEPT:
-            self._last.popitem(last=False)
-        return ticket
+        """Store `values`; return their handle."""
+        stored = StoredValues(values, self)
+        handle = self._values.add(stored)
+        self._recent[handle] = stored
+        if len(self._recent) > _RECENT:
+            self._recent.popitem(last=False)
+        return handle
 
-    def kept(self, ticket: int) -> "_Kept":
-        """Return what keeps the values of a ticket alive as long as it is referred to.
+    def find(self, handle: int) -> "StoredValues":
+        """Return the stored values, which exist as long as the caller refers to the result.
 
         Raises:
-            DataError: they are gone.
+            DataError: they are no longer stored.
         """
-        return self._values.find(ticket)
+        return self._values.find(handle)
 
     @staticmethod
-    def numbered(number: int) -> "Shelf":
-        """Return the shelf of a number.
+    def numbered(number: int) -> "ValueStore":
+        """Return the store with a number.
 
         Raises:
-            DataError: it is gone.
+            DataError: it no longer exists.
         """
-        return _shelves.find(number)
+        return _stores.find(number)
 
 
-_shelves: Registry[Shelf] = Registry(
+_stores: Registry[ValueStore] = Registry(
     "the source of these values no longer exists: keep a reference to the dataset or its iterator"
 )
 
 
-class _Kept:
-    """Values, so that they can be referred to weakly; whoever has them can find them by their ticket."""
+class StoredValues:
+    """Values in a store: an object that can have weak references, and that keeps the store alive."""
 
-    def __init__(self, values: Values, shelf: Shelf) -> None:
+    def __init__(self, values: Values, store: ValueStore) -> None:
         self.values = values
-        self._shelf = shelf
+        self._store = store
 
 
 class DistributedValues:
@@ -261,8 +266,8 @@ class DistributedValues:
         return self._refuse() if spec else str(self)
 
 
-def text_of(replicas: Sequence[int], value: Callable[[int], Any]) -> str:
-    """Return what `print` shows of a PerReplica: the values of this worker's replicas, as TensorFlow does."""
+def format_values(replicas: Sequence[int], value: Callable[[int], Any]) -> str:
+    """Return the text of a PerReplica: the values of this worker's replicas, in TensorFlow's format."""
     lines = []
     for replica in replicas:
         try:
@@ -273,12 +278,12 @@ def text_of(replicas: Sequence[int], value: Callable[[int], Any]) -> str:
 
 
 class PerReplica(DistributedValues):
-    """One leaf of what each replica has.
+    """One leaf of values.
 
     Attributes:
-        source: the values of all leaves.
-        leaf: the position among them.
-        owned: the replicas of this worker when the value was made.
+        source: the values.
+        leaf: the position of the leaf in them.
+        owned: the replicas that this worker owned when the PerReplica was created.
     """
 
     def __init__(self, source: Values, leaf: int, owned: Sequence[int]) -> None:
@@ -288,8 +293,8 @@ class PerReplica(DistributedValues):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The values of this worker's replicas, in their order."""
+        """The values of this worker's replicas, in the replicas' order."""
         return tuple(self.source.leaf(self.leaf, replica) for replica in self.owned)
 
     def __repr__(self) -> str:
-        return text_of(self.owned, lambda replica: self.source.leaf(self.leaf, replica))
+        return format_values(self.owned, lambda replica: self.source.leaf(self.leaf, replica))

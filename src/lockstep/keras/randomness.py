@@ -1,4 +1,4 @@
-"""The random states that a script may draw from, as plain values."""
+"""The random states from which a script may draw, and random numbers that do not affect them."""
 
 import random
 import sys
@@ -8,8 +8,6 @@ from typing import Any, TypeVar
 
 import keras
 import numpy as np
-import numpy.typing as npt
-import xxhash
 from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
 
@@ -24,12 +22,6 @@ _TENSORFLOW = "tensorflow.python.eager.context"
 
 _FRAMEWORKS = (_TENSORFLOW, "torch")
 """Modules with their own random states, which a script may import at any time."""
-
-GOLDEN = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
-
-GOLDEN_32 = GOLDEN >> 32
-"""The same for keys whose words have 32 bits."""
 
 Result = TypeVar("Result")
 
@@ -53,8 +45,8 @@ def script_seed() -> int | None:
 def script_seeds(job_seed: int) -> tuple[Any, ...]:
     """Return the seeds that the script has set in Keras, TensorFlow and PyTorch, and the job's.
 
-    Where the script has set none in TensorFlow or PyTorch, imported or not, the job's seed counts. The seed
-    that the script has set in Keras is that of TensorFlow too, installed or not.
+    If the script has set none in TensorFlow or PyTorch, imported or not, the job's seed takes its place. The
+    seed that the script has set in Keras is also TensorFlow's, installed or not.
     """
     torch, seed = sys.modules.get("torch"), script_seed()
     return (
@@ -63,24 +55,6 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
         job_seed if torch is None else torch.initial_seed(),
         job_seed,
     )
-
-
-def seed_of(*facts: Any) -> int:
-    """Return 64 bits derived from `facts`, plain values."""
-    return xxhash.xxh3_64_intdigest(repr(facts).encode())
-
-
-def of_replica(seed: int, replica: int) -> int:
-    """Return the seed of a replica that computes eagerly; replica 0 keeps the step's."""
-    return seed ^ replica * GOLDEN % 2**64
-
-
-def key_of_replica(key: npt.NDArray[Any], replica: int) -> npt.NDArray[Any]:
-    """Return a replica's state of a random generator whose own is `key`; replica 0 keeps it."""
-    own = np.array(key)
-    bits = own.view(f"u{own.itemsize}")
-    bits[0] ^= bits.dtype.type(replica * GOLDEN_32 % 2**32)
-    return own
 
 
 class RandomNumbers:
@@ -129,7 +103,7 @@ class RandomNumbers:
         """Return a context in which TensorFlow's operations draw numbers derived from the seed."""
         if _TENSORFLOW not in sys.modules:
             return nullcontext()
-        from lockstep.keras.backends.drawing import EagerDraws, drawn_from
+        from lockstep.keras.tf_random_ops import EagerDraws, drawn_from
 
         self._draws = self._draws or EagerDraws(self._seed)
         return drawn_from(self._draws)

@@ -61,8 +61,8 @@ def write_once(
         os.pwrite(descriptor, state, 0)
 
 
-class Saves:
-    """Saving in a job; replaces Keras's methods, which are passed as `original`."""
+class SharedSaves:
+    """The saving methods of models in a job; replaces Keras's own, which are passed as `original`."""
 
     def __init__(self, job: Job, backend: Backend) -> None:
         self._job = job
@@ -75,7 +75,7 @@ class Saves:
         if self._job.context.folder is None or len(self._job.view.workers) == 1:
             original(model, filepath, *args, **kwargs)
             return
-        arrays = [self._backend.concrete(value) for value in model_state(model).values()]
+        arrays = [self._backend.to_numpy(value) for value in model_state(model).values()]
         purpose = f"{original.__name__} {args} {sorted(kwargs.items())}".encode()
         sharded = "max_shard_size" in kwargs or len(args) > 1
         write_once(

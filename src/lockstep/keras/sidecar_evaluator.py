@@ -13,9 +13,9 @@ from lockstep.checkpoint.checkpoint_watch import CheckpointWatch, FolderState
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import is_training, last_activity
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.keras.input.inputs import split_validation
+from lockstep.keras.input.global_inputs import split_validation
 from lockstep.keras.state.checkpoint_callback import asked_in, take_out
-from lockstep.keras.state.loading import give
+from lockstep.keras.state.loading import load_into
 from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.notes import note
 from lockstep.worker import job
@@ -60,9 +60,9 @@ class SidecarEvaluator:
     def start(self) -> Any:
         """Evaluate until training has ended and its newest checkpoint is evaluated; return a `History`.
 
-        After each evaluation, it takes the newest checkpoint and skips those in between. The model keeps the
-        state of the last one. Training has ended when no process that saves checkpoints there is left. A job
-        that started or saved a checkpoint after this process started counts even if it has ended already;
+        After each evaluation, this takes the newest checkpoint and skips those in between. The model keeps
+        the state of the last one. Training has ended when no process that saves checkpoints in the folder is
+        left. A job that started or saved a checkpoint after this process started counts even if it has ended;
         otherwise this waits for a job.
 
         Returns:
@@ -93,8 +93,8 @@ class SidecarEvaluator:
         return figures
 
 
-class Evaluating:
-    """The implementation of `fit` in the process of an evaluator."""
+class EvaluatorFit:
+    """Implements `fit` in the process of an evaluator: evaluates what the other processes train."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None
@@ -116,7 +116,7 @@ class Evaluating:
                 "this process is the evaluator of TF_CONFIG, but fit saves no checkpoints for it to "
                 "evaluate: give fit callbacks=[lockstep.callbacks.Checkpoint(folder)], in all tasks"
             )
-        # If an earlier call has already watched this folder, any job that ever used it counts.
+        # If an earlier call has watched this folder, any job that has ever used it counts.
         since = 0.0 if folder == self._folder else SystemClock().wall() - _age()
         evaluator = SidecarEvaluator(
             model,
@@ -161,7 +161,7 @@ def follow(evaluator: SidecarEvaluator, since: float, clock: Clock, pause: Calla
         elif watch.is_over(state):
             break
         else:
-            _say(watch.status_line(state))
+            _print_note(watch.status_line(state))
             pause(_PAUSE)
     return history
 
@@ -172,7 +172,7 @@ def _read(path: Path, watch: CheckpointWatch, step: int) -> Contents | None:
         return load(path)
     except CheckpointError as error:
         if watch.read_failed(step) and path.exists():
-            _say(f"{error}; skipping this checkpoint")
+            _print_note(f"{error}; skipping this checkpoint")
         return None
 
 
@@ -180,7 +180,7 @@ def _load(evaluator: SidecarEvaluator, path: Path, contents: Contents) -> None:
     if not evaluator.model.built:
         # This builds the model, which has no variables to load before.
         evaluator.evaluate(1, None)
-    give(evaluator.model, path, contents)
+    load_into(evaluator.model, path, contents)
 
 
 def _note(history: Any, step: int, figures: dict[str, float]) -> None:
@@ -190,7 +190,7 @@ def _note(history: Any, step: int, figures: dict[str, float]) -> None:
     print(f"step {step}: {shown}", flush=True)
 
 
-def _say(line: str) -> None:
+def _print_note(line: str) -> None:
     if line:
         note(line)
 

@@ -1,8 +1,8 @@
-"""One round of replicas: each computes its partial, and a synchronization makes one total of all partials.
+"""Rounds, the engine of `fit` and `strategy.run`: replicas compute partials, which are combined into a total.
 
-The engine of `fit` and of `strategy.run`, which take rounds (see `lockstep.keras.backends.multi_update`).
-A round says what a replica computes; a `Synchronization` decides which replicas this worker computes, and
-makes a total of all partials that every worker has.
+A step or function takes one or more rounds (see `lockstep.keras.backends.multi_update`). A `Round` defines
+what a replica computes. A `Synchronization` decides which replicas this worker computes, and returns a total
+that is equal on all workers.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,13 +24,13 @@ Array = npt.NDArray[Any]
 Result = TypeVar("Result")
 
 SCALAR = "output/"
-"""The prefix of names of single numbers, which are not summed: every worker gets those of all replicas."""
+"""The prefix of names of single numbers. They are not summed: every worker gets those of all replicas."""
 
 GATHERED = "gather/"
-"""The prefix of names of arrays that are not summed but joined; the axis and the position follow."""
+"""The prefix of names of arrays that are not summed but joined; the axis and a number follow."""
 
 Packed = tuple[str, str, list[int], bytes]
-"""An array between workers: its name, dtype, shape and bytes."""
+"""An array in a message between workers: its name, dtype, shape and bytes."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class PartialLayout:
         return cls({name: (array.shape, array.dtype) for name, array in partial.items()})
 
     @cached_property
-    def zeros(self) -> Mapping[str, Array]:
-        """The partial of a replica that contributes nothing."""
-        return {name: np.zeros(shape, dtype) for name, (shape, dtype) in self.leaves.items()}
+    def zeros(self) -> Sequence[Array]:
+        """The partial of a replica that contributes nothing, in the order of the names."""
+        return [np.zeros(*self.leaves[name]) for name in self.names]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names in the order in which arrays travel."""
+        """The names in the order of the arrays in a reduce."""
         return tuple(sorted(self.leaves))
 
     @cached_property
@@ -72,9 +72,9 @@ class PartialLayout:
 
 @dataclass(slots=True)
 class Round:
-    """One round: what replicas compute in it, and the partials that this worker has computed.
+    """One round: what a replica computes in it, and the partials that this worker has computed.
 
-    A partial is a function of the round alone: any worker can compute any replica, and what is computed stays
+    A partial is a function of the round alone: any worker can compute any replica, and a partial remains
     valid when the workers change.
 
     Attributes:
@@ -82,29 +82,31 @@ class Round:
         compute: begins the computation of a replica; returns its partial, arrays of NumPy or of the backend
             by name, or None for a replica that contributes nothing. After an error that it raises, the round
             can be synchronized again.
-        concrete: waits for an array and shows it to NumPy.
-        check: returns at most 64 bytes that must be equal on all workers; is given the sorted names.
+        to_numpy: waits for an array, and returns it as NumPy sees it.
+        check: returns at most 64 bytes that must be equal on all workers, given the sorted names.
         advice: what to do if replicas compute different things.
-        sample: computes what shows the layout where no replica of this worker contributes.
+        sample: computes a partial that shows the layout if no replica of this worker contributes.
         layout: of the partials, once it is known.
+        entered: called in each view in which the round is synchronized, before anything is computed there.
         settle: returns once nothing reads the memory of the last total.
         catching_up: see `lockstep.worker.job.Job.exchange`.
-        started: the partials of the replicas whose computation has begun here.
+        started: the partials of the replicas whose computation has begun on this worker.
     """
 
     what: str
     compute: Callable[[int], Partial | None]
-    concrete: Callable[[Any], Array]
+    to_numpy: Callable[[Any], Array]
     check: Callable[[Sequence[str]], bytes] = lambda names: b""
     advice: str = "every replica has to compute the same things"
     sample: Callable[[], Partial] = dict
     layout: PartialLayout | None = None
+    entered: Callable[[], None] = lambda: None
     settle: Callable[[], None] = lambda: None
     catching_up: Callable[[], AbstractContextManager[None]] = nullcontext
     started: dict[int, Partial] = field(default_factory=dict)
 
     def begin(self, replicas: Iterable[int]) -> PartialLayout:
-        """Begin the computation of those of `replicas` that have not begun; return the layout of partials.
+        """Begin the computation of those `replicas` that have not begun; return the layout of the partials.
 
         Raises:
             ModelError: replicas compute different things.
@@ -115,7 +117,7 @@ class Round:
         if self.layout is None:
             shown = next(iter(self.started.values()), None)
             shown = self.sample() if shown is None else shown
-            self.layout = PartialLayout.of({name: self.concrete(value) for name, value in shown.items()})
+            self.layout = PartialLayout.of({name: self.to_numpy(value) for name, value in shown.items()})
         names = self.layout.leaves.keys()
         for computed in self.started.values():
             if computed.keys() != names:
@@ -123,32 +125,35 @@ class Round:
                 raise ModelError(f"{self.what}: replicas compute different things ({changed}): {self.advice}")
         return self.layout
 
-    def partials(self, replicas: Iterable[int]) -> dict[int, Mapping[str, Array]]:
-        """Wait for the partials of replicas that have begun, or contribute nothing."""
-        assert self.layout is not None
-        concrete, found = self.concrete, dict[int, Mapping[str, Array]]()
-        for replica in replicas:
-            if (computed := self.started.get(replica)) is None:
-                found[replica] = self.layout.zeros
-            else:
-                found[replica] = {name: concrete(value) for name, value in computed.items()}
-        return found
+    def partials(self, replicas: Iterable[int]) -> dict[int, Sequence[Array]]:
+        """Wait for the partials of replicas, which have begun or contribute nothing.
 
-    def refuse_other_shapes(self, partials: Mapping[int, Mapping[str, Array]]) -> None:
-        """Raise ModelError if what is to be summed differs in its shape; for a synchronization that fails."""
+        Returns:
+            The arrays of each replica, in the order of the layout's names.
+        """
+        assert self.layout is not None
+        names, zeros, started, to_numpy = self.layout.names, self.layout.zeros, self.started, self.to_numpy
+        return {
+            replica: [to_numpy(started[replica][name]) for name in names] if replica in started else zeros
+            for replica in replicas
+        }
+
+    def refuse_other_shapes(self, partials: Mapping[int, Sequence[Array]]) -> None:
+        """Raise ModelError if arrays to sum have different shapes; call this after a failed reduce."""
+        assert self.layout is not None
         first = next(iter(partials.values()))
         for replica, arrays in partials.items():
-            for name, array in arrays.items():
-                if array.shape != first[name].shape and not name.startswith(GATHERED):
+            for name, array, expected in zip(self.layout.names, arrays, first, strict=True):
+                if array.shape != expected.shape and not name.startswith(GATHERED):
                     raise ModelError(
-                        f"{self.what}: replicas cannot add up values of the shapes {list(first[name].shape)} "
+                        f"{self.what}: replicas cannot add up values of the shapes {list(expected.shape)} "
                         f"and {list(array.shape)} (replica {replica}): give them the same shape on all "
                         "replicas, or join them with all_gather in strategy.run"
                     )
 
 
 class Synchronization(Protocol):
-    """Makes one total of the partials that replicas compute in a round.
+    """Combines the partials of a round into a total.
 
     Workers call it for the same rounds in the same order. All get the same bits, for any number of workers.
     """
@@ -158,32 +163,32 @@ class Synchronization(Protocol):
 
         Returns:
             Arrays by the names of the partials, valid until the next call: the sum over all replicas along
-            the job's tree; for `GATHERED`, the arrays of all replicas joined in their order; for `SCALAR`,
-            what `gathered_scalars` takes.
+            the job's tree; for `GATHERED`, the arrays of all replicas, joined in the replicas' order; for
+            `SCALAR`, the argument of `gathered_scalars`.
 
         Raises:
             DisagreementError: the workers differ in `check`, or in the shapes and dtypes of their partials.
             ModelError: the replicas of this worker compute different things.
-            PeerLostError: a worker was lost, and the job does not continue without it.
+            PeerLostError: a worker was lost, and the job, or its loop, does not continue without it.
         """
 
 
 class Exchange(Protocol):
-    """Makes one call between the workers of a view, again in the next one; see `Job.exchange`."""
+    """Makes a call between the workers of a view, and repeats it in the next view; see `Job.exchange`."""
 
     def __call__(
         self,
         act: Callable[[View, Communicator], Result],
         catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Result:
-        """Return what `act` returns in the view in which the call is done."""
+        """Return the result of `act` in the view in which the call completes."""
 
 
 class AllReduce:
-    """Synchronization by an all-reduce along the plan of each view.
+    """The `Synchronization` by an all-reduce along the plan of each view.
 
-    A worker computes the replicas that it owns. In a new view it keeps their partials, and computes those of
-    the replicas that it did not own before.
+    A worker computes the replicas that it owns. In a new view, it keeps their partials, and computes the
+    replicas that it did not own before.
     """
 
     def __init__(self, exchange: Exchange, worker: int) -> None:
@@ -191,29 +196,32 @@ class AllReduce:
         self._worker = worker
 
     def synchronize(self, this: Round) -> Total:
-        """Sum a round's partials along the tree; the total lies in memory that the next reduce takes."""
+        """Sum a round's partials along the tree; the next reduce reuses the memory of the total."""
         return self._exchange(partial(self._sum, this), this.catching_up)
 
     def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
+        this.entered()
         own = view.replicas_of(self._worker)
         layout = this.begin(own)
-        # The backend is still computing: time to hash what it computes from.
+        # Hash the inputs while the backend is still computing.
         check = this.check(layout.names) if len(view.workers) > 1 else b""
         partials = this.partials(own)
         this.settle()
-        joined = _joined(layout, partials, communicator, this.what) if layout.joined else {}
-        if joined and not layout.summed and not check:
-            return joined
-        if layout.scalars:
-            partials = {
-                r: {**arrays, **{name: spread(arrays[name], r, view.replicas) for name in layout.scalars}}
-                for r, arrays in partials.items()
-            }
-        sums = {Span(r, r + 1): [arrays[name] for name in layout.summed] for r, arrays in partials.items()}
+        summed, joined = partials, dict[str, Array]()
+        if layout.scalars or layout.joined:
+            named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
+            joined = _joined(layout, named, communicator, this.what) if layout.joined else {}
+            if joined and not layout.summed and not check:
+                return joined
+            for replica, arrays in named.items():
+                for name in layout.scalars:
+                    arrays[name] = spread(arrays[name], replica, view.replicas)
+            summed = {r: [arrays[name] for name in layout.summed] for r, arrays in named.items()}
         try:
-            total = communicator.reduce(sums, check=check, what=this.what)
+            total = communicator.reduce(
+                {Span(r, r + 1): arrays for r, arrays in summed.items()}, check=check, what=this.what
+            )
         except InternalError:
-            # Raises, if the partials differ, before this worker joins the others.
             this.refuse_other_shapes(partials)
             raise
         return dict(zip(layout.summed, total, strict=True)) | joined
@@ -235,23 +243,26 @@ def _joined(
 
 
 def spread(array: Array, replica: int, replicas: int) -> Array:
-    """Return the bits of one number at a replica's place among zeros: sums of such arrays hold them all."""
+    """Return an array of R numbers: at a replica's position the bits of its number, otherwise zeros.
+
+    The sum of such arrays has the bits of all numbers.
+    """
     bits = np.zeros(replicas, f"u{array.dtype.itemsize}")
     bits[replica] = np.ascontiguousarray(array).reshape(1).view(bits.dtype)[0]
     return bits
 
 
 def gathered_scalars(bits: Array, dtype: npt.DTypeLike) -> list[Array]:
-    """Return the numbers of all replicas that `spread` has spread, as arrays without dimensions."""
+    """Return the numbers in the sum of results of `spread`, as arrays without dimensions."""
     return [number.reshape(()) for number in bits.view(dtype).copy()]
 
 
 def pack(name: str, array: Array) -> Packed:
-    """Return an array as plain values."""
+    """Return an array in a form for messages."""
     return name, str(array.dtype), list(array.shape), array.tobytes()
 
 
 def unpack(packed: Packed) -> tuple[str, Array]:
-    """Return what `pack` was given."""
+    """Return the arguments of `pack`."""
     name, dtype, shape, data = packed
     return name, np.frombuffer(data, np.dtype(dtype)).reshape(shape)

@@ -1,6 +1,6 @@
 """TensorFlow's own checkpoints: workers that write the same state to the same path share the work.
 
-It uses private parts of TensorFlow: the objects that a checkpoint reaches, and the writer of its files.
+This uses private parts of TensorFlow: the objects that a checkpoint reaches, and the writer of its files.
 """
 
 import functools
@@ -14,10 +14,10 @@ from tensorflow.python.checkpoint.checkpoint import TrackableSaver
 
 from lockstep.data.digest import digest_arrays
 from lockstep.keras.shared_saves import write_once
-from lockstep.keras.tf_per_replica import concrete
+from lockstep.keras.tf_per_replica import to_numpy
 from lockstep.system.paths import RunPaths
 from lockstep.worker.job import Job
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 
 def share_checkpoints(job: Job, behind: Callable[[], bool]) -> None:
@@ -54,4 +54,4 @@ def _state(saver: Any) -> list[npt.NDArray[Any]]:
     """Return the values of all variables that a checkpoint reaches."""
     found = saver._graph_view.descendants()
     variables = [one.value if isinstance(one, keras.Variable) else one for one in found]
-    return [concrete(one.read_value()) for one in variables if isinstance(one, tf.Variable)]
+    return [to_numpy(one.read_value()) for one in variables if isinstance(one, tf.Variable)]

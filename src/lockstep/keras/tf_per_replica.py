@@ -1,4 +1,4 @@
-"""What stands in TensorFlow's programs for a value that each replica has its own of."""
+"""`PerReplica` for TensorFlow, which graphs can take and return: the handle of stored values."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,79 +7,84 @@ import numpy as np
 import tensorflow as tf
 
 from lockstep.errors import ModelError
-from lockstep.keras.per_replica import DistributedValues, Shelf, Spec, Values, text_of
+from lockstep.keras.per_replica import DistributedValues, Spec, Values, ValueStore, format_values
 from lockstep.worker.job import current
 
 
 class SymbolicPerReplica(tf.experimental.ExtensionType, DistributedValues):  # type: ignore[misc]
-    """One leaf of what each replica has: the number of the ticket for it, and where it lies.
+    """One leaf of stored values, without the values themselves.
 
-    It can be given to functions of TensorFlow and returned by them, and never holds the values themselves.
+    Attributes:
+        handle: of the values in their store: a scalar of int64.
+        store: the number of the store.
+        leaf: the position of the leaf in the values.
+        dtype: of the leaf.
+        shape: of the leaf.
     """
 
-    ticket: tf.Tensor
-    shelf: int
+    handle: tf.Tensor
+    store: int
     leaf: int
     dtype: tf.DType
     shape: tf.TensorShape
 
     def __repr__(self) -> str:
-        if not isinstance(self.ticket, tf.__internal__.EagerTensor):
+        if not isinstance(self.handle, tf.__internal__.EagerTensor):
             return f"PerReplica({self.dtype.name}, shape={self.shape}, in a graph)"
         own = current().view.replicas_of(current().worker)
-        return text_of(own, lambda replica: tf.convert_to_tensor(self.source.leaf(self.leaf, replica)))
+        return format_values(own, lambda replica: tf.convert_to_tensor(self.source.leaf(self.leaf, replica)))
 
     __str__ = __repr__
 
     @property
     def source(self) -> Values:
-        """What the leaf is of; not within a graph.
+        """The values; not available in a graph.
 
         Raises:
-            DataError: it is gone.
+            DataError: they are no longer stored.
         """
-        kept = vars(self).get("_kept")
-        return (kept or Shelf.numbered(self.shelf).kept(int(self.ticket))).values
+        stored = vars(self).get("_stored")
+        return (stored or ValueStore.numbered(self.store).find(int(self.handle))).values
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The values of this worker's replicas, in their order."""
+        """The values of this worker's replicas, in the replicas' order."""
         own = current().view.replicas_of(current().worker)
         if tf.executing_eagerly():
             return tuple(tf.convert_to_tensor(self.source.leaf(self.leaf, replica)) for replica in own)
 
-        def read(ticket: Any) -> list[Any]:
-            values = Shelf.numbered(self.shelf).kept(int(ticket)).values
+        def read(handle: Any) -> list[Any]:
+            values = ValueStore.numbered(self.store).find(int(handle)).values
             return [values.leaf(self.leaf, replica) for replica in own]
 
-        tensors = tf.py_function(read, [self.ticket], [self.dtype] * len(own))
+        tensors = tf.py_function(read, [self.handle], [self.dtype] * len(own))
         for tensor in tensors:
             tensor.set_shape(self.shape)
         return tuple(tensors)
 
 
-def per_replica(values: Values, shelf: Shelf) -> list[SymbolicPerReplica]:
-    """Return one PerReplica for each leaf of `values`; they keep the values alive."""
-    ticket = shelf.put(values)
-    made = symbolic(tf.constant(ticket, tf.int64), shelf, values.specs)
-    for one in made:
-        one.__dict__["_kept"] = shelf.kept(ticket)
-    return made
+def per_replica(values: Values, store: ValueStore) -> list[SymbolicPerReplica]:
+    """Store `values`; return one PerReplica for each leaf, which keep the values alive."""
+    handle = store.put(values)
+    leaves = symbolic(tf.constant(handle, tf.int64), store, values.specs)
+    for leaf in leaves:
+        leaf.__dict__["_stored"] = store.find(handle)
+    return leaves
 
 
-def symbolic(ticket: Any, shelf: Shelf, specs: Sequence[Spec]) -> list[SymbolicPerReplica]:
-    """Return one PerReplica for each of `specs` of the values whose ticket a tensor has."""
+def symbolic(handle: Any, store: ValueStore, specs: Sequence[Spec]) -> list[SymbolicPerReplica]:
+    """Return one PerReplica for each of `specs`, the leaves of the values with `handle`, a tensor."""
     return [
-        SymbolicPerReplica(ticket, shelf.number, leaf, tf.as_dtype(spec.dtype), tf.TensorShape(spec.shape))
+        SymbolicPerReplica(handle, store.number, leaf, tf.as_dtype(spec.dtype), tf.TensorShape(spec.shape))
         for leaf, spec in enumerate(specs)
     ]
 
 
 def spec_of(tensor: Any) -> Spec:
-    """Return what is known of a tensor, which may be one of a graph.
+    """Return the spec of a tensor, which may be symbolic.
 
     Raises:
-        ModelError: not even its number of axes is known.
+        ModelError: the number of its axes is unknown.
     """
     if tensor.shape.rank is None:
         raise ModelError(
@@ -89,8 +94,8 @@ def spec_of(tensor: Any) -> Spec:
     return Spec(tensor.dtype.name, tuple(tensor.shape))
 
 
-def concrete(array: Any) -> Any:
-    """View a tensor in place (on a CPU), or copy it to the host."""
-    # A single number of a dtype that NumPy does not have itself, as bfloat16, comes as no array.
-    single = isinstance(array, tf.Tensor) and array.shape.rank == 0
-    return np.asarray(array.numpy() if single else array)
+def to_numpy(array: Any) -> Any:
+    """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
+    # TensorFlow returns a scalar of a dtype that NumPy lacks, such as bfloat16, not as an array.
+    scalar = isinstance(array, tf.Tensor) and array.shape.rank == 0
+    return np.asarray(array.numpy() if scalar else array)

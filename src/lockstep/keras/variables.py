@@ -13,7 +13,7 @@ _SHOWN = 4
 
 
 class VariableState:
-    """The state of a model's steps if it is in variables; a `lockstep.keras.backends.contract.Held`."""
+    """The `lockstep.keras.backends.contract.TrainingState` of a model whose state is in variables."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

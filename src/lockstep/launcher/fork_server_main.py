@@ -19,7 +19,7 @@ from lockstep.launcher import worker_main
 from lockstep.protocol.fork import MAX_REQUEST, READY, ForkRequest, ForkServerSetup, decode_fork
 from lockstep.system.environment import parent_told, put_control, take_environment
 from lockstep.system.prctl import die_with
-from lockstep.worker.downloads import serve_downloads
+from lockstep.worker.downloads import patch_get_file
 
 _LONGEST_IMPORT = 300
 _OF_WORKERS = (
@@ -79,7 +79,7 @@ def _prepare(setup: ForkServerSetup) -> bool:
 
 
 def _import(setup: ForkServerSetup) -> None:
-    serve_downloads()
+    patch_get_file()
     for name in _OF_WORKERS:
         importlib.import_module(name)
     if setup.folder is not None:

@@ -11,13 +11,13 @@ FRAMEWORKS = ("numpy", "jax", "tensorflow", "torch", "keras", "lockstep")
 _BACKENDS = ("jax", "tensorflow", "torch")
 _OF_KERAS = (
     "lockstep.keras.patches",
-    "lockstep.keras.state.digest",
+    "lockstep.keras.model_digest",
     "lockstep.strategy.mirrored",
 )
 _OF_BACKEND = {
-    "jax": ("lockstep.keras.backends.jax", "lockstep.keras.replica_run.eager_runs"),
-    "tensorflow": ("lockstep.keras.backends.tensorflow", "lockstep.keras.replica_run.tensorflow_runs"),
-    "torch": ("lockstep.keras.backends.torch", "lockstep.keras.replica_run.eager_runs"),
+    "jax": ("lockstep.keras.backends.jax", "lockstep.keras.replica_run.eager_runner"),
+    "tensorflow": ("lockstep.keras.backends.tensorflow", "lockstep.keras.replica_run.tf_runner"),
+    "torch": ("lockstep.keras.backends.torch", "lockstep.keras.replica_run.eager_runner"),
 }
 _DECIDING = {"os": ("putenv", "unsetenv", "environb"), "sys": ("path", "modules", "meta_path", "path_hooks")}
 """Names that can change what an import returns, by their module."""

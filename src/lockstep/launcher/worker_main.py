@@ -72,7 +72,7 @@ def _watch_writes(config: WorkerConfig, client: AgentClient) -> None:
     if config.replicas > 1:
         checkpoints = (config.checkpoints.folder,) if config.checkpoints is not None else ()
         folders = (config.run_dir, cache_folder(), *checkpoints)
-        watch_writes(LibraryFolders(folders, home_folder(), Path.cwd()), client.writes)
+        watch_writes(LibraryFolders(folders, home_folder(), Path.cwd()), client.file_opened)
 
 
 def _end_with_coordinator(config: WorkerConfig, client: AgentClient) -> None:
@@ -95,9 +95,9 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
     seed_everything(config.seed)
     keep_compiled(cache_folder(), config.threads)
     if config.tf_distribute:
-        tf_distribute_shim.serve()
+        tf_distribute_shim.replace_names()
     elif config.replicas > 1:
-        tf_distribute_shim.refuse_theirs(config.replicas)
+        tf_distribute_shim.refuse_strategies(config.replicas)
     policy = wait_policy(config.timeout)
     membership = AgentMembership(config, client, policy, MemoryTransport())
     if config.joins:

@@ -3,10 +3,10 @@
 from typing import Any, NoReturn
 
 from lockstep.errors import ModelError
-from lockstep.keras.replica_run.replica import Replica, Single, current
+from lockstep.keras.replica_run.merges import Replica, SingleReplicaMerger, current_replica
 from lockstep.strategy.default import default_strategy
 from lockstep.strategy.options import ReduceOp
-from lockstep.strategy.strategy import Strategy, entered
+from lockstep.strategy.strategy import Strategy, entered_strategy
 
 
 class ReplicaContext:
@@ -37,11 +37,11 @@ class ReplicaContext:
         All replicas must make the same calls in the same order. The code before such a call may be computed
         again after it.
         """
-        return self._replica.merges.all_reduce(ReduceOp.of(reduce_op), value)
+        return self._replica.merger.all_reduce(ReduceOp.of(reduce_op), value)
 
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Return the leaves of all replicas, joined along `axis` in the replicas' order."""
-        return self._replica.merges.all_gather(value, axis)
+        return self._replica.merger.all_gather(value, axis)
 
     def merge_call(self, merge_fn: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Not supported.
@@ -59,17 +59,17 @@ class ReplicaContext:
 
 def get_strategy() -> Strategy:
     """Return the strategy whose scope or `run` is active; outside of all, one with a single replica."""
-    return entered() or default_strategy()
+    return entered_strategy() or default_strategy()
 
 
 def has_strategy() -> bool:
     """Whether the scope or `run` of a strategy is active."""
-    return entered() is not None
+    return entered_strategy() is not None
 
 
 def in_cross_replica_context() -> bool:
     """Whether the scope of a strategy is active and no replica's function runs."""
-    return has_strategy() and current() is None
+    return has_strategy() and current_replica() is None
 
 
 def get_replica_context() -> ReplicaContext | None:
@@ -77,7 +77,9 @@ def get_replica_context() -> ReplicaContext | None:
 
     Outside of all strategies, it is the context of the only replica.
     """
-    replica = current()
+    replica = current_replica()
     if replica is None:
-        return None if has_strategy() else ReplicaContext(default_strategy(), Replica(0, Single()))
+        return (
+            None if has_strategy() else ReplicaContext(default_strategy(), Replica(0, SingleReplicaMerger()))
+        )
     return ReplicaContext(get_strategy(), replica)

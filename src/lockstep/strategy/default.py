@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.errors import ConfigError
 from lockstep.keras.devices import on_device
-from lockstep.keras.replica_run.contract import SingleRuns
+from lockstep.keras.replica_run.runner import SingleReplicaRunner
 from lockstep.strategy.strategy import Strategy
 from lockstep.worker import job
 
@@ -17,7 +17,7 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         self._job = job.alone()
-        self._runs = SingleRuns()
+        self._runner = SingleReplicaRunner()
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
         """Yield the step numbers; no worker joins and nothing is saved."""

@@ -39,7 +39,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         self._resolver = cluster_resolver or TFConfigClusterResolver()
         timeout = getattr(communication_options, "timeout_seconds", None)
         if timeout is not None:
-            self._job.be_patient(timeout)
+            self._job.set_timeout(timeout)
         if self._job.is_chief:
             _note_on(communication_options)
 

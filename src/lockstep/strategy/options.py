@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from lockstep.errors import InputError
-from lockstep.keras.replica_run.replica import Op
+from lockstep.keras.replica_run.merges import Op
 
 
 class ReduceOp(Enum):

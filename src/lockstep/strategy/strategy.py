@@ -7,22 +7,18 @@ from typing import Any
 
 from lockstep.errors import ModelError
 from lockstep.keras import patches
-from lockstep.keras.input.distributed_dataset import (
-    distribute,
-    distribute_from_function,
-    values_from_function,
-)
-from lockstep.keras.replica_run.contract import runs_of
-from lockstep.keras.replica_run.replica import current
+from lockstep.keras.input.distribution import distribute, distribute_from_function, values_from_function
+from lockstep.keras.replica_run.merges import current_replica
+from lockstep.keras.replica_run.runner import runner_of
 from lockstep.strategy.options import ReduceOp
 from lockstep.worker import job
 
 
-class _Entered(threading.local):
+class _EnteredStrategies(threading.local):
     strategies: tuple["Strategy", ...] = ()
 
 
-_entered = _Entered()
+_entered = _EnteredStrategies()
 
 
 class Strategy:
@@ -33,9 +29,9 @@ class Strategy:
 
     def __init__(self) -> None:
         self._job = job.current()
-        self._loops = patches.install(self._job)
-        self._loops.adopt_in_scopes()
-        self._runs = runs_of(self._job)
+        self._methods = patches.install(self._job)
+        self._methods.adopt_in_scopes()
+        self._runner = runner_of(self._job)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -45,7 +41,7 @@ class Strategy:
     @contextmanager
     def scope(self) -> Iterator["Strategy"]:
         """Let the job train the models that are compiled within the block."""
-        with self._loops.scope(), self._entered():
+        with self._methods.scope(), self._entered():
             yield self
 
     def run(
@@ -75,7 +71,7 @@ class Strategy:
         _refuse_within_replica("run")
         self._job.distributes()
         with self._entered():
-            return self._runs.run(fn, args, kwargs or {})
+            return self._runner.run(fn, args, kwargs or {})
 
     def steps(self, count: int, state: Mapping[str, Any], checkpoint: Any = None) -> Iterator[int]:
         """Yield the numbers of `count` steps of a loop that workers can join and leave, as in `fit`.
@@ -98,7 +94,7 @@ class Strategy:
             CheckpointError: the saved state has different parts.
         """
         self._job.distributes()
-        return self._loops.driving.steps(count, state, checkpoint)
+        return self._methods.step_loops.steps(count, state, checkpoint)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
         """Return the sum or the mean over all replicas of each leaf of a result of `run`.
@@ -112,7 +108,7 @@ class Strategy:
             ModelError: the caller is a function that `run` executes.
         """
         _refuse_within_replica("reduce")
-        return self._runs.reduce(ReduceOp.of(reduce_op), value, axis)
+        return self._runner.reduce(ReduceOp.of(reduce_op), value, axis)
 
     def gather(self, value: Any, axis: int) -> Any:
         """Return the values of all replicas of each leaf, joined along `axis` in the replicas' order.
@@ -121,20 +117,20 @@ class Strategy:
             ModelError: the caller is a function that `run` executes.
         """
         _refuse_within_replica("gather")
-        return self._runs.gather(value, axis)
+        return self._runner.gather(value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return the values of this worker's replicas, one per replica."""
-        return self._runs.local_results(value)
+        return self._runner.local_results(value)
 
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Split each batch of `dataset`, a global batch, over the replicas.
 
         Every worker reads the dataset, and all must read the same. See
-        `lockstep.keras.input.distributed_dataset`.
+        `lockstep.keras.input.distribution`.
         """
         self._job.distributes()
-        return distribute(self._job, self._runs, dataset)
+        return distribute(self._job, self._runner, dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give each replica its own dataset, `dataset_fn(context)`, where `context` is an `InputContext`.
@@ -143,7 +139,9 @@ class Strategy:
         the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
         """
         self._job.distributes()
-        return distribute_from_function(self._job, self._runs, dataset_fn, lambda: self._loops.next_seed())
+        return distribute_from_function(
+            self._job, self._runner, dataset_fn, lambda: self._methods.next_seed()
+        )
 
     def experimental_distribute_values_from_function(self, value_fn: Callable[[Any], Any]) -> Any:
         """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
@@ -152,7 +150,7 @@ class Strategy:
         equal shapes and dtypes.
         """
         self._job.distributes()
-        return values_from_function(self._job, self._runs, value_fn)
+        return values_from_function(self._job, self._runner, value_fn)
 
     @contextmanager
     def _entered(self) -> Iterator[None]:
@@ -164,13 +162,13 @@ class Strategy:
 
 
 def _refuse_within_replica(name: str) -> None:
-    if current() is not None:
+    if current_replica() is not None:
         raise ModelError(
             f"strategy.{name} is called in a function that strategy.run runs; replicas "
             "communicate there with all_reduce and all_gather of get_replica_context()"
         )
 
 
-def entered() -> Strategy | None:
+def entered_strategy() -> Strategy | None:
     """Return the strategy whose scope or run this thread is in, None outside of all."""
     return _entered.strategies[-1] if _entered.strategies else None

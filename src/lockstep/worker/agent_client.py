@@ -25,59 +25,58 @@ _PATIENCE = 1.0
 
 
 class AgentClient:
-    """Tells the agent what happens in this worker, from any thread, and hears what it decides.
+    """Reports to the agent what happens in this worker, from any thread, and receives its decisions.
 
-    Telling never raises, and never blocks longer than a second: a worker does not depend on being heard.
+    Reports never raise, and never block longer than a second: a worker does not depend on their delivery.
     """
 
     def __init__(self, channel: Channel[WorkerMessage, AgentMessage]) -> None:
         self._channel = channel
 
     def started(self) -> None:
-        """Say that the script is about to run."""
+        """Report that the script is about to run."""
         self._channel.send(Started(), _PATIENCE)
 
     def report(self, published: PublishedEvent) -> None:
-        """Pass on an event of this worker, which its agent publishes again."""
+        """Forward an event of this worker, which the agent publishes again."""
         assert isinstance(published.event, WorkerEvent)
         self._channel.send(EventReport(published.event), _PATIENCE)
 
     def waiting(self, what: str, workers: tuple[int, ...], seconds: float) -> None:
-        """Say for whom this worker waits; lost if the agent is behind, the next one will do."""
+        """Report the workers for which this one waits; dropped if the agent is slow, as others follow."""
         self._channel.send(WaitReport(what, workers, seconds))
 
-    def writes(self, path: str, line: str) -> None:
-        """Say that a line of the program opens a file to write to it."""
+    def file_opened(self, path: str, line: str) -> None:
+        """Report that a line of the program opens a file for writing."""
         self._channel.send(FileOpened(path, line), _PATIENCE)
 
     def failed(self, status: int, summary: str, traceback: str, *, blames: bool, prints: bool) -> bool:
-        """Say that the script raised; return whether the agent hears of it."""
+        """Report that the script raised; return whether the report was sent."""
         return self._channel.send(Failed(status, summary, traceback, blames, prints), _PATIENCE)
 
     def finished(self, status: int = 0) -> None:
-        """Say that the script came to its end, or left with a status of its own."""
+        """Report that the script ended, or exited with a status of its own."""
         self._channel.send(Finished(status), _PATIENCE)
 
     def wait_for_end(self) -> None:
-        """Wait until the agent is gone; reads nothing."""
+        """Wait until the agent has ended, without reading messages."""
         poll = select.poll()
         poll.register(self._channel.fileno(), 0)
         poll.poll()
 
-    def asks(self, *, whole: bool) -> None:
-        """Say that this worker joins, and how far it is."""
+    def request_to_join(self, *, whole: bool) -> None:
+        """Request the position of the training or, if `whole`, admission with the whole state."""
         self._channel.send(JoinRequest(whole), _PATIENCE)
 
-    def given(self, reply: StateReply) -> None:
-        """Give the state, or the position."""
+    def send_state(self, reply: StateReply) -> None:
+        """Send the state, or the position."""
         self._channel.send(reply, _PATIENCE)
 
     def next_view(self, seconds: float) -> AgentMessage | None:
-        """Wait for what the agent decides about a view that is over; for the main thread.
+        """Wait for the agent's decision after a view has ended; for the main thread.
 
         Returns:
-            The newest view, that the job is over, or that this worker leaves; None if nothing has come in
-            `seconds`.
+            The newest view, the end of the job, or a request to leave; None without a message in `seconds`.
         """
         newest = self.receive(seconds)
         while isinstance(newest, NewView):
@@ -88,10 +87,10 @@ class AgentClient:
         return newest
 
     def receive(self, seconds: float | None) -> AgentMessage | None:
-        """Wait for what the agent says; for the main thread.
+        """Wait for a message of the agent; for the main thread.
 
         Returns:
-            A message; that the job is over, where the agent is gone; None if nothing has come in `seconds`.
+            The message; the end of the job if the agent has ended; None without a message in `seconds`.
         """
         if not select.select([self._channel.fileno()], [], [], seconds)[0]:
             return None

@@ -1,4 +1,4 @@
-"""A worker's checkpoints: what keeps them, and the one that the training resumes from."""
+"""A worker's checkpoints: what saves them, and the one from which the training resumes."""
 
 from collections.abc import Callable
 
@@ -11,11 +11,11 @@ from lockstep.system.environment import WorkerConfig
 
 
 class WorkerCheckpoints:
-    """What the command, or the script's own callback, says about the checkpoints of this worker.
+    """The settings of this worker's checkpoints, from the command or from the script's own callback.
 
     Args:
-        scheduler: keeps checkpoints while this worker is the chief; None if none are to be kept.
-        resumed: the checkpoint that the training resumes from, if any.
+        scheduler: saves checkpoints while this worker is the chief; None if none are saved.
+        resumed: the checkpoint from which the training resumes, if any.
         accepts_changes: whether it resumes even if the script's settings differ from the checkpoint's.
     """
 
@@ -32,12 +32,12 @@ class WorkerCheckpoints:
 
     @property
     def scheduler(self) -> CheckpointScheduler | None:
-        """Keeps checkpoints while this worker is the chief; None if none are kept."""
+        """Saves checkpoints while this worker is the chief; None if none are saved."""
         return self._scheduler
 
     @property
     def resumed(self) -> Contents | None:
-        """The checkpoint that the training resumes from, if any."""
+        """The checkpoint from which the training resumes, if any."""
         return self._resumed
 
     @property
@@ -46,11 +46,11 @@ class WorkerCheckpoints:
         return self._accepts_changes
 
     def keep(self, scheduler: CheckpointScheduler) -> None:
-        """Keep checkpoints by `scheduler` from now on."""
+        """Save checkpoints with `scheduler` from now on."""
         self._scheduler = scheduler
 
     def drop(self) -> None:
-        """Keep none from now on, as in a child of this process."""
+        """Save none from now on, as in a child of this process."""
         self._scheduler = None
 
     def resume(self, contents: Contents) -> None:
@@ -62,21 +62,21 @@ class WorkerCheckpoints:
         self._accepts_changes = True
 
     def finish(self) -> None:
-        """Keep the last state of the training, and wait until it is written."""
+        """Save the last state of the training, and wait until it is written."""
         if self._scheduler is not None:
             self._scheduler.finish()
 
 
 def open_checkpoints(config: WorkerConfig, events: Bus, is_chief: Callable[[], bool]) -> WorkerCheckpoints:
-    """Return the checkpoints that the command asks for.
+    """Return the checkpoints that the command requests.
 
     Args:
         config: of this worker.
         events: the bus on which each checkpoint is published.
-        is_chief: whether this worker is the chief, at the time of the call.
+        is_chief: returns whether this worker is currently the chief.
 
     Raises:
-        CheckpointError: their folder cannot be used, or the one to resume from cannot be read any more.
+        CheckpointError: the folder cannot be used, or the checkpoint to resume from can no longer be read.
     """
     asked = config.checkpoints
     if asked is None:
@@ -84,7 +84,7 @@ def open_checkpoints(config: WorkerConfig, events: Bus, is_chief: Callable[[], b
     announce(asked.folder)
     every = Every(asked.steps, asked.seconds)
     opened = open_scheduler(Store(asked.folder, asked.keep), every, events.publish)
-    # A chief that never comes to the end of a step is ended by SIGKILL.
+    # The agent kills a chief that never reaches the end of a step.
     end_at_a_step(opened, is_chief)
     resumes = asked.resume is not None and not config.joins
     resumed = load(asked.resume) if asked.resume is not None and resumes else None

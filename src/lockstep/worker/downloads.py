@@ -20,7 +20,7 @@ from lockstep.system.files import open_regular
 from lockstep.system.locks import wait_for_lock
 from lockstep.system.paths import RunPaths
 from lockstep.worker.import_hooks import when_imported
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 _MODULE = "keras.src.utils.file_utils"
 _FIRST_REPORT = 5.0
@@ -31,12 +31,12 @@ _MOST_HOLDER = 8192
 
 
 @cache
-def serve_downloads() -> None:
+def patch_get_file() -> None:
     """Patch `get_file` so that workers take turns, in this process or a forked one, after `share_downloads`.
 
     Call this before Keras is imported: datasets keep the function that they find then.
     """
-    when_imported({_MODULE: _serve_in})
+    when_imported({_MODULE: _patch})
 
 
 def share_downloads(run: Path, agent: int, worker: int, publish: Callable[[DownloadAwaited], None]) -> None:
@@ -50,7 +50,7 @@ def share_downloads(run: Path, agent: int, worker: int, publish: Callable[[Downl
         worker: this worker's id.
         publish: called with an event while this worker waits for another download.
     """
-    serve_downloads()
+    patch_get_file()
     folders = (cache_folder() / "downloads", run / "downloads")
     # An earlier run may have used the same folder.
     _taking_part[:] = [Turns(folders, RunPaths(run).downloaded, f"{agent} {run}", worker, publish)]
@@ -181,7 +181,7 @@ class Turns:
                 file.write(f"{call} {path}\n")
 
 
-def _serve_in(file_utils: ModuleType) -> None:
+def _patch(file_utils: ModuleType) -> None:
     PATCHES.replace(__name__, file_utils, "get_file", _in_turn)
     PATCHES.replace(__name__, file_utils, "urlretrieve", _whole)
 

@@ -24,9 +24,9 @@ from lockstep.errors import UnfitError
 from lockstep.system.files import open_in
 from lockstep.system.notes import note
 from lockstep.worker.import_hooks import when_imported
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
-_SEAM = "jax._src.compilation_cache", "get_file_cache"
+_CACHE_FACTORY = "jax._src.compilation_cache", "get_file_cache"
 """The function of JAX that creates its cache; private, see tests/training/test_private_parts.py."""
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LONGEST_WAIT = 60.0
@@ -57,13 +57,13 @@ def processor(file: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _keep(folder: Path, jax: ModuleType) -> None:
-    module, name = sys.modules.get(_SEAM[0]), _SEAM[1]
+    module, name = sys.modules.get(_CACHE_FACTORY[0]), _CACHE_FACTORY[1]
     theirs: Callable[[str], Any] | None = getattr(module, name, None)
     config = jax.config
     if theirs is None or config.jax_compilation_cache_dir or not config.jax_enable_compilation_cache:
         return
     try:
-        cache = CompiledFiles.open(folder)
+        cache = CompilationCache.open(folder)
     except UnfitError as error:
         note(f"JAX compiles without its cache: {error}")
         return
@@ -87,7 +87,7 @@ def _keep(folder: Path, jax: ModuleType) -> None:
     jax.monitoring.register_event_duration_secs_listener(leave_when_compiled)
 
 
-class CompiledFiles:
+class CompilationCache:
     """A folder with a file for each entry; implements JAX's interface of a cache.
 
     A process that does not find an entry makes it. Other processes that request it meanwhile wait until it
@@ -105,7 +105,7 @@ class CompiledFiles:
         self._trimmed = False
 
     @classmethod
-    def open(cls, path: Path) -> "CompiledFiles":
+    def open(cls, path: Path) -> "CompilationCache":
         """Open the folder; create it if it is missing.
 
         Raises:
@@ -140,7 +140,7 @@ class CompiledFiles:
         return value
 
     def put(self, key: str, value: bytes) -> None:
-        """Save an entry, unless that fails."""
+        """Save an entry; ignore errors of the file system."""
         new = f"{key}.{os.getpid()}.{threading.get_native_id()}.new"
         try:
             self._trim()

@@ -1,4 +1,4 @@
-"""One worker in its job: what it knows of the job, and the commands that take it from view to view."""
+"""One worker in its job: what it knows of the job, and the commands that move it from view to view."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,7 +21,7 @@ from lockstep.worker.checkpoints import WorkerCheckpoints
 Result = TypeVar("Result")
 
 GRACE_FOR_AGENT = 60.0
-"""Seconds that a wait goes on after the agent should have ended it, for the agent can show more."""
+"""Seconds for which a wait continues after the agent should have ended it: the agent's error says more."""
 
 
 Place = tuple[View, Communicator]
@@ -29,37 +29,37 @@ Place = tuple[View, Communicator]
 
 
 class Membership(Protocol):
-    """A worker's way from view to view, as the agent decides."""
+    """How a worker gets from view to view, as the agent decides."""
 
     def next_place(self, lost: PeerLostError) -> Place:
-        """Wait for the view that follows one that is over, and enter it.
+        """Wait for the view after the one that ended with `lost`, and enter it.
 
         Raises:
-            PeerLostError: none follows; `lost`, or with a reason of its own.
+            PeerLostError: none follows; `lost` itself, or one with another reason.
         """
 
     def leave(self, differs: DisagreementError) -> NoReturn:
-        """End this worker, which computes something else than the others; nothing of its script goes on.
+        """End this process at once, because it computes different results from the others.
 
         Raises:
-            DisagreementError: there is no way to do that.
+            DisagreementError: the process cannot be ended.
         """
 
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
-        """Give the state of the training, or only the position, to those who join."""
+        """Give the state of the training, or only the position, to joining workers."""
 
     def prepare(self, contents: Contents) -> None:
-        """Make ready for handing over contents like these."""
+        """Prepare to hand over contents like these."""
 
     def position(self) -> Contents:
-        """Wait until the members say where the training is; for a worker that joins.
+        """Wait for the position of the training, which the members send; for a joining worker.
 
         Raises:
             PeerLostError: the job is over.
         """
 
     def join(self) -> tuple[Contents, Place]:
-        """Wait for the state and for the view that this worker is let into; for one that joins.
+        """Wait for the state, and for the view that admits this worker; for a joining worker.
 
         Raises:
             PeerLostError: the job is over.
@@ -74,38 +74,38 @@ class Alone:
         raise lost
 
     def leave(self, differs: DisagreementError) -> NoReturn:
-        """Raise `differs`: nobody else goes on."""
+        """Raise `differs`: there are no other workers."""
         raise differs
 
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
-        """Nobody joins."""
+        """Do nothing: no worker joins."""
 
     def prepare(self, contents: Contents) -> None:
-        """Nobody joins."""
+        """Do nothing: no worker joins."""
 
     def position(self) -> Contents:
-        """Nobody is there."""
+        """Raise InternalError: there is no job to join."""
         raise InternalError("a process on its own has no job to join")
 
     def join(self) -> tuple[Contents, Place]:
-        """Nobody is there."""
+        """Raise InternalError: there is no job to join."""
         raise InternalError("a process on its own has no job to join")
 
 
 @dataclass(frozen=True)
 class JobContext:
-    """What a worker knows of its job, as long as it takes part.
+    """What a worker knows of its job; it does not change.
 
     Attributes:
         worker: this process's worker id.
-        seed: everything random in the job follows from it.
+        seed: determines everything random in the job.
         threads: number of threads that compute one replica.
         events: the bus on which this worker publishes.
-        folder: the run's own, where workers may leave notes for each other; None without one.
+        folder: of the run, where workers share files; None without one.
         policy: how this worker waits for others.
-        began_with: how many workers the job began with; None where no worker can join.
-        task: the type of this process's task in `TF_CONFIG`: "worker" also for a chief, or "evaluator", which
-            takes no part in the job of the workers.
+        began_with: the number of workers with which the job began; None if no worker can join.
+        task: the type of this process's task in `TF_CONFIG`: "worker", also for a chief, or "evaluator",
+            which does not belong to the workers' job.
     """
 
     worker: int
@@ -119,17 +119,17 @@ class JobContext:
 
 
 class Job:
-    """One worker in its job: what it knows of the job, and its place in the present view.
+    """One worker in its job: what it knows of the job, and its place in the current view.
 
     Only the commands of this class change the place: `exchange` and `between_steps` enter the next view,
-    `join` enters a worker's first one, and `aside` leaves it for a block.
+    `join` enters a joining worker's first one, and `detached` leaves the view for a block.
 
     Args:
         context: what does not change.
         place: the first view, and this worker's end of its exchange.
-        membership: the way to the next view.
-        checkpoints: those of this worker.
-        joins: whether this worker is in no view of the job yet.
+        membership: gets the next view.
+        checkpoints: of this worker.
+        joins: whether this worker is not yet in a view of the job.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Job:
 
     @property
     def context(self) -> JobContext:
-        """What does not change while this worker takes part."""
+        """What does not change."""
         return self._context
 
     @property
@@ -168,7 +168,7 @@ class Job:
 
     @property
     def view(self) -> View:
-        """Who owns which replica, now."""
+        """The current view: the workers, and the replicas that each owns."""
         return self._place[0]
 
     @property
@@ -178,60 +178,60 @@ class Job:
 
     @property
     def joins(self) -> bool:
-        """Whether this worker is in no view of the job yet.
+        """Whether this worker is not yet in a view of the job.
 
-        It computes alone what the others have computed, until it is admitted.
+        Until it is admitted, it computes all replicas alone.
         """
         return self._joins
 
     @property
     def driven(self) -> bool:
-        """Whether the program is in a loop of its own that workers may join and leave."""
+        """Whether the program is in a `strategy.steps` loop, which workers can join and leave."""
         return self._drives
 
     @property
     def evaluates(self) -> bool:
-        """Whether this process only evaluates what others train; in its own job, it is alone."""
+        """Whether this process is an evaluator, which is alone in a job of its own."""
         return self._context.task == "evaluator"
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker is the one that writes and prints, in the present view."""
+        """Whether this worker is the one that writes and prints in the current view."""
         return self.worker == self.view.chief and not self.joins
 
     def take_task(self, task: str) -> None:
-        """Take the task of this type from now on, as `TF_CONFIG` says."""
+        """Set the type of this process's task, from `TF_CONFIG`."""
         self._context = replace(self._context, task=task)
 
-    def be_patient(self, timeout: float) -> None:
-        """From now on a worker that others wait for is stuck after `timeout` seconds; all workers say so."""
+    def set_timeout(self, timeout: float) -> None:
+        """Set the seconds after which a worker that others wait for is stuck; all workers call this."""
         self._context.policy.timeout = timeout + GRACE_FOR_AGENT
         self.events.publish(TimeoutSet(timeout))
 
     def stepped(self) -> None:
-        """Note that a step has been computed and summed; the first is reported."""
+        """Note that a step has been computed and summed; publish the first one."""
         self._publish_once(FirstStepEnded())
 
     def distributes(self) -> None:
-        """Report, once, that the script has given the replicas something to compute, or to read."""
+        """Publish, once, that the script has given the replicas something to compute or to read."""
         self._publish_once(DistributionBegan())
 
     def at_end(self, act: Callable[[], object]) -> None:
-        """Have `act` done when the script has come to its end, if this worker is the chief then."""
+        """Call `act` when the script has ended, if this worker is the chief then."""
         self._at_end.append(act)
 
     def end(self) -> None:
-        """Do what the chief does when the script has come to its end: keep its last state, and report."""
+        """After the script, on the chief: save the last state, and call what `at_end` has registered."""
         if self.is_chief:
             self.checkpoints.finish()
             for act in self._at_end:
                 act()
 
     def as_chief(self, act: Callable[[], object]) -> None:
-        """Have `act` done by the chief: writing a file, for example.
+        """Call `act` on the chief, for example to write a file.
 
-        All workers call this at the same place. If the chief is lost before it has taken part in the next
-        exchange, nobody knows how far it came: then the next chief does it, perhaps again.
+        All workers call this at the same place. If the chief is lost before the next exchange is complete,
+        its progress is unknown; the next chief then calls `act`, perhaps again.
         """
         if self.is_chief:
             act()
@@ -243,22 +243,21 @@ class Job:
         act: Callable[[View, Communicator], Result],
         catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Result:
-        """Make one call of the exchange: again in each view that follows before the call is done.
+        """Make one call of the exchange; repeat it in each next view until it is complete.
 
-        All workers of a view make the same calls, and a call is done for all of them or for none. So
-        whoever is in the next view makes the same call there.
+        All workers of a view make the same calls, and a call completes for all of them or for none. So all
+        workers of the next view repeat the same call.
 
-        A call in which only workers that have joined differ from the chief is made again without them: they
-        came by passing over what the others have computed, and end here.
+        If only workers that have joined differ from the chief, they end, and the others repeat the call
+        without them: a joined worker has skipped what the others computed, so its state may be wrong.
 
         Args:
-            act: makes the call for the view it is given, and nothing that must not be done twice.
-            catching_up: surrounds what this worker does when it has become the chief and the one before it
-                may have left things undone.
+            act: makes the call in the view that it is given; it may be called several times.
+            catching_up: surrounds the work of `as_chief` that this worker repeats when it becomes the chief.
 
         Raises:
-            PeerLostError: the view is over, and the job with it.
-            DisagreementError: workers that were there from the beginning differ; on every worker.
+            PeerLostError: the view is over, and so is the job.
+            DisagreementError: workers differ with which the job began; raised on every worker.
         """
         while True:
             try:
@@ -268,21 +267,21 @@ class Job:
                     raise
                 if self.worker in differs.workers:
                     self.membership.leave(differs)
-                self._go_on(PeerLostError(str(differs)), catching_up)
+                self._enter_next(PeerLostError(str(differs)), catching_up)
             except PeerLostError as lost:
-                self._go_on(lost, catching_up)
+                self._enter_next(lost, catching_up)
             else:
                 self._undone.clear()
                 return result
 
     def between_steps(self, take: Callable[[bool], Contents]) -> None:
-        """Let workers in and out, if the agent has asked for it.
+        """Let workers join and leave, if the agent has requested it.
 
-        All workers call this at the same places, at the end of a step of training, in the same state, and
-        come from the same last call of the exchange, with which the agent's notice reached all of them.
+        All workers call this at the same places: at the end of a training step, in the same state, and after
+        the same last call of the exchange, which gave all of them the same notice of the agent.
 
         Args:
-            take: returns the state of the training; with False, only where it is.
+            take: returns the state of the training; with False, only its position.
 
         Raises:
             PeerLostError: the job is over.
@@ -297,15 +296,15 @@ class Job:
                 if self.is_chief:
                     self.membership.hand_over(take(True), whole=True)
                 else:
-                    # The chief does not come: the agent ends this view when it has the state.
+                    # The chief never arrives: the agent ends this view when it has the state.
                     self.communicator.barrier(what="the change of workers")
             except PeerLostError as over:
                 lost = over
             self._enter(self.membership.next_place(lost))
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Within the block this worker computes all replicas alone, without the others' knowledge."""
+    def detached(self) -> Iterator[None]:
+        """Let this worker compute all replicas alone within the block, without the other workers."""
         before = self._place, self._joins
         view = place(self.view.replicas, (self.worker,))
         self._place, self._joins = (view, by_itself(view)), True
@@ -317,7 +316,7 @@ class Job:
 
     @contextmanager
     def driving(self) -> Iterator[None]:
-        """Within the block the program is in a loop of its own that workers may join and leave."""
+        """Mark the block as a `strategy.steps` loop, which workers can join and leave."""
         self._drives = True
         try:
             yield
@@ -325,7 +324,7 @@ class Job:
             self._drives = False
 
     def join(self) -> Contents:
-        """Become a member; return the state at the end of the step after which the view begins.
+        """Become a member; return the state after the last step before the view begins.
 
         Raises:
             PeerLostError: the job is over.
@@ -345,7 +344,9 @@ class Job:
         began_with = self._context.began_with
         return began_with is not None and bool(workers) and min(workers) >= began_with
 
-    def _go_on(self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]) -> None:
+    def _enter_next(
+        self, lost: PeerLostError, catching_up: Callable[[], AbstractContextManager[None]]
+    ) -> None:
         self._enter(self.membership.next_place(lost))
         if self.is_chief and self._undone:
             with catching_up():
@@ -370,14 +371,14 @@ def enter(job: Job) -> None:
 
 
 def current() -> Job:
-    """Return this process's job; one of a single worker and replica where nothing was entered."""
+    """Return this process's job; if none was entered, one with a single worker and replica."""
     if not _current:
         _current.append(alone())
     return _current[0]
 
 
 def is_worker() -> bool:
-    """Whether this process is a worker of a job that an agent watches, not a program by itself."""
+    """Whether this process is a worker of a job that an agent watches."""
     return not isinstance(current().membership, Alone)
 
 
@@ -391,7 +392,7 @@ def is_chief() -> bool:
 
 
 def by_itself(view: View) -> Communicator:
-    """Return the exchange of a view of one worker."""
+    """Return the exchange of a view with one worker."""
     return Hub(ReducePlan.of(view)).member(0)
 
 
@@ -402,6 +403,6 @@ def alone() -> Job:
 
 
 def leave() -> None:
-    """Make this process, a child that a script has forked, a program by itself: it is no worker."""
+    """Give this process, a child that a script has forked, a job of its own: it is not a worker."""
     context, view = current().context, place(1, (0,))
     enter(Job(JobContext(0, context.seed, context.threads, Bus(SystemClock(), 0)), (view, by_itself(view))))

@@ -1,4 +1,4 @@
-"""A worker's way from view to view: into the exchange of the first, and of each that follows."""
+"""How a worker enters views: the exchange of the first one, and of each one that follows."""
 
 import os
 import sys
@@ -37,19 +37,19 @@ _ADVICE = "a worker that joins skips finished calls: give each call its own inpu
 
 
 def wait_policy(timeout: float) -> WaitPolicy:
-    """Return how a worker waits where the agent ends waits after `timeout` seconds."""
+    """Return how a worker waits if the agent ends waits after `timeout` seconds."""
     return WaitPolicy(_REPORT_EVERY, timeout + GRACE_FOR_AGENT)
 
 
 class AgentMembership:
-    """Enters this worker into the views that the agent decides; a `Membership`.
+    """The `Membership` of a worker with an agent: enters the views that the agent decides.
 
-    The agent is waited for as long as a stuck worker would be: it may itself wait for workers to come, until
-    there are as many as the person wants.
+    This worker waits for the agent as long as for a stuck worker: the agent may itself wait until enough
+    workers have joined.
 
     Args:
         config: of this worker.
-        client: the way to the agent.
+        client: the connection to the agent.
         policy: how this worker waits for others.
         states: how states travel between workers.
 
@@ -74,7 +74,7 @@ class AgentMembership:
         self._view = place(1, (config.worker,))
 
     def first_place(self) -> Place:
-        """Enter the view that the job begins with.
+        """Enter the view with which the job begins.
 
         Raises:
             PeerLostError: the job is over.
@@ -82,9 +82,9 @@ class AgentMembership:
         return self._place(self._receive())
 
     def next_place(self, lost: PeerLostError) -> Place:
-        """Wait for the view that follows the one that ended with `lost`, and enter it.
+        """Wait for the view after the one that ended with `lost`, and enter it.
 
-        A worker that is not needed any more ends here.
+        If this worker is no longer needed, its process ends here.
 
         Raises:
             PeerLostError: none follows.
@@ -96,34 +96,34 @@ class AgentMembership:
         return self._place(answer)
 
     def leave(self, differs: DisagreementError) -> NoReturn:
-        """Tell the agent why this worker ends, and end; the agent lets the others go on without it."""
+        """Report to the agent why this worker ends, and end the process; the others continue without it."""
         differs.add_note(_ADVICE)
         text = "".join(traceback.format_exception(differs))
-        said = f"{summarize_own(differs)}; {_ADVICE}"
-        told = self._client.failed(1, said, text, blames=False, prints=False)
-        _end(1, "" if told else text)
+        summary = f"{summarize_own(differs)}; {_ADVICE}"
+        reported = self._client.failed(1, summary, text, blames=False, prints=False)
+        _end(1, "" if reported else text)
 
     def prepare(self, contents: Contents) -> None:
-        """Prepare to hand over contents like these: that takes less time then."""
+        """Prepare to hand over contents like these, so that it takes less time."""
         self._states.prepare(contents)
 
     def hand_over(self, contents: Contents, *, whole: bool) -> None:
-        """Give the agent what those who join need."""
+        """Give the agent the state, or the position, for joining workers."""
         number = self._view.number
         try:
             state = self._states.publish(contents, prepared=whole)
         except CheckpointError as error:
-            self._client.given(StateReply(number, whole, failure=str(error)))
+            self._client.send_state(StateReply(number, whole, failure=str(error)))
         else:
-            self._client.given(StateReply(number, whole, state))
+            self._client.send_state(StateReply(number, whole, state))
 
     def position(self) -> Contents:
-        """Wait until the members say where the training is: at the end of a step, however long it takes.
+        """Wait for the position of the training, which the members send after a step, without a time limit.
 
         Raises:
             PeerLostError: the job is over.
         """
-        self._client.asks(whole=False)
+        self._client.request_to_join(whole=False)
         message = self._receive()
         if isinstance(message, Position):
             return self._states.fetch(message.state)
@@ -131,13 +131,13 @@ class AgentMembership:
         raise InternalError("the agent admitted a worker that had not asked to join")
 
     def join(self) -> tuple[Contents, Place]:
-        """Wait until this worker is let in: at the end of a step, however long it takes.
+        """Wait until this worker is admitted, after a step, without a time limit.
 
         Raises:
             PeerLostError: the job is over.
         """
         self._buffers.map_allocated()
-        self._client.asks(whole=True)
+        self._client.request_to_join(whole=True)
         message = self._receive()
         place = self._place(message)
         if not isinstance(message, NewView) or message.state is None:
@@ -145,7 +145,7 @@ class AgentMembership:
         return self._states.fetch(message.state), place
 
     def _receive(self) -> AgentMessage:
-        # The agent tells when the job is over, and when it is gone, this process is too.
+        # The agent says when the job is over, and if it dies, this process dies too.
         message = self._client.receive(None)
         assert message is not None
         return message
@@ -162,7 +162,7 @@ class AgentMembership:
         raise _unexpected(message)
 
     def _enter(self, view: View, endpoint: Endpoint) -> SharedCommunicator:
-        """Take part in the exchange of `view`."""
+        """Enter the exchange of `view`."""
         if self._segment is not None:
             self._segment.close()
         self._states.forget()
@@ -178,11 +178,11 @@ class AgentMembership:
 
 
 def _unexpected(message: AgentMessage) -> InternalError:
-    return InternalError(f"the agent sent a {type(message).__name__} to a worker that waits for a view")
+    return InternalError(f"the agent sent {type(message).__name__} to a worker that waits for a view")
 
 
 def _end(status: int, text: str = "") -> NoReturn:
-    """End this process, with a last word; the script goes no further, as if the process had been killed."""
+    """Print `text` and end this process at once, as if it had been killed: no code of the script runs."""
     try:
         print(text, end="", file=sys.stderr)
         sys.stdout.flush()

@@ -46,7 +46,7 @@ def keep_sources(folder: Path, changed: Changed) -> None:
         folder: of the job, accessible only to its user; exists.
         changed: called for a file that has changed since, or cannot be saved.
     """
-    kept = KeptSources(folder, changed)
+    kept = SavedSources(folder, changed)
     get_data, path_stats = SourceFileLoader.get_data, SourceFileLoader.path_stats
 
     def read_kept(self: SourceFileLoader, path: str) -> bytes:
@@ -64,7 +64,7 @@ def keep_sources(folder: Path, changed: Changed) -> None:
 
     SourceFileLoader.get_data = read_kept  # type: ignore[method-assign, assignment]
     SourceFileLoader.path_stats = stats  # type: ignore[method-assign, assignment]
-    sys.meta_path.append(_Removed(kept))
+    sys.meta_path.append(_RemovedModuleFinder(kept))
 
 
 def is_own(path: str) -> bool:
@@ -107,7 +107,7 @@ def file_hash(path: Path) -> str | None:
         return None
 
 
-class KeptSources:
+class SavedSources:
     """The source files saved in a folder, each named after the path of the original."""
 
     def __init__(self, folder: Path, changed: Changed) -> None:
@@ -155,16 +155,16 @@ class KeptSources:
         return text
 
 
-class _Removed(MetaPathFinder):
+class _RemovedModuleFinder(MetaPathFinder):
     """Finds modules whose files were removed but are saved."""
 
-    def __init__(self, kept: KeptSources) -> None:
+    def __init__(self, kept: SavedSources) -> None:
         self._kept = kept
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Search where the file would be."""
+        """Search the folders where the file would be."""
         name = fullname.rpartition(".")[2]
         for entry in sys.path if path is None else path:
             package = Path(entry).absolute() / name

@@ -1,4 +1,4 @@
-"""The contents of `tf.distribute` for scripts, with and without `lockstep run --tf-distribute`."""
+"""What scripts find in `tf.distribute`, with and without `lockstep run --tf-distribute`."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from lockstep.errors import ConfigError
 from lockstep.worker.import_hooks import when_imported
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 _BY_THE_SAME_NAME = (
     "DistributedDataset",
@@ -35,7 +35,7 @@ _BY_THE_SAME_NAME = (
     "has_strategy",
     "in_cross_replica_context",
 )
-SERVED = {name: f"lockstep:{name}" for name in _BY_THE_SAME_NAME} | {
+REPLACED = {name: f"lockstep:{name}" for name in _BY_THE_SAME_NAME} | {
     "experimental.CollectiveCommunication": "lockstep:CommunicationImplementation",
     "experimental.CollectiveHints": "lockstep:CommunicationOptions",
     "experimental.CommunicationImplementation": "lockstep:CommunicationImplementation",
@@ -49,7 +49,7 @@ _SERVERS = (
     "MultiWorkerMirroredStrategy trains on any number of workers, and replaces those that are lost"
 )
 _TPUS = "TPUs are not supported; MultiWorkerMirroredStrategy trains on CPUs and GPUs"
-NOT_SERVED = {
+REFUSED = {
     "ParameterServerStrategy": _SERVERS,
     "TPUStrategy": _TPUS,
     "coordinator.ClusterCoordinator": _SERVERS,
@@ -61,28 +61,28 @@ NOT_SERVED = {
     "experimental.coordinator.ClusterCoordinator": _SERVERS,
     "experimental_set_strategy": "write `with strategy.scope():`",
 }
-"""TensorFlow's names with which a script would train outside of the job, and why it must not use them.
+"""TensorFlow's names with which a script would train outside of the job, and the reason or the replacement.
 
 All other names under `tf.distribute` stay TensorFlow's.
 """
 
-_STRATEGIES = tuple(name for name in SERVED | NOT_SERVED if name.endswith("Strategy") and name != "Strategy")
+_STRATEGIES = tuple(name for name in REPLACED | REFUSED if name.endswith("Strategy") and name != "Strategy")
 """The names that create one of TensorFlow's strategies."""
 
-_THEIR_OWN = ("keras", "lockstep", "tensorflow")
+_LIBRARIES = ("keras", "lockstep", "tensorflow")
 
 
-def serve() -> None:
-    """Put Lockstep's names into `tf.distribute`, now or once the script has imported TensorFlow.
+def replace_names() -> None:
+    """Replace names in `tf.distribute` by Lockstep's, now or once the script has imported TensorFlow.
 
     The modules of TensorFlow and Keras still find TensorFlow's own names there, with one replica: Keras
     divides its loss by the number of replicas it finds, and Lockstep does that itself. `tf.compat` stays
     unchanged.
     """
-    when_imported({"tensorflow": _serve_in})
+    when_imported({"tensorflow": _replace_in})
 
 
-def refuse_theirs(replicas: int) -> None:
+def refuse_strategies(replicas: int) -> None:
     """Reject TensorFlow's own strategies when a script creates one, now or once it has imported TensorFlow.
 
     With one, each worker would train a separate model, or wait for others at addresses where nothing listens.
@@ -101,8 +101,8 @@ def _refuse_in(replicas: int, tensorflow: ModuleType) -> None:
 
 
 def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
-    own = SERVED.get(name, "").replace(":", ".")
-    remedy = f"run it with `lockstep run --tf-distribute`, or write {own} for it" if own else NOT_SERVED[name]
+    own = REPLACED.get(name, "").replace(":", ".")
+    remedy = f"run it with `lockstep run --tf-distribute`, or write {own} for it" if own else REFUSED[name]
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
@@ -113,17 +113,17 @@ def _refusal(replicas: int, name: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _serve_in(tensorflow: ModuleType) -> None:
+def _replace_in(tensorflow: ModuleType) -> None:
     # This loads no other module of Lockstep: Keras may be importing TensorFlow, and is then incomplete.
-    served = Served(tensorflow.distribute, "")
-    PATCHES.put(__name__, tensorflow, "distribute", served)
+    distribute = DistributeModule(tensorflow.distribute, "")
+    PATCHES.put(__name__, tensorflow, "distribute", distribute)
     # `from tensorflow.distribute import ...` looks here.
-    PATCHES.put(__name__, sys.modules, "tensorflow.distribute", served)
+    PATCHES.put(__name__, sys.modules, "tensorflow.distribute", distribute)
     for module in ("experimental", "cluster_resolver", "coordinator"):
-        PATCHES.put(__name__, sys.modules, f"tensorflow.distribute.{module}", getattr(served, module))
+        PATCHES.put(__name__, sys.modules, f"tensorflow.distribute.{module}", getattr(distribute, module))
 
 
-class Served(ModuleType):
+class DistributeModule(ModuleType):
     """`tf.distribute`, or a module in it, with Lockstep's names for the script and the libraries it calls.
 
     The result of a lookup depends on the module whose code makes it: Keras looks up functions when it calls
@@ -131,7 +131,7 @@ class Served(ModuleType):
     """
 
     def __init__(self, theirs: ModuleType, prefix: str) -> None:
-        """Stand in for `theirs`, whose names follow `prefix` in `SERVED`."""
+        """Stand in for `theirs`, whose names follow `prefix` in `REPLACED`."""
         super().__init__(theirs.__name__)
         vars(self).update({name: value for name, value in vars(theirs).items() if name.startswith("__")})
         self._theirs = theirs
@@ -141,17 +141,15 @@ class Served(ModuleType):
         """Return the value of `name` for the module whose code looks it up."""
         theirs = getattr(self._theirs, name)
         full = self._prefix + name
-        if isinstance(theirs, ModuleType) and any(
-            ours.startswith(f"{full}.") for ours in SERVED | NOT_SERVED
-        ):
-            module = vars(self)[name] = Served(theirs, f"{full}.")
+        if isinstance(theirs, ModuleType) and any(ours.startswith(f"{full}.") for ours in REPLACED | REFUSED):
+            module = vars(self)[name] = DistributeModule(theirs, f"{full}.")
             return module
         asks = str(sys._getframe(1).f_globals.get("__name__"))
-        if asks.partition(".")[0] in _THEIR_OWN:
+        if asks.partition(".")[0] in _LIBRARIES:
             return theirs
-        if full in NOT_SERVED:
+        if full in REFUSED:
             return _refused(theirs, full)
-        return resolve_name(SERVED[full]) if full in SERVED else theirs
+        return resolve_name(REPLACED[full]) if full in REPLACED else theirs
 
     def __dir__(self) -> list[str]:
         return dir(self._theirs)
@@ -159,11 +157,11 @@ class Served(ModuleType):
 
 @cache
 def _refused(theirs: Any, name: str) -> Any:
-    """Return a stand-in for a name that is not served: it can be looked up, but not called."""
+    """Return a stand-in for a name that is not supported: it can be looked up, but not called."""
 
     def refuse(*_: Any, **__: Any) -> NoReturn:
         raise ConfigError(
-            f"tf.distribute.{name} is not supported by `lockstep run --tf-distribute`: {NOT_SERVED[name]}"
+            f"tf.distribute.{name} is not supported by `lockstep run --tf-distribute`: {REFUSED[name]}"
         )
 
     if not isinstance(theirs, type):

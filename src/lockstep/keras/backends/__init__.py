@@ -1,1 +1,1 @@
-"""How a step is computed on each backend, behind one contract; nothing of inputs or of saving."""
+"""What differs between the backends, one file each behind one contract; nothing that exchanges data."""

@@ -1,4 +1,4 @@
-"""What a Keras backend must do so that replicas can compute a model's steps."""
+"""What a Keras backend must do so that replicas can compute the steps of Keras's loops."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -11,72 +11,72 @@ from lockstep.data.batch import Share
 
 Kind = Literal["train", "test", "predict"]
 Partial = Mapping[str, Any]
-"""A replica's part of a step: arrays of the backend by name, the same names for every replica."""
+"""A replica's contribution to a step: arrays of the backend by name, with equal names for all replicas."""
 
 Total = Mapping[str, npt.NDArray[Any]]
-"""The sum of all replicas' parts, by the same names."""
+"""The sum of all replicas' partials, by the same names."""
 
 
 @dataclass(frozen=True)
-class Execution:
-    """One call that Keras's loop makes of its own train function.
+class TrainFunctionCall:
+    """A call that Keras's loop makes of its own train function.
 
     Attributes:
-        state: before it; None where it lives in variables.
+        state: before the call; None if it is in variables.
         run: makes the call; returns (logs, state).
-        pass_over: takes the batches that the call would take, and does nothing with them. Ends as the call
-            would where there is none.
+        skip: consumes the batches of the call without training. If there are none, raises what the call
+            would raise.
     """
 
     state: Any
     run: Callable[[], tuple[Any, Any]]
-    pass_over: Callable[[], object]
+    skip: Callable[[], object]
 
 
-class Held(Protocol):
-    """The state of the steps of one model: what they read and write."""
+class TrainingState(Protocol):
+    """The state that the steps of one model read and write."""
 
     def published(self, state: Any) -> AbstractContextManager[None]:
-        """Within the block the model's variables have the values in `state`, as between steps."""
+        """Within the block, the model's variables have the values in `state`, as between steps."""
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the arrays of `state`, None for that of the variables, by names that a person recognises."""
+        """Return the arrays in `state`, or in the variables if it is None, by names for messages."""
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Return the state that has the values that `named_state` has returned, perhaps of another process.
+        """Return the state with the values that `named_state` has returned, perhaps in another process.
 
         Raises:
             CheckpointError: they do not fit the model.
         """
 
 
-class Program(Held, Protocol):
+class Program(TrainingState, Protocol):
     """One step of one model, of one kind, in two halves with the sum over the replicas between them.
 
-    A step takes one round of computing and summing, or one more for each further update that it makes; see
-    `keras.backends.multi_update`. `state` is what the backend's Keras threads through its steps, or None
-    where it lives in variables.
+    A step takes one round of computing and summing, and one more for each further update; see
+    `lockstep.keras.backends.multi_update`. `state` is the state that Keras threads through the steps of this
+    backend, or None if it is in variables.
     """
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
-        """Compute the part of one replica that has examples, without changing `state`.
+        """Return the partial of one replica that has examples, without changing `state`.
 
         Args:
             state: at the beginning of the step.
             share: the replica's examples.
-            earlier: the totals of the rounds of this step before this one.
+            earlier: the totals of the earlier rounds of this step.
 
         Raises:
-            ModelError: what the step changes cannot be combined over replicas.
+            ModelError: the changes that the step makes cannot be combined over replicas.
         """
 
-    def complete(self, number: int) -> bool:
-        """Whether round `number`, counted from 0, of which a replica was computed, is the step's last."""
+    def is_last(self, number: int) -> bool:
+        """Whether round `number`, from 0, is the step's last; known after a `compute` of it."""
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
-        """Apply the sums of all rounds; return (logs or None, new state).
+        """Apply the totals of all rounds; return (logs or None, new state).
 
-        Reads the totals until `settle` returns at most.
+        It may read the totals until `settle` returns.
         """
 
     def outputs(self) -> list[tuple[int, Any]]:
@@ -87,39 +87,39 @@ class Program(Held, Protocol):
 
 
 class Backend(Protocol):
-    """One Keras backend."""
+    """One Keras backend, for the steps of Keras's loops."""
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-        """Make the variables that a step of `model` needs, as Keras does for its first one.
+        """Create the variables that a step of `model` needs, as Keras does for its first step.
 
-        Nothing else changes: a step that is tried for it leaves no trace in variables.
+        If this runs a step, the step changes nothing else.
 
         Args:
-            model: is compiled.
+            model: compiled.
             kind: of the step.
-            batch: reads `(x, y, sample_weight)`, of which the first axis are the examples; called only if
-                something is left to make.
+            batch: returns `(x, y, sample_weight)` with the examples along the first axis; called only if
+                variables are missing.
         """
 
     def program(self, model: Any, kind: Kind) -> Program:
-        """Prepare a step of `model`, whose variables exist already."""
+        """Prepare a step of `model`, whose variables exist."""
 
     def function(self, model: Any, step: Callable[[Any, Any], tuple[Any, Any]], kind: Kind) -> Any:
-        """Wrap `step(state, batch) -> (logs or outputs, state)` as what Keras's own loop calls.
+        """Return a function that Keras's loop can call instead of its own.
 
-        The result runs `model.steps_per_execution` steps a call.
+        Each call runs `step(state, batch) -> (logs or outputs, state)` `model.steps_per_execution` times.
         """
 
-    def held(self, model: Any) -> Held:
+    def training_state(self, model: Any) -> TrainingState:
         """Return the state of the training steps of `model`."""
 
-    def watched(
-        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    def intercepted(
+        self, model: Any, function: Any, execute: Callable[[TrainFunctionCall], tuple[Any, Any]]
     ) -> Callable[..., Any]:
-        """Wrap Keras's own train function of `model`: what the loop calls is `execute`."""
+        """Return a function that passes each call of Keras's own train function of `model` to `execute`."""
 
     def settle(self) -> None:
-        """Return once no `apply` that was started still reads its total."""
+        """Wait until no started `apply` reads its totals."""
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
-        """Return the array as NumPy sees it, without a copy where the backend's memory allows it."""
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array as NumPy sees it, without a copy if the backend's memory allows it."""

@@ -1,8 +1,9 @@
-"""Kernels of the backends that make Keras's Adam in one pass over the memory.
+"""Fused kernels of the backends for Keras's Adam, which make one pass over the memory.
 
-Keras makes the update of several operations, each a pass over weights and slots, and on a CPU that is what
-an update costs. The formula is the same (Kingma and Ba, 2015, section 2, the order of operations at its end);
-the rounding is not. So only what all replicas do together is made like this, never what plain Keras does.
+Keras's update has several operations, each a pass over the weights and the optimizer's variables, and on a
+CPU these passes are its cost. The formula is the same (Kingma and Ba, 2015, section 2, the order of
+operations at its end), but the rounding differs. So only updates of all replicas use a kernel, never those of
+plain Keras.
 """
 
 import math
@@ -16,12 +17,12 @@ import keras
 from lockstep.keras.backends.steps import replaced
 
 Kernel = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
-"""Takes an optimizer, gradients, variables and the learning rate: Keras's own `_backend_update_step`."""
+"""Replaces `_backend_update_step` of Keras's optimizers; its arguments begin with the optimizer."""
 
 
 @contextmanager
 def fused(optimizer: Any, kernel: Kernel | None) -> Iterator[None]:
-    """Within the block `optimizer` updates by `kernel`, if there is one."""
+    """Within the block, `optimizer` updates with `kernel`, if there is one."""
     if kernel is None:
         yield
         return
@@ -30,10 +31,10 @@ def fused(optimizer: Any, kernel: Kernel | None) -> Iterator[None]:
 
 
 def kernel_of(optimizer: Any, variables: Sequence[Any]) -> Kernel | None:
-    """Return the kernel that makes the update of `variables` on the CPU, if there is one."""
+    """Return the kernel for the update of `variables` on a CPU, if there is one."""
     kernel = _KERNELS.get(keras.backend.backend())
     kind = type(optimizer)
-    # Keras's own for this backend: on PyTorch a subclass of the public one.
+    # Keras's own class for this backend, which on PyTorch is a subclass of the public one.
     if (
         kernel is None
         or kind.__name__ not in ("Adam", "AdamW")
@@ -69,7 +70,7 @@ def _adam_of_tensorflow(optimizer: Any, grads: Sequence[Any], variables: Sequenc
 
 
 def _handle(variable: Any) -> Any:
-    """Return the handle of a variable of TensorFlow's; a graph does not know by itself whose it is."""
+    """Return the handle of a TensorFlow variable, and let the graph track the variable."""
     import tensorflow as tf
 
     if not tf.executing_eagerly():
@@ -97,7 +98,7 @@ def _adam_of_torch(optimizer: Any, grads: Sequence[Any], variables: Sequence[Any
         lr=float(rate),
         beta1=optimizer.beta_1,
         beta2=optimizer.beta_2,
-        # PyTorch adds epsilon after it has corrected the second moment, Keras before.
+        # PyTorch adds epsilon after the correction of the second moment, Keras before.
         eps=optimizer.epsilon / math.sqrt(1 - optimizer.beta_2 ** (before + 1)),
     )
 

@@ -1,8 +1,8 @@
-"""Keras on JAX: the only file that touches the private parts of its JAX trainer.
+"""Keras on JAX: adapts the steps of its trainer, and eager functions of `strategy.run`.
 
-Keras's own `train_step` runs once per replica, traced with `optimizer.stateless_apply` replaced by a
-recorder; a second compiled function applies the sum. Between the two the gradients are in Python.
-Functions of `strategy.run` run eagerly.
+The only file that uses the private parts of Keras's JAX trainer. `train_step` is traced with
+`optimizer.stateless_apply` replaced by a recorder; a second compiled function applies the sum. Between the
+two, the gradients are in Python.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,49 +18,50 @@ import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.eager import Tensors
-from lockstep.keras.backends.logs import LogReport, StepResults
-from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
-from lockstep.keras.backends.multi_update import Left, Rounds, Unknown, Update
+from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.eager_contract import Tensors
+from lockstep.keras.backends.logs import LogTemplate, MetricResults
+from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
+from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update
 from lockstep.keras.backends.steps import (
     build_by_call,
     refuse_integer_state,
     refuse_overwriting_gradients,
     replaced,
 )
-from lockstep.keras.randomness import GOLDEN_32, random_numbers
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions
 
 _SHAPE = (
     "on the JAX backend a step updates weights through self.optimizer.stateless_apply, with the gradients of "
-    "all trainable variables; training with several optimizers is several compiled models with a step each, "
-    "as in Lockstep's examples/gan.py"
+    "all trainable variables; to train with several optimizers, compile a model for each of them, as in "
+    "Lockstep's examples/gan.py"
 )
 
-# Keras may hand a batch to `jax.device_put` before it reaches the train function. A global batch is no
-# array: as a node without children it passes through untouched.
+# Keras may pass a batch to `jax.device_put` before the train function gets it. A global batch, which is no
+# array, passes through unchanged as a node without children.
 jax.tree_util.register_pytree_node(GlobalBatch, lambda batch: ((), batch), lambda batch, _: batch)
 
 _CHECK_INDICES = "jax_check_static_indices"
-"""The option with which JAX refuses an index outside of an array; old versions do not have it."""
+"""The option with which JAX refuses an index outside of an array; older versions lack it."""
 
 
 class JaxBackend:
-    """Keras's JAX backend behind the contract `lockstep.keras.backends.contract.Backend`."""
+    """The `lockstep.keras.backends.contract.Backend` of JAX."""
 
     def __init__(self) -> None:
         self._pending: list[jax.Array] = []
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-        """Make a model's variables by calling it on symbols."""
+        """Create a model's variables by calling it with symbolic inputs."""
         build_by_call(model, kind, batch)
 
     def program(self, model: Any, kind: Kind) -> "JaxProgram":
         """Prepare a step of a built model."""
         refuse_unsupported(model, kind)
         if hasattr(jax.config, _CHECK_INDICES):
-            # JAX would take the nearest row for one that a replica does not have.
+            # Otherwise JAX would replace an index outside of a replica's rows by the nearest one.
             jax.config.update(_CHECK_INDICES, True)
         return JaxProgram(model, kind, self._pending)
 
@@ -80,36 +81,38 @@ class JaxBackend:
 
         return function
 
-    def held(self, model: Any) -> "JaxState":
+    def training_state(self, model: Any) -> "JaxState":
         """Return the state of the training steps of `model`."""
         return JaxState(model, "train")
 
-    def watched(
-        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    def intercepted(
+        self, model: Any, function: Any, execute: Callable[[TrainFunctionCall], tuple[Any, Any]]
     ) -> Callable[..., Any]:
         """Return `f(state, iterator) -> (logs, state)`, as `JAXTrainer` calls it."""
 
-        def pass_over(iterator: Iterator[Any]) -> None:
+        def skip(iterator: Iterator[Any]) -> None:
             if not list(islice(iterator, model.steps_per_execution)):
                 raise StopIteration
 
-        def watched(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
-            return execute(Execution(state, lambda: function(state, iterator), lambda: pass_over(iterator)))
+        def intercepted(state: Any, iterator: Iterator[Any]) -> tuple[Any, Any]:
+            return execute(
+                TrainFunctionCall(state, lambda: function(state, iterator), lambda: skip(iterator))
+            )
 
-        return watched
+        return intercepted
 
     def settle(self) -> None:
-        """Wait for the updates that were started: they read their total in place."""
+        """Wait for started updates, which read their totals in place."""
         jax.block_until_ready(self._pending)
         self._pending.clear()
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
-        """Wait for `array` and view it in place (on a CPU), or copy it to the host."""
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Wait for the array; return it as NumPy sees it: in place on a CPU, otherwise a copy."""
         return np.asarray(array)
 
 
 class JaxState:
-    """What steps of one kind of one model thread through; see `lockstep.keras.backends.contract.Held`.
+    """The `lockstep.keras.backends.contract.TrainingState` of the steps of one kind of one model.
 
     `state` is Keras's own tuple for the kind: (trainable, non-trainable, optimizer, metrics variables)
     for train, without the optimizer's for test, and without the metrics' for predict.
@@ -121,16 +124,16 @@ class JaxState:
 
     @contextmanager
     def published(self, state: Any) -> Iterator[None]:
-        """Give the variables the values of `state`, whose memory the next update takes."""
+        """Within the block, the variables have the values of `state`, whose memory the next update reuses."""
         for variable, value in zip(self._variables(), (v for group in state for v in group), strict=True):
             variable.assign(value)
-        # So that Keras neither overwrites them now, nor takes the state from them for the next step.
+        # Keras must neither overwrite the variables now, nor read the state of the next step from them.
         self._model._jax_state_synced = True
         yield
         self._model._jax_state_synced = False
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return the arrays that Keras threads through its steps by the paths of their variables."""
+        """Return the arrays that Keras threads through its steps, by the paths of their variables."""
         variables = self._variables()
         if state is None:
             return named_arrays(variables, [variable.value for variable in variables])
@@ -159,7 +162,7 @@ class JaxState:
 
 
 class JaxProgram(JaxState):
-    """One kind of step of one model; see `lockstep.keras.backends.contract.Program`."""
+    """The `lockstep.keras.backends.contract.Program` of one kind of step of one model."""
 
     def __init__(self, model: Any, kind: Kind, pending: list[jax.Array]) -> None:
         super().__init__(model, kind)
@@ -168,13 +171,13 @@ class JaxProgram(JaxState):
         self._seeds = seed_positions(model)
         self._compute = jax.jit(self._traced_compute) if compiled else self._traced_compute
         self._apply = jax.jit(self._traced_apply, donate_argnums=0) if compiled else self._traced_apply
-        self._rounds = Rounds()
-        self._report: LogReport | None = None
+        self._rounds = RoundCount()
+        self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
         self._pending = pending
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
-        """Compute one replica's part; returns before the arrays are ready."""
+        """Return one replica's partial, before its arrays are ready."""
         replica, weight = np.uint32(share.replica), np.float64(share.weight)
         partial: Partial
         partial, outputs = self._compute(state, share.data(), replica, weight, earlier)
@@ -182,14 +185,14 @@ class JaxProgram(JaxState):
             self._outputs.append((share.replica, outputs))
         return partial
 
-    def complete(self, number: int) -> bool:
+    def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
-        return self._rounds.complete(number)
+        return self._rounds.is_last(number)
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
-        """Apply the sums to the state, whose memory is given up; returns before the arrays are ready."""
+        """Apply the totals to the state, whose memory is donated; returns before the arrays are ready."""
         if not self._compiled:
-            # Uncompiled operations may keep the array itself, and the total's memory is used again.
+            # The memory of totals is reused, and uncompiled operations may keep the array itself.
             totals = [{name: jnp.array(a, copy=True) for name, a in total.items()} for total in totals]
         logs, state, done = self._apply(state, totals)
         self._pending.append(done)
@@ -209,10 +212,10 @@ class JaxProgram(JaxState):
             outputs, after = self._model.predict_step((trainable, mixed), data)
             return self._changes(mixed, after, replica, weight), outputs
         gradients: list[Any] = []
-        with observed(self._model, weight) as (densities, results):
+        with replica_step(self._model, weight) as (densities, results):
             if self._kind == "train":
                 given = [trainable, mixed, rest[0], _zeros(rest[1])]
-                with weighed_gradients(self._model, weight) as weighed:
+                with weighted_gradients(self._model, weight) as weighed:
                     gradients, result = self._train(given, data, earlier)
                 if not weighed:
                     gradients = [g * weight.astype(g.dtype) for g in gradients]
@@ -225,39 +228,42 @@ class JaxProgram(JaxState):
         logs, (after, metrics) = result
         partial |= {f"metric/{i}": m for i, m in enumerate(metrics)}
         partial |= self._changes(mixed, after, replica, weight)
-        partial |= self._own_figures(logs, results, weight)
+        partial |= self._logged_values(logs, results, weight)
         return partial if earlier else by_density(self._model, partial, densities, weight), None
 
     def _train(self, state: Any, data: Any, earlier: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Run the user's `train_step` in the round that follows the totals `earlier`.
+        """Run the model's `train_step` in the round that follows the totals `earlier`.
 
-        Returns (the gradients of the round's own update, (logs, (other layer state, metrics))), without the
-        second where the step goes on after that update.
+        Returns (the gradients of the round's own update, (logs, (other layer state, metrics)) or None if the
+        step uses the new weights).
         """
         number = len(earlier)
-        record = Record(self._model.optimizer, earlier, self._rounds.leaves(number), [*state[0], *state[2]])
+        recorder = StatelessRecorder(
+            self._model.optimizer, earlier, self._rounds.ends_early(number), [*state[0], *state[2]]
+        )
         try:
-            with replaced(self._model.optimizer, "stateless_apply", record.note):
+            with replaced(self._model.optimizer, "stateless_apply", recorder.stateless_apply):
                 logs, (trainable, rest, optimizer, metrics) = self._model.train_step(tuple(state), data)
-        except Left:
+        except EndOfRound:
             pass
         except (TypeError, ValueError) as error:
-            if not any(name in str(error) for name in (Unknown.__name__, "__jax_array__")):
+            if not any(name in str(error) for name in (UnknownValue.__name__, "__jax_array__")):
                 raise
         else:
             returned = [*trainable, *optimizer]
-            if all(new is expected for new, expected in zip(returned, record.updated, strict=True)):
-                return record.gradients or [], (logs, (rest, metrics))
-            if record.gradients is None:
+            if all(new is expected for new, expected in zip(returned, recorder.updated, strict=True)):
+                return recorder.gradients or [], (logs, (rest, metrics))
+            if recorder.gradients is None:
                 raise ModelError(f"train_step returns weights that its optimizer did not update; {_SHAPE}")
-        if not self._rounds.leaves(number):
-            self._rounds.leave(number)
+        if not self._rounds.ends_early(number):
+            self._rounds.add_after(number)
             return self._train(state, data, earlier)
-        return record.gradients or [], None
+        return recorder.gradients or [], None
 
     def _traced_apply(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any, Any]:
         logs, state = self._applied(state, totals)
-        # Ready when the whole computation is; unlike the state, nobody else can give its memory away.
+        # An array that is ready when the whole computation is, and whose memory, unlike the state's, is not
+        # donated to another one.
         return logs, state, jnp.zeros(())
 
     def _applied(self, state: Any, totals: Sequence[Mapping[str, Any]]) -> tuple[Any, Any]:
@@ -280,23 +286,23 @@ class JaxProgram(JaxState):
         return logs, (trainable, after, optimizer, metrics)
 
     def _mix_seeds(self, variables: list[Any], replica: Any) -> list[Any]:
-        """Give each replica random keys of its own; replica 0 keeps the model's."""
+        """Return the replica's random keys; replica 0 keeps the model's."""
         mixed = list(variables)
         for i in self._seeds:
             mixed[i] = variables[i].at[0].set(variables[i][0] ^ (replica * np.uint32(GOLDEN_32)))
         return mixed
 
     def _changes(self, before: list[Any], after: list[Any], replica: Any, weight: Any) -> dict[str, Any]:
-        """Return what the step did to the layers' state, in the form in which it adds up.
+        """Return the changes of the layers' state, in a form that can be summed.
 
-        Variables that the step did not touch come back as the same object.
+        Keras returns a variable that the step does not change as the same object.
         """
         changes = {}
         for i, (old, new) in enumerate(zip(before, after, strict=True)):
             if new is old:
                 continue
             if i in self._seeds:
-                # Every replica advances its key by the same amount: replica 0 speaks for all.
+                # Every replica advances its key by the same amount: replica 0's change counts.
                 changes[f"state/{i}"] = jnp.where(replica == 0, new - old, jnp.zeros_like(old))
             elif jnp.issubdtype(old.dtype, jnp.floating):
                 changes[f"state/{i}"] = (new - old) * weight.astype(old.dtype)
@@ -304,41 +310,48 @@ class JaxProgram(JaxState):
                 refuse_integer_state(self._model.non_trainable_variables[i])
         return changes
 
-    def _own_figures(self, logs: dict[str, Any], results: StepResults, weight: Any) -> dict[str, Any]:
-        """Return the figures that the user's own step made, beyond the metrics' results, weighted."""
-        self._report = LogReport(self._model, logs, results)
-        own = {name: jnp.asarray(v, jnp.float32) * weight for name, v in self._report.figures.items()}
-        self._report.figures.clear()
-        return own
+    def _logged_values(self, logs: dict[str, Any], results: MetricResults, weight: Any) -> dict[str, Any]:
+        """Return the values, weighted, that the step logs beyond the metrics' results."""
+        self._log_template = LogTemplate(self._model, logs, results)
+        values = {name: jnp.asarray(v, jnp.float32) * weight for name, v in self._log_template.values.items()}
+        self._log_template.values.clear()
+        return values
 
     def _logs(self, metrics: list[Any], total: Mapping[str, Any]) -> dict[str, Any]:
-        if self._report is None:
+        if self._log_template is None:
             return {}
-        # A copy, since an output that is an input would be the total's own memory.
+        # Copies, because an output that is an input would share the total's memory.
         own = {name: jnp.copy(value) for name, value in total.items() if name.startswith("log/")}
         mapping = list(zip(self._model.metrics_variables, metrics, strict=True))
         with keras.StatelessScope(state_mapping=mapping):
-            return self._report.assembled(own)
+            return self._log_template.assembled(own)
 
 
-class Record:
-    """Stands for `optimizer.stateless_apply` in one round of a step.
+class StatelessRecorder:
+    """Replaces `optimizer.stateless_apply` in one round of a step.
 
     Attributes:
-        gradients: of the update that the round is for, once the step has come to it.
-        updated: the values of weights and of the optimizer's variables after the last application.
+        gradients: of the round's own update, once the step has reached it.
+        updated: the values of the weights and of the optimizer's variables after the last update.
     """
 
-    def __init__(self, optimizer: Any, earlier: Sequence[Any], leaves: bool, initial: list[Any]) -> None:
+    def __init__(self, optimizer: Any, earlier: Sequence[Any], ends_early: bool, initial: list[Any]) -> None:
         self._optimizer = optimizer
         self._apply = optimizer.stateless_apply
         self._earlier = iter(earlier)
-        self._leaves = leaves
+        self._ends_early = ends_early
         self.gradients: list[Any] | None = None
         self.updated = initial
 
-    def note(self, optimizer_variables: Any, grads: Any, trainable_variables: Any) -> tuple[Any, Any]:
-        """Make an earlier round's update, or note this round's."""
+    def stateless_apply(
+        self, optimizer_variables: Any, grads: Any, trainable_variables: Any
+    ) -> tuple[Any, Any]:
+        """Make an earlier round's update, or record this round's.
+
+        Raises:
+            EndOfRound: the round ends here.
+            ModelError: the gradients are not those of all trainable variables.
+        """
         if len(grads) != len(self._optimizer._trainable_variables):
             raise ModelError(
                 f"train_step applied {len(grads)} gradients to an optimizer of "
@@ -347,14 +360,14 @@ class Record:
         if (total := next(self._earlier, None)) is not None:
             weights, others = self._apply(optimizer_variables, _gradients(total), trainable_variables)
         elif self.gradients is not None:
-            raise Left
+            raise EndOfRound
         else:
             self.gradients = list(grads)
-            if self._leaves:
-                raise Left
+            if self._ends_early:
+                raise EndOfRound
             weights, others = (
-                [Unknown() for _ in trainable_variables],
-                [Unknown() for _ in optimizer_variables],
+                [UnknownValue() for _ in trainable_variables],
+                [UnknownValue() for _ in optimizer_variables],
             )
         self.updated = [*weights, *others]
         return weights, others
@@ -380,47 +393,47 @@ def _gradients(total: Mapping[str, Any]) -> list[Any]:
     return [total[f"gradient/{i}"] for i in range(count)]
 
 
-class EagerJax:
-    """Arrays of JAX: nobody writes to them, so none is ever copied."""
+class JaxEagerBackend:
+    """The `lockstep.keras.backends.eager_contract.EagerBackend` of JAX, whose arrays are immutable."""
 
-    def apart(self, seed: int) -> AbstractContextManager[None]:
-        """Within the block a replica computes."""
+    def isolated(self, seed: int) -> AbstractContextManager[None]:
+        """Within the block a replica computes, with random numbers derived from `seed`."""
         return random_numbers(seed)
 
-    def kept(self, variable: Any) -> Any:
+    def saved_value(self, variable: Any) -> Any:
         """Return the value of a variable."""
         return variable._value
 
-    def own(self, leaf: Any) -> Any:
-        """Return a leaf as an array of JAX, a copy if it was none."""
+    def to_tensor(self, leaf: Any) -> Any:
+        """Return a leaf as an array of JAX, copied if it is another array."""
         if isinstance(leaf, jax.Array):
             return leaf
         array = np.asarray(leaf)
         return leaf if array.dtype.kind in "OSUM" else jnp.array(array, copy=True)
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
-        """Wait for an array and view it in place (on a CPU), or copy it to the host."""
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Wait for the array; return it as NumPy sees it: in place on a CPU, otherwise a copy."""
         if isinstance(array, jax.core.Tracer):
             _refuse_tracing()
         return np.asarray(array)
 
-    def through(
-        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    def custom_gradient(
+        self, leaves: Tensors, merge: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
     ) -> Tensors:
-        """Return `meet(leaves)`, for which gradients are computed by `gradient`.
+        """Return `merge(leaves)`, for which `gradient` computes the gradients.
 
-        `jax.grad` calls both with values, and not while it traces a function for later.
+        `jax.grad` calls both with values, because it does not trace the function for later calls.
         """
-        # What is made within `jax.jit` is a tracer; within `jax.grad` and `jax.vmap` it is an array.
+        # A new array is a tracer within `jax.jit`, but not within `jax.grad` and `jax.vmap`.
         if isinstance(jnp.zeros(()), jax.core.Tracer):
             _refuse_tracing()
 
-        def met(leaves: list[Any]) -> list[Any]:
+        def merged(leaves: list[Any]) -> list[Any]:
             if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
                 _refuse_tracing()
-            return list(meet(leaves))
+            return list(merge(leaves))
 
-        differentiable = jax.custom_vjp(met)
+        differentiable = jax.custom_vjp(merged)
         differentiable.defvjp(
             lambda leaves: (differentiable(leaves), None), lambda _, upstream: (list(gradient(upstream)),)
         )
@@ -428,15 +441,15 @@ class EagerJax:
         return found
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
-        """Make an update from copies: operations go on reading when it returns."""
+        """Make an update from copies, because operations may still read the gradients when it returns."""
         update.apply([None if g is None else jnp.array(g, copy=True) for g in gradients])
 
 
 def _refuse_tracing() -> NoReturn:
-    """Raise ModelError: a value that replicas are to share has none yet."""
+    """Raise ModelError: a value that replicas merge is symbolic."""
     raise ModelError(
         "replicas cannot synchronize in a function that JAX traces (jit, vmap, checkpoint): let the "
         "compiled function return gradients or values, and call optimizer.apply, all_reduce or all_gather "
         "with them in the function passed to strategy.run, or strategy.reduce after it; jax.grad and "
-        "jax.value_and_grad go through all_reduce and all_gather where they are not compiled"
+        "jax.value_and_grad support all_reduce and all_gather outside of compiled functions"
     )

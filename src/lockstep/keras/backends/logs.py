@@ -1,7 +1,7 @@
-"""What a step reports: results of the model's metrics, and figures of its own.
+"""The logs of a step: results of the model's metrics, and values that the step computes itself.
 
-A replica's metrics start from zero, so their results are reported from the total. A tensor tells by itself
-whether it is a metric's result: a program may report it under any name, and in dictionaries within the logs.
+A replica's metrics start from zero, so the logs contain the metrics' results for the total. The identity of a
+tensor shows whether it is a metric's result: a step may log it under any name, also in nested dictionaries.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -15,77 +15,77 @@ from lockstep.keras.backends.steps import replaced
 _Path = tuple[str, ...]
 
 
-class StepResults:
-    """The results that metrics gave while a step ran.
+class MetricResults:
+    """The results that metrics have returned while a step ran.
 
     Attributes:
-        names: under which the model reports them.
+        names: under which the model logs them.
     """
 
     def __init__(self) -> None:
-        # The values are kept, so that no other one gets their ids.
+        # The values are stored so that their ids remain unique.
         self._found: dict[int, tuple[Any, Any, _Path]] = {}
         self.names: set[str] = set()
 
-    def note(self, metric: Any, result: Any) -> Any:
-        """Note a result of `metric`, which is returned."""
+    def record(self, metric: Any, result: Any) -> Any:
+        """Record a result of `metric`, and return it."""
         self.names.update(result if isinstance(result, Mapping) else [metric.name])
         for path, value in _leaves(result):
             if keras.ops.is_tensor(value):
                 self._found[id(value)] = value, metric, path
         return result
 
-    def note_all(self, results: dict[str, Any]) -> dict[str, Any]:
-        """Note what the model makes of all results, which is returned."""
+    def record_all(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Record the names of the model's results, and return the results."""
         self.names.update(results)
         return results
 
     def find(self, value: Any) -> tuple[Any, _Path] | None:
-        """Return the metric that gave `value`, and where in its result it is."""
+        """Return (the metric that has returned `value`, the path of `value` in its result), or None."""
         found = self._found.get(id(value))
         return None if found is None else found[1:]
 
 
 @contextmanager
-def noted_results(model: Any) -> Iterator[StepResults]:
-    """Within the block the results that the model's metrics give are noted."""
-    results, everything = StepResults(), model.get_metrics_result
+def recorded_results(model: Any) -> Iterator[MetricResults]:
+    """Within the block, record the results that the model's metrics return."""
+    results, everything = MetricResults(), model.get_metrics_result
     with ExitStack() as stack:
         for metric in {id(metric): metric for metric in model.metrics}.values():
 
             def result(metric: Any = metric, original: Callable[..., Any] = metric.result) -> Any:
-                return results.note(metric, original())
+                return results.record(metric, original())
 
             stack.enter_context(replaced(metric, "result", result))
-        stack.enter_context(replaced(model, "get_metrics_result", lambda: results.note_all(everything())))
+        stack.enter_context(replaced(model, "get_metrics_result", lambda: results.record_all(everything())))
         yield results
 
 
-class LogReport:
-    """The logs of one step of `model`, to be put together again from totals.
+class LogTemplate:
+    """The structure of the logs of one step of `model`, to be filled in from totals.
 
     Attributes:
-        figures: those of the step's own, by the names under which partials have them.
+        values: those that the step computes itself, by their names in partials.
     """
 
-    def __init__(self, model: Any, logs: Mapping[str, Any], results: StepResults) -> None:
+    def __init__(self, model: Any, logs: Mapping[str, Any], results: MetricResults) -> None:
         self._model = model
         self._logs = logs
         self._metrics: dict[_Path, tuple[Any, _Path]] = {}
         self._named: set[_Path] = set()
-        self.figures: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         for path, value in _leaves(logs):
             if (found := results.find(value)) is not None:
                 self._metrics[path] = found
             elif len(path) == 1 and path[0] in results.names:
-                # Made of a metric's result, as by rounding it.
+                # Derived from a metric's result, for example by rounding it.
                 self._named.add(path)
             elif value is not None:
-                self.figures[_name(path)] = value
+                self.values[_name(path)] = value
         self._logs = mapped(lambda value: None, logs)
 
     def assembled(self, total: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the logs, with the results that the metrics have now and the figures that `total` has."""
+        """Return the logs, with the present results of the metrics and the other values of `total`."""
         named = self._model.get_metrics_result() if self._named else {}
         results: dict[int, Any] = {}
 
@@ -104,7 +104,7 @@ class LogReport:
 
 
 def mapped(function: Callable[[Any], Any], logs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return logs with `function` of each value, also of those in dictionaries within."""
+    """Return logs with `function` of each value, also in nested dictionaries."""
     return {
         name: mapped(function, value) if isinstance(value, Mapping) else function(value)
         for name, value in logs.items()
@@ -135,5 +135,5 @@ def _within(result: Any, path: _Path) -> Any:
 
 
 def _name(path: _Path) -> str:
-    # Of names with a slash, no two paths have the same.
+    # Doubled slashes keep the names of different paths different.
     return "log/" + "/".join(name.replace("/", "//") for name in path)

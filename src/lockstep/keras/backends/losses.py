@@ -1,4 +1,4 @@
-"""Losses that are no plain means over examples: how replicas' losses become that of the global batch."""
+"""Combines replicas' losses into the loss of the global batch, also if they are not means over examples."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -9,7 +9,7 @@ import keras
 from keras.src.losses import loss as keras_loss
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.logs import StepResults, noted_results
+from lockstep.keras.backends.logs import MetricResults, recorded_results
 from lockstep.keras.backends.steps import replaced
 
 _MEANS = ("mean", "sum_over_batch_size")
@@ -17,25 +17,25 @@ _WEIGHTED_MEAN = "mean_with_sample_weight"
 
 
 @contextmanager
-def observed(model: Any, weight: Any) -> Iterator[tuple[list[Any], StepResults]]:
-    """Within the block a replica's step may run; what it computes combines over replicas.
+def replica_step(model: Any, weight: Any) -> Iterator[tuple[list[Any], MetricResults]]:
+    """Within the block, a replica's step computes losses and metrics that can be combined over replicas.
 
     Yields (the densities of its losses, the results of its metrics).
     """
     with (
         replica_losses(model, weight) as densities,
-        weighed_means(model, weight),
-        noted_results(model) as results,
+        weighted_means(model, weight),
+        recorded_results(model) as results,
     ):
         yield densities, results
 
 
 @contextmanager
 def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
-    """Within the block a replica's losses are computed so that they combine; yield what tells how.
+    """Within the block, a replica's losses can be combined; yield their densities.
 
-    The list has the density of each loss that was computed: its denominator for each element, where that is
-    a number of unmasked elements or a sum of weights, or None where it is the number of elements.
+    The density of a loss is its denominator divided by the number of elements, if the denominator is a number
+    of unmasked elements or a sum of weights; None if it is the number of elements.
 
     Raises:
         ModelError: some of the model's losses are sums and others means.
@@ -58,14 +58,14 @@ def replica_losses(model: Any, weight: Any) -> Iterator[list[Any]]:
 
 
 def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight: Any) -> dict[str, Any]:
-    """Weigh what follows from the loss by the replica's share of the loss's denominator.
+    """Weight the values that are proportional to the loss by the replica's share of the loss's denominator.
 
-    A replica's loss is its sum divided by its own denominator: losses and gradients weighted by the
-    denominators, and divided by the sum of them, are those of the global batch. That takes one denominator:
-    with several losses of which one has a density, replicas weigh by their examples.
+    A replica's loss is its sum divided by its own denominator. Losses and gradients that are weighted by the
+    denominators, and divided by the sum of them, are those of the global batch. That needs one denominator:
+    if there are several losses of which one has a density, the numbers of examples remain the weights.
 
     Args:
-        model: whose step it is.
+        model: the model of the step.
         partial: weighted by examples.
         densities: of the step's losses.
         weight: the replica's share of the examples.
@@ -76,28 +76,28 @@ def by_density(model: Any, partial: dict[str, Any], densities: list[Any], weight
     followers = {
         name: value * keras.ops.cast(density, keras.backend.standardize_dtype(value.dtype))
         for name, value in partial.items()
-        if follows_the_loss(model, name)
+        if is_proportional_to_loss(model, name)
     }
     return {**partial, **followers, "density": density * keras.ops.cast(weight, "float32")}
 
 
 def divided(model: Any, total: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a total of NumPy or JAX, divided by the densities that its partials were weighed by, if any."""
+    """Return a total of NumPy or JAX arrays, divided by the densities that weighted its partials, if any."""
     if "density" not in total:
         return total
     density = total["density"]
-    # Without any, what follows the loss is zero.
+    # With a density of zero, the values that are proportional to the loss are zero.
     density = density + (density == 0)
     followers = {
         name: value / density.astype(value.dtype)
         for name, value in total.items()
-        if follows_the_loss(model, name)
+        if is_proportional_to_loss(model, name)
     }
     return {**total, **followers}
 
 
-def follows_the_loss(model: Any, name: str) -> bool:
-    """Whether a part of a partial is proportional to the loss."""
+def is_proportional_to_loss(model: Any, name: str) -> bool:
+    """Whether the array with a name in a partial is proportional to the loss."""
     if name.startswith("gradient/"):
         return True
     tracker = getattr(model, "_loss_tracker", None)
@@ -110,7 +110,7 @@ def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
     if reduction in _MEANS and mask is not None:
         weights = mask
     elif reduction == _WEIGHTED_MEAN and mask is None and sample_weight is None:
-        # A step has a density in every call, or in none.
+        # A step must have a density in every call or in none.
         weights = 1.0
     elif reduction == _WEIGHTED_MEAN:
         weights = keras_loss.apply_mask(sample_weight, mask, dtype="float32", reduction=reduction)
@@ -121,10 +121,10 @@ def _density(sample_weight: Any, mask: Any, reduction: Any) -> Any:
 
 @contextmanager
 def whole_sums(model: Any, weight: Any) -> Iterator[None]:
-    """Within the block a loss that is a sum over examples counts as the replica's part of it.
+    """Within the block, divide a loss that is a sum over examples by `weight`.
 
-    Replicas' gradients are averaged with `weight`, each replica's share of the examples; a sum divided by
-    it survives that as the sum. Losses that were added to the model, regularizers for example, are means.
+    `weight` is the replica's share of the examples, by which gradients are weighted; so the result is a sum.
+    Losses that are added to the model, such as those of regularizers, are means.
 
     Raises:
         ModelError: some of the model's losses are sums and others means, or one is neither.
@@ -144,7 +144,7 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
             "some of the model's losses have reduction='sum' and others are means over the examples: "
             "replicas cannot weight both; give all of them the same reduction"
         )
-    # Keras's own step, and those of the program's own, call it by this name.
+    # Keras's steps and custom ones call it by this name.
     compute = model.compute_loss
 
     def compute_whole(*args: Any, **kwargs: Any) -> Any:
@@ -157,11 +157,11 @@ def whole_sums(model: Any, weight: Any) -> Iterator[None]:
 
 
 @contextmanager
-def weighed_means(model: Any, weight: Any) -> Iterator[None]:
-    """Within the block a `Mean` that is given a single number counts it by the replica's weight.
+def weighted_means(model: Any, weight: Any) -> Iterator[None]:
+    """Within the block, a `Mean` that gets a single number weights it by the replica's weight.
 
-    Keras counts each such number once, as it does the losses of single outputs in a graph, which is for any
-    number of examples: so the numbers of all replicas together count once as well.
+    Keras gives each such number the weight 1, also the losses of single outputs, for any number of examples.
+    So the numbers of all replicas together have the weight 1.
     """
     losses = getattr(model._compile_loss, "metrics", ())
     means = {id(m): m for m in [*flat_metrics(model.metrics), *losses] if _takes_plain_means(m)}
@@ -179,7 +179,7 @@ def weighed_means(model: Any, weight: Any) -> Iterator[None]:
 
 
 def flat_metrics(metrics: Iterable[Any]) -> list[Any]:
-    """Return the metrics, with those that a container of metrics holds in its place."""
+    """Return the metrics, with the elements of containers of metrics instead of the containers."""
     found = []
     for metric in metrics:
         inner = getattr(metric, "metrics", None)
@@ -192,11 +192,11 @@ def _takes_plain_means(metric: Any) -> bool:
 
 
 @contextmanager
-def weighed_gradients(model: Any, weight: Any) -> Iterator[bool]:
-    """Within the block Keras's own `train_step` makes gradients times `weight`; yield whether it does.
+def weighted_gradients(model: Any, weight: Any) -> Iterator[bool]:
+    """Within the block, Keras's own `train_step` computes gradients times `weight`; yield whether it does.
 
-    The loss is multiplied before the backward pass: that is one number, and gradients are as many as weights.
-    A step of the program's own may take the gradients of anything.
+    Multiplying the loss before the backward pass costs less than multiplying all gradients. A custom step may
+    compute gradients of other values.
     """
     optimizer = model.optimizer
     if type(model).train_step is not keras.Model.train_step or hasattr(optimizer, "inner_optimizer"):
@@ -204,25 +204,25 @@ def weighed_gradients(model: Any, weight: Any) -> Iterator[bool]:
         return
     scale = optimizer.scale_loss
 
-    def weighed(loss: Any) -> Any:
+    def weighted(loss: Any) -> Any:
         scaled = scale(loss)
         return scaled * keras.ops.cast(weight, keras.backend.standardize_dtype(scaled.dtype))
 
-    with replaced(optimizer, "scale_loss", weighed):
+    with replaced(optimizer, "scale_loss", weighted):
         yield True
 
 
 @contextmanager
 def scaled_losses(replicas: int) -> Iterator[None]:
-    """Within the block losses are such that their sum over `replicas` is the whole batch's.
+    """Within the block, the sum of the losses of `replicas` is the loss of the global batch.
 
-    Programs for `tf.distribute` count on it: Keras's losses divide their means by the number of replicas that
-    TensorFlow's strategy has, and so do `tf.nn.scale_regularization_loss` and `tf.nn.compute_average_loss`.
+    Programs for `tf.distribute` rely on this: Keras's losses, `tf.nn.scale_regularization_loss` and
+    `tf.nn.compute_average_loss` divide means by the number of replicas of TensorFlow's strategy.
     """
     reduce = keras_loss.reduce_values
 
     def reduced(values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size") -> Any:
-        # Keras leaves a vector without elements as it is; its sum is the zero that its graphs give.
+        # Keras returns a vector without elements unchanged; in graphs, it returns the sum, which is zero.
         if tuple(values.shape) == (0,) and reduction not in (None, "none"):
             return keras.ops.sum(values)
         return reduce(values, sample_weight, reduction)

@@ -1,9 +1,9 @@
-"""A step that updates weights several times, or uses them after an update: one round for each update.
+"""Steps that update weights several times, or use them after an update: one round for each update.
 
-A round runs the step again. The updates of earlier rounds are made from their totals, which are known by
-then; the round's own update is recorded, and the step is left there, unless it goes on to its end without
-the new weights. That last round also gives metrics, layer state and logs. Nothing is kept from round to
-round but totals, so a step stays a pure function of state, examples and seed.
+Each round runs the step again. It makes the updates of earlier rounds from their totals, and records its own
+update. There the step ends, unless it can run to its end without the new weights. That last round also
+computes metrics, layer state and logs. Only totals are kept from round to round, so a step remains a pure
+function of state, examples and seed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,33 +17,33 @@ from lockstep.keras.backends.fused import Kernel, fused, kernel_of
 from lockstep.keras.backends.steps import replaced
 
 
-class Left(BaseException):
-    """The step is left at an update, or where it wants weights that are not known yet.
+class EndOfRound(BaseException):
+    """Ends a step or function at an update, or when it reads weights that are not known yet.
 
-    Not an Exception: a step's own handlers must not catch it.
+    It is no Exception, so that the handlers of the step do not catch it.
     """
 
 
-class Unknown:
-    """Stands for the value of a variable between an update and the reduce that makes it known."""
+class UnknownValue:
+    """The value of a variable between an update and the reduce that determines it."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Left
+        raise EndOfRound
 
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise Left
+        raise EndOfRound
 
     def __jax_array__(self) -> NoReturn:
-        raise Left
+        raise EndOfRound
 
     @classmethod
     def __torch_function__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise Left
+        raise EndOfRound
 
 
 @dataclass(frozen=True)
 class Update:
-    """One of the updates that each step makes: an optimizer and the variables that it is applied to."""
+    """An update that each step makes: an optimizer, and the variables that it updates."""
 
     optimizer: Any
     variables: list[Any]
@@ -55,116 +55,115 @@ class Update:
 
     @cached_property
     def kernel(self) -> Kernel | None:
-        """What makes the update in one pass, if anything does; it neither keeps nor changes gradients."""
+        """The fused kernel for the update, if there is one; it neither keeps nor changes gradients."""
         return kernel_of(self.optimizer, self.variables)
 
     def apply(self, gradients: list[Any]) -> None:
-        """Apply the optimizer, even where something stands for its `apply`."""
+        """Apply the optimizer, even if its `apply` is replaced."""
         with fused(self.optimizer, self.kernel):
             type(self.optimizer).apply(self.optimizer, gradients, self.variables)
 
 
-class Rounds:
-    """How many rounds a program's steps take. Each is first computed as if it were the last."""
+class RoundCount:
+    """The number of rounds of a step or function. A round is the last until its computation shows another."""
 
     def __init__(self) -> None:
-        self._left = 0
+        self._last = 0
 
-    def leaves(self, number: int) -> bool:
-        """Whether round `number`, counted from 0, ends at its update."""
-        return number < self._left
+    def ends_early(self, number: int) -> bool:
+        """Whether round `number`, from 0, ends at its update."""
+        return number < self._last
 
-    def leave(self, number: int) -> None:
-        """Learn that round `number` cannot be the last."""
-        self._left = number + 1
+    def add_after(self, number: int) -> None:
+        """Add a round after round `number`."""
+        self._last = number + 1
 
-    def complete(self, number: int) -> bool:
+    def is_last(self, number: int) -> bool:
         """Whether round `number`, which was computed, is the last."""
-        return number >= self._left
+        return number >= self._last
 
 
-class Recording:
-    """What one replica does together with the others in one round, one thing after the other.
+class UpdateRecorder:
+    """Replaces `apply` of optimizers in one replica's computation of one round.
 
-    What earlier rounds were for is known; the round's own is recorded; what comes later is not reached. Here
-    that is `apply` of optimizers, where weights are variables; for functions of `strategy.run` see
-    `lockstep.keras.replica_run.merges`.
+    It makes the updates of earlier rounds, records the round's own, and ends the round at any later one. For
+    backends whose weights are variables. `lockstep.keras.replica_run.merges` extends it to all merges of a
+    function.
 
     Attributes:
-        gradients: of the round's own update; empty until the replica comes to it, None where there is none.
-        update: the round's own, once the replica has come to it, if it is one.
+        gradients: of the round's own update, None for a variable without one; empty before the update.
+        update: the round's own update, once the replica has reached it.
     """
 
     def __init__(
         self,
         number: int,
-        leaves: bool,
+        ends_early: bool,
         known: Sequence[Update | None],
         repeat: Callable[[int], None],
-        noted: Callable[[Update], None],
+        on_update: Callable[[Update], None],
     ) -> None:
         """Prepare round `number`.
 
         Args:
             number: of the round, from 0.
-            leaves: whether it ends at its update.
-            known: the updates of the rounds before, or also those that were known before the replica
-                computed; None for a round that was not for an update.
-            repeat: makes the update of an earlier round, whose number it is given.
-            noted: is told of the round's own update, if the replica computes what follows it.
+            ends_early: whether it ends at its update.
+            known: the known updates of this and other rounds; None for a round with another kind of merge.
+            repeat: makes the update of the earlier round whose number it gets.
+            on_update: is called with the round's own update if the replica continues after it.
         """
         self._number = number
-        self._leaves = leaves
+        self._ends_early = ends_early
         self._known = known
         self._repeat = repeat
-        self._noted = noted
-        self._met = 0
+        self._on_update = on_update
+        self._reached = 0
         self.gradients: list[Any] = []
         self.update: Update | None = None
 
     def apply(self, optimizer: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Do what this round does at the next application of an optimizer.
+        """Repeat or record the next update.
 
         Raises:
-            Left: the round ends here, or has no use for what follows.
-            ModelError: the update is another one than was known.
+            EndOfRound: the round ends here.
+            ModelError: the update differs from the known one.
         """
         grads = list(grads)
         if not grads:
-            # Keras's own does nothing then.
+            # Keras does nothing without gradients.
             return
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
         update = Update(optimizer, list(variables))
-        number = self._next()
+        number = self._next_number()
         if number < len(self._known):
             _refuse_another(update, self._known[number])
         if number < self._number:
             self._repeat(number)
             return
         self.gradients, self.update = grads, update
-        if self._leaves:
-            raise Left
-        self._noted(update)
+        if self._ends_early:
+            raise EndOfRound
+        self._on_update(update)
 
-    def _next(self) -> int:
-        """Count what replicas do together; leave if it comes after the round's own."""
-        number, self._met = self._met, self._met + 1
+    def _next_number(self) -> int:
+        """Return the number of the next update or merge; end the round if it comes after the round's own."""
+        number, self._reached = self._reached, self._reached + 1
         if number > self._number:
-            raise Left
+            raise EndOfRound
         return number
 
     @contextmanager
-    def of(self, model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
-        """Within the block this stands for `apply` of the optimizers of a model.
+    def replacing_apply(self, model: Any, optimizers: Iterable[Any]) -> Iterator[None]:
+        """Within the block, `apply` of the optimizers of a model calls this recorder.
 
         Raises:
-            ModelError: the block has trained without any.
+            ModelError: the block has trained the model without any of them.
         """
         with ExitStack() as stack:
             for optimizer in optimizers:
                 stack.enter_context(replaced(optimizer, "apply", partial(self.apply, optimizer)))
             yield
-        if not self._met and model.trainable_variables:
+        if not self._reached and model.trainable_variables:
             raise ModelError(
                 "train_step applies no optimizer of the model: use self.optimizer, or keep the "
                 "optimizer as an attribute of the model"
@@ -172,11 +171,11 @@ class Recording:
 
 
 def refuse_own_update(name: str) -> NoReturn:
-    """Raise ModelError: a step changes a trainable variable by itself."""
+    """Raise ModelError: a step assigns a trainable variable itself."""
     raise ModelError(
         f"the step assigns the variable {name!r} itself; weights and the variables of optimizers change "
         "through self.optimizer.apply, or that of another optimizer that is an attribute of the model; "
-        "limits on weights are constraints of their layers; assign a learning rate outside of the step, and "
+        "limit weights with constraints of their layers; assign a learning rate outside of the step, and "
         "create a variable that is not a weight with trainable=False"
     )
 
@@ -185,7 +184,7 @@ def _refuse_another(update: Update, known: Update | None) -> None:
     ids, known_ids = ([id(one) for one in each.variables] if each else [] for each in (update, known))
     if known is None or update.optimizer is not known.optimizer or ids != known_ids:
         raise ModelError(
-            "the step applies another optimizer than before, or applies it to different variables: compile "
+            "the step applies another optimizer than before, or applies it to other variables: compile "
             "the model again after changing which of its layers are trainable, and let all replicas make the "
             "same updates in the same order in every step"
         )
@@ -193,11 +192,11 @@ def _refuse_another(update: Update, known: Update | None) -> None:
 
 @contextmanager
 def hidden(update: Update) -> Iterator[None]:
-    """Within the block nobody sees the variables that an update would have changed."""
+    """Within the block, the variables that an update would have changed have unknown values."""
     values = [(variable, variable._value) for variable in update.changed]
     try:
         for variable, _ in values:
-            variable._value = Unknown()
+            variable._value = UnknownValue()
         yield
     finally:
         for variable, value in values:

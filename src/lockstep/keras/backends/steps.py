@@ -1,7 +1,7 @@
-"""What the adapters of all backends share: replaced methods, making variables before a first step, limits.
+"""What all backends share: replacing methods, creating variables before the first step, unsupported models.
 
-Keras on JAX and PyTorch calls a model on symbols to make its variables. On TensorFlow it leaves them to the
-first step, which works for models that cannot be called: those whose own step calls their parts.
+Keras on JAX and PyTorch calls a model with symbolic inputs to create its variables. On TensorFlow, the first
+step creates them, which also works for models that cannot be called because their step calls their layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +20,7 @@ from lockstep.keras.variables import optimizers_of
 @contextmanager
 def replaced(owner: Any, method: str, replacement: Any) -> Iterator[None]:
     """Within the block `owner.method` is `replacement`."""
-    # Past the owner's __setattr__, which tracks what it is given.
+    # Not by the owner's __setattr__, which tracks its values.
     attributes = vars(owner)
     before = {method: attributes[method]} if method in attributes else {}
     attributes[method] = replacement
@@ -71,11 +71,13 @@ def refuse_stateful_layers(model: Any) -> None:
 
 @contextmanager
 def misfits_explained(model: Any, examples: int) -> Iterator[None]:
-    """Within the block, which computes a replica of so many examples, a failure names what does not fit that.
+    """Explain an error of the block, which computes a replica with this number of examples.
 
-    That is an input with a batch of fixed size, and an index of a row that the replica does not have.
+    The causes are an input with a fixed batch size, and an index of a row that the replica does not have. A
+    fixed batch size alone is no error: Keras's Sequential models may have one.
 
-    An input may know the size of a batch without any harm, as Keras's own Sequential models do.
+    Raises:
+        ModelError: the block has failed for one of these reasons.
     """
     try:
         yield
@@ -100,7 +102,7 @@ def misfits_explained(model: Any, examples: int) -> Iterator[None]:
 
 
 def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
-    """Raise ModelError if other variables are trainable than those of the steps that were made of `model`."""
+    """Raise ModelError if the trainable variables of `model` are no longer those of its prepared steps."""
     now = model.trainable_variables
     if {id(variable) for variable in now} == {id(variable) for variable in trained}:
         return
@@ -115,7 +117,7 @@ def refuse_other_weights(model: Any, trained: Sequence[Any]) -> None:
 
 
 def build_by_call(model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-    """Call the model, its metrics and its losses as Keras does before a loop."""
+    """Create variables by calling the model, its metrics and its losses, as Keras does before a loop."""
     if kind != "predict":
         model._symbolic_build(iterator=((0, 0, [batch()]) for _ in range(1)))
     elif not model.built:
@@ -124,41 +126,41 @@ def build_by_call(model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
 
 
 def has_own_step(model: Any, kind: Kind) -> bool:
-    """Whether a step of the program's own stands for Keras's."""
+    """Whether the model overrides Keras's step."""
     name = f"{kind}_step"
     return getattr(type(model), name) is not getattr(keras.Model, name) or name in vars(model)
 
 
 @contextmanager
-def undone(model: Any) -> Iterator[None]:
-    """Within the block a step may run: optimizers only make their variables, and others get theirs back.
+def without_effects(model: Any) -> Iterator[None]:
+    """Within the block, a step may run eagerly without effects other than creating variables.
 
-    For a step that runs eagerly.
+    Optimizers only create their variables, and assigned variables get their values from before.
     """
-    firsts = _Firsts()
+    first = _FirstValues()
     assignments.install()
     with ExitStack() as stack:
         for optimizer in optimizers_of(model):
             stack.enter_context(replaced(optimizer, "apply", partial(_only_build, optimizer)))
         try:
-            with assignments.heard_by(firsts):
+            with assignments.observed_by(first):
                 yield
         finally:
-            for variable, value in firsts.values.values():
+            for variable, value in first.values.values():
                 variable.assign(value)
 
 
-class _Firsts:
-    """The values that variables had before they were assigned for the first time, by the variables' ids."""
+class _FirstValues:
+    """The values of variables before their first assignments, by the variables' ids; a `VariableObserver`."""
 
     def __init__(self) -> None:
         self.values: dict[int, tuple[Any, Any]] = {}
 
-    def made(self, variable: Any) -> None:
-        """Do nothing: its first value is its own."""
+    def on_create(self, variable: Any) -> None:
+        """Do nothing: a new variable keeps its first value."""
 
-    def assigned(self, variable: Any) -> None:
-        """Keep the value that is about to be replaced."""
+    def on_assign(self, variable: Any) -> None:
+        """Save the value of a variable before its first assignment."""
         if id(variable) not in self.values:
             self.values[id(variable)] = variable, variable.numpy()
 

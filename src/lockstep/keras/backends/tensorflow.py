@@ -1,12 +1,12 @@
-"""Keras on TensorFlow: replicas of a step, one after the other, and the update that they make together.
+"""Keras on TensorFlow: adapts the steps of its trainer, and eager functions of `strategy.run`.
 
-Keras's own `train_step` is traced once for each round, with `optimizer.apply` replaced by a recorder. Its
-graph tells which variables the step assigns. A second function around it gives them back the values they had,
-so that replicas can be computed one after the other; a third one applies the sum.
+`train_step` is traced once for each round, with `optimizer.apply` replaced by a recorder. Its graph shows the
+variables that the step assigns. A second function around it restores them, so that replicas can be computed
+one after the other; a third one applies the sum.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any
 
@@ -18,47 +18,60 @@ from tensorflow.python.eager import context
 
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends import drawing
-from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.eager import Tensors
-from lockstep.keras.backends.graphs import (
+from lockstep.keras import tf_random_ops
+from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.eager_contract import Tensors
+from lockstep.keras.backends.logs import LogTemplate
+from lockstep.keras.backends.losses import (
+    by_density,
+    is_proportional_to_loss,
+    replica_step,
+    weighted_gradients,
+)
+from lockstep.keras.backends.multi_update import (
+    EndOfRound,
+    RoundCount,
+    Update,
+    UpdateRecorder,
+    hidden,
+    refuse_own_update,
+)
+from lockstep.keras.backends.steps import (
+    build_by_call,
+    has_own_step,
+    refuse_overwriting_gradients,
+    without_effects,
+)
+from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,
     RoundTrace,
     UpdateOperations,
     assigned,
     borrowed,
+    copied,
     exempt_from_autograph,
-    know_lookups,
-    own,
     refuse_assignments,
+    register_lookups,
     same_bits,
     scaled,
     seeds_of,
     traced,
-    with_gradient,
+    with_custom_gradient,
 )
-from lockstep.keras.backends.logs import LogReport
-from lockstep.keras.backends.losses import (
-    by_density,
-    follows_the_loss,
-    observed,
-    weighed_gradients,
-)
-from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
-from lockstep.keras.backends.steps import build_by_call, has_own_step, refuse_overwriting_gradients, undone
-from lockstep.keras.randomness import of_replica
+from lockstep.keras.randomness import random_numbers
+from lockstep.keras.seeds import seed_of_replica
 from lockstep.keras.variables import VariableState, optimizers_of
 
 
 class TensorFlowBackend:
-    """Keras's TensorFlow backend behind the contract `lockstep.keras.backends.contract.Backend`."""
+    """The `lockstep.keras.backends.contract.Backend` of TensorFlow."""
 
     def __init__(self) -> None:
         exempt_from_autograph("lockstep")
-        know_lookups()
+        register_lookups()
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-        """Make a model's variables by calling it, or by trying a step where it cannot be called."""
+        """Create a model's variables by calling it, or by trying a step if it cannot be called."""
         if getattr(model, f"{kind}_function") is not None:
             return
         if has_own_step(model, kind):
@@ -67,8 +80,8 @@ class TensorFlowBackend:
         try:
             build_by_call(model, kind, batch)
         except Exception as hindrance:
-            # What keeps Keras from calling the model, the step itself does not mind, or it shows. It may also
-            # fail at what the call has left half done, and then hide the cause.
+            # The step may succeed although Keras cannot call the model. If it fails too, the reason may be
+            # something that the failed call has left incomplete: then the first error is the cause.
             try:
                 try_step(model, kind, batch())
             except Exception as error:
@@ -92,16 +105,16 @@ class TensorFlowBackend:
 
         return function
 
-    def held(self, model: Any) -> VariableState:
+    def training_state(self, model: Any) -> VariableState:
         """Return the state of the training steps of `model`."""
         return VariableState(model)
 
-    def watched(
-        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    def intercepted(
+        self, model: Any, function: Any, execute: Callable[[TrainFunctionCall], tuple[Any, Any]]
     ) -> Callable[..., Any]:
         """Return `f(iterator) -> logs`, as `TensorFlowTrainer` calls it."""
 
-        def pass_over(iterator: Any) -> None:
+        def skip(iterator: Any) -> None:
             if model.steps_per_execution == 1:
                 iterator.get_next()
             elif not iterator.get_next_as_optional().has_value():
@@ -109,27 +122,27 @@ class TensorFlowBackend:
             for _ in range(model.steps_per_execution - 1):
                 iterator.get_next_as_optional()
 
-        def watched(iterator: Any) -> Any:
-            execution = Execution(None, lambda: (function(iterator), None), lambda: pass_over(iterator))
+        def intercepted(iterator: Any) -> Any:
+            execution = TrainFunctionCall(None, lambda: (function(iterator), None), lambda: skip(iterator))
             return execute(execution)[0]
 
-        return watched
+        return intercepted
 
     def settle(self) -> None:
-        """Wait for the updates that were started: they read their total in place."""
+        """Wait for started updates, which read their totals in place."""
         context.async_wait()
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
-        """View a tensor in place (on a CPU), or copy it to the host."""
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
         return np.asarray(array.read_value() if isinstance(array, tf.Variable) else array)
 
 
 _WORTH_COMPILING = 1 << 22
-"""Bytes of gradients from which on XLA's fused update pays for its compilation."""
+"""Minimum bytes of gradients for which an update fused by XLA is worth its compilation."""
 
 
 class GlobalUpdate:
-    """An update that all replicas make together."""
+    """An update from the total of all replicas."""
 
     def __init__(self, update: Update, eager: bool, jit: bool) -> None:
         self._update = update
@@ -139,9 +152,9 @@ class GlobalUpdate:
         self._function: Callable[..., Any] | None = None
 
     def make(self, scale: Any, total: Mapping[str, Any]) -> None:
-        """Make the update from its total times `scale`, which the graph must not know, even if it is 1.
+        """Make the update from its total, multiplied by `scale`, whose value the graph must not know.
 
-        It is 1 unless the total has a density, as all totals of a program have or none.
+        It is 1 if the total has no density. Either all totals of a program have one, or none has.
         """
         gradients = gradients_in(total, self._update)
         if self._function is None:
@@ -150,11 +163,10 @@ class GlobalUpdate:
         self._function(scale, gradients)
 
     def _traced(self, scale: Any, gradients: list[Any]) -> Any:
-        """Return what makes the update.
+        """Return the function that makes the update.
 
-        The optimizer's operations are few and simple, and XLA makes one pass over the memory of them; so
-        they are compiled where they are large, also on a CPU, where Keras compiles nothing by itself, unless
-        there is a kernel that does the same.
+        XLA fuses the optimizer's operations into one pass over the memory. So large updates are compiled,
+        also on a CPU, where Keras does not compile by default, unless there is a fused kernel.
         """
         if self._eager:
             return self._apply
@@ -169,7 +181,7 @@ class GlobalUpdate:
                 compiled(scale, gradients)
                 self._function = compiled
             except (tf.errors.InvalidArgumentError, tf.errors.UnimplementedError):
-                # XLA knows not all operations, and says so before it runs any.
+                # XLA does not support all operations, and reports that before it runs any.
                 self._function = traced(self._apply, False, scale, gradients)
                 self._function(scale, gradients)
 
@@ -180,12 +192,12 @@ class GlobalUpdate:
 
 
 def gradients_in(total: Mapping[str, Any], update: Update) -> list[Any]:
-    """Return the gradients of an update in its total, None where no replica has one."""
+    """Return the gradients of an update in its total, None for variables without one on any replica."""
     return [total.get(f"gradient/{i}") for i in range(len(update.variables))]
 
 
 class TensorFlowProgram(VariableState):
-    """One kind of step of one model; see `lockstep.keras.backends.contract.Program`.
+    """The `lockstep.keras.backends.contract.Program` of one kind of step of one model.
 
     The state lives in the model's variables: `state` is None.
     """
@@ -198,15 +210,15 @@ class TensorFlowProgram(VariableState):
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._finish: Callable[..., Any] | None = None
         self._assigned = AssignedVariables()
-        self._rounds = Rounds()
+        self._rounds = RoundCount()
         self._updates: list[Update] = []
         self._global_updates: list[GlobalUpdate] = []
         self._trace = RoundTrace()
-        self._report: LogReport | None = None
+        self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
-        """Compute one replica's part; afterwards all variables have the values they had before."""
+        """Return one replica's partial; afterwards, all variables have their values from before."""
         data = share.data()
         leaves = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
         totals = self._tensors(earlier)
@@ -215,21 +227,21 @@ class TensorFlowProgram(VariableState):
         given = [leaf for leaf in leaves if leaf is not None]
         partial: Partial
         if self._eager:
-            with drawing.eagerly(of_replica(share.seed, share.replica)):
+            with _computing_eagerly(seed_of_replica(share.seed, share.replica)):
                 partial, outputs = function(replica, weight, totals, *given)
         else:
-            drawing.set_seed(share.seed)
+            tf_random_ops.set_seed(share.seed)
             partial, outputs = function(replica, weight, totals, *given)
         if self._kind == "predict":
             self._outputs.append((share.replica, outputs))
         return partial
 
-    def complete(self, number: int) -> bool:
+    def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
-        return self._rounds.complete(number)
+        return self._rounds.is_last(number)
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
-        """Apply the sums to the model's variables."""
+        """Apply the totals to the model's variables."""
         one = tf.constant(1.0)
         tensors = self._tensors(totals)
         scale = self._scale(one, tensors[-1])
@@ -246,7 +258,7 @@ class TensorFlowProgram(VariableState):
         return outputs
 
     def _scale(self, one: Any, total: dict[str, Any]) -> Any:
-        """Return what to multiply with what follows the loss: `one`, or by its denominator."""
+        """Return the factor for values proportional to the loss: `one`, or `one` by its denominator."""
         return tf.math.divide_no_nan(one, total["density"]) if "density" in total else one
 
     def _tensors(self, totals: Sequence[Total]) -> list[dict[str, Any]]:
@@ -254,9 +266,9 @@ class TensorFlowProgram(VariableState):
         return [{name: take(array) for name, array in total.items()} for total in totals]
 
     def _function(self, data: Any, leaves: list[Any], earlier: list[dict[str, Any]]) -> Callable[..., Any]:
-        """Return what computes a replica whose examples look like `leaves`, None where there are none.
+        """Return the function that computes a replica with examples like `leaves`, some of which may be None.
 
-        The number of examples is left open, as Keras leaves it for arrays: one graph serves all replicas.
+        The number of examples is open, as in Keras's graphs for arrays: one graph serves all replicas.
         """
         shapes = tuple(None if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
         key = (len(earlier), shapes)
@@ -279,15 +291,15 @@ class TensorFlowProgram(VariableState):
     ) -> Callable[..., Any]:
         number = len(earlier)
         weight = tf.TensorSpec((), tf.float64)
-        stateless = drawing.stateless(step)
+        stateless = tf_random_ops.stateless(step)
         inner = traced(stateless, self._jit, weight, earlier, *specs)
-        if not self._rounds.leaves(number) and self._trace.goes_on(inner.graph):
-            self._rounds.leave(number)
+        if not self._rounds.ends_early(number) and self._trace.uses_update(inner.graph):
+            self._rounds.add_after(number)
             inner = traced(stateless, self._jit, weight, earlier, *specs)
-        drawing.refuse_random_operations(inner.graph)
-        refuse_assignments(inner.graph, self._updated(number), self._trace.places.made)
+        tf_random_ops.refuse_random_operations(inner.graph)
+        refuse_assignments(inner.graph, self._updated(number), self._trace.operations.earlier)
         variables = self._classified(number, assigned(inner.graph))
-        if self._rounds.complete(number):
+        if self._rounds.is_last(number):
             self._assigned = variables
 
         def replica(replica: Any, weight: Any, earlier: Any, *given: Any) -> Any:
@@ -299,7 +311,7 @@ class TensorFlowProgram(VariableState):
         return function
 
     def _eagerly(self, step: Callable[..., Any], number: int) -> Callable[..., Any]:
-        """Without a graph there is no telling what a step assigns: all that it may assign is restored."""
+        """Return the function for an eager step: it restores all variables that a step may assign."""
         model = self._model
         seeds = {id(variable) for variable in seeds_of(model)}
         others = [variable.value for variable in model.non_trainable_variables]
@@ -313,8 +325,8 @@ class TensorFlowProgram(VariableState):
             computed = self._computed(step, variables, *given)
             changed = [v for v, old in zip(watched, before, strict=True) if not same_bits(v, old)]
             self._classified(number, changed)
-            if not self._trace.ended and not self._rounds.leaves(number):
-                self._rounds.leave(number)
+            if not self._trace.ended and not self._rounds.ends_early(number):
+                self._rounds.add_after(number)
                 return function(*given)
             self._assigned = variables
             return computed
@@ -324,8 +336,8 @@ class TensorFlowProgram(VariableState):
     def _trained(self) -> list[tf.Variable]:
         """Return the weights and the optimizers' variables, which only updates may change.
 
-        Weights that no update changes, such as a copy that follows others slowly, are layers' state. A graph
-        shows which they are; for a step that runs eagerly, that is not known in advance.
+        Weights that no update changes, such as a slow copy of others, are layer state. A graph shows them;
+        for a step that runs eagerly, they are not known in advance.
         """
         optimizers = optimizers_of(self._model) if self._kind == "train" else [self._model.optimizer]
         variables = [v for optimizer in optimizers if optimizer is not None for v in optimizer.variables]
@@ -336,11 +348,11 @@ class TensorFlowProgram(VariableState):
         return [variable.value for variable in [*weights, *variables]]
 
     def _updated(self, number: int) -> list[tf.Variable]:
-        """Return what the updates of the rounds before round `number` change."""
+        """Return the variables that the updates before round `number` change."""
         return [variable.value for update in self._updates[:number] for variable in update.changed]
 
     def _classified(self, number: int, variables: Sequence[tf.Variable]) -> AssignedVariables:
-        """Decide what is done with the variables that a step assigns in round `number`."""
+        """Classify the variables that a step assigns in round `number`."""
         return AssignedVariables.of_step(
             self._model, self._kind, variables, self._trained(), self._updated(number)
         )
@@ -348,70 +360,70 @@ class TensorFlowProgram(VariableState):
     def _step(
         self, weight: Any, earlier: list[dict[str, Any]], data: Any
     ) -> tuple[dict[str, Any], dict[str, Any], Any]:
-        """Run the user's own step.
+        """Run the model's step.
 
-        Returns (gradients, figures beyond the metrics, outputs or the densities of the losses).
+        Returns (gradients, logged values beyond the metrics, outputs or the densities of the losses).
         """
         model = self._model
         if self._kind == "predict":
             return {}, {}, model.predict_step(data)
         gradients: list[Any] = []
         weighed = False
-        with observed(model, weight) as (densities, results):
+        with replica_step(model, weight) as (densities, results):
             if self._kind == "test":
                 logs = model.test_step(data)
             else:
-                with weighed_gradients(model, weight) as weighed:
+                with weighted_gradients(model, weight) as weighed:
                     gradients, logs = self._train(earlier, data)
         dense = {f"gradient/{i}": tf.convert_to_tensor(g) for i, g in enumerate(gradients) if g is not None}
         if not weighed:
             dense = {name: g * tf.cast(weight, g.dtype) for name, g in dense.items()}
         if logs is None:
             return dense, {}, None
-        self._report = LogReport(model, logs, results)
-        figures = {name: tf.cast(value, tf.float32) for name, value in self._report.figures.items()}
-        self._report.figures.clear()
-        return dense, figures, None if earlier else [known_here(d) for d in densities]
+        self._log_template = LogTemplate(model, logs, results)
+        values = {name: tf.cast(value, tf.float32) for name, value in self._log_template.values.items()}
+        self._log_template.values.clear()
+        return dense, values, None if earlier else [known_here(d) for d in densities]
 
     def _train(self, earlier: list[dict[str, Any]], data: Any) -> tuple[list[Any], dict[str, Any] | None]:
-        """Run the user's `train_step` in the round that follows the totals `earlier`.
+        """Run the model's `train_step` in the round that follows the totals `earlier`.
 
-        Returns (the gradients of the round's own update, logs), without logs where the step was left.
+        Returns (the gradients of the round's own update, logs or None if the round ended early).
         """
-        number, places = len(earlier), UpdateOperations()
+        number, operations = len(earlier), UpdateOperations()
         after: dict[int, tuple[tf.Variable, Any]] = {}
 
         def repeat(index: int) -> None:
             update = self._updates[index]
-            with places.making(), drawing.drawn_from(None):
+            with operations.of_earlier_update(), tf_random_ops.drawn_from(None):
                 update.apply(gradients_in(earlier[index], update))
             if self._eager:
                 after.update({id(v.value): (v.value, v.value.read_value()) for v in update.changed})
 
-        def noted(update: Update) -> None:
-            places.note()
+        def on_update(update: Update) -> None:
+            operations.mark_own_update()
             if not update.optimizer.built:
                 with tf.init_scope():
                     update.optimizer.build(update.variables)
             if self._eager:
                 stack.enter_context(hidden(update))
 
-        leaves = self._rounds.leaves(number)
-        recording = Recording(number, leaves, self._updates, repeat, noted)
+        ends_early = self._rounds.ends_early(number)
+        recorder = UpdateRecorder(number, ends_early, self._updates, repeat, on_update)
         logs = None
         with ExitStack() as stack:
-            stack.enter_context(recording.of(self._model, optimizers_of(self._model)))
-            with suppress(Left):
+            stack.enter_context(recorder.replacing_apply(self._model, optimizers_of(self._model)))
+            with suppress(EndOfRound):
                 logs = self._model.train_step(data)
         for variable, value in after.values():
             if not same_bits(variable, value):
                 refuse_own_update(variable.name)
-        update = recording.update
+        update = recorder.update
         if update is not None and number == len(self._updates):
             self._updates.append(update)
             self._global_updates.append(GlobalUpdate(update, self._eager, self._jit))
-        self._trace = RoundTrace(places, update, ended=logs is not None)
-        return recording.gradients, logs
+        self._trace = RoundTrace(operations, update, ended=logs is not None)
+        return recorder.gradients, logs
 
     def _computed(
         self,
@@ -422,41 +434,42 @@ class TensorFlowProgram(VariableState):
         earlier: Any,
         *given: Any,
     ) -> tuple[dict[str, Any], Any]:
-        """Return a replica's partial and outputs; restore what the step assigns."""
-        with variables.of(replica, sums_so_far=False) as changes:
-            gradients, own, rest = step(weight, earlier, *given)
-            figures = {name: figure * tf.cast(weight, figure.dtype) for name, figure in own.items()}
-            partial = gradients | figures
-            if self._rounds.complete(len(earlier)):
+        """Return a replica's partial and outputs; restore the variables that the step assigns."""
+        with variables.as_replica(replica, sums_so_far=False) as changes:
+            gradients, values, rest = step(weight, earlier, *given)
+            partial = gradients | {name: v * tf.cast(weight, v.dtype) for name, v in values.items()}
+            if self._rounds.is_last(len(earlier)):
                 partial |= changes(weight)
         if self._kind == "predict":
             return partial, rest
         return by_density(self._model, partial, rest or [], weight), None
 
     def _finished(self, one: Any, total: dict[str, Any]) -> dict[str, Any] | None:
-        """Take over the rest of a total; return the logs."""
+        """Apply the rest of a total; return the logs."""
         scale = self._scale(one, total)
         for name, variable in self._assigned.named.items():
-            variable.assign_add(own(total[name], scale if follows_the_loss(self._model, name) else one))
-        if self._report is None:
+            variable.assign_add(
+                copied(total[name], scale if is_proportional_to_loss(self._model, name) else one)
+            )
+        if self._log_template is None:
             return None
-        return self._report.assembled(
-            {name: own(value, one) for name, value in total.items() if name.startswith("log/")}
+        return self._log_template.assembled(
+            {name: copied(value, one) for name, value in total.items() if name.startswith("log/")}
         )
 
 
 def try_step(model: Any, kind: Kind, data: Any) -> None:
-    """Let a step make the variables that it needs, and change nothing else: trace it, if it is for graphs.
+    """Create the variables of a step, without other effects: trace it, or run it if it runs eagerly.
 
     Args:
-        model: is compiled.
+        model: compiled.
         kind: of the step.
-        data: what the step is given.
+        data: the argument of the step.
     """
     step = getattr(model, f"{kind}_step")
     tensors = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(data)]
     if model.run_eagerly:
-        with undone(model):
+        with without_effects(model):
             step(keras.tree.pack_sequence_as(data, tensors))
         return
 
@@ -469,12 +482,12 @@ def try_step(model: Any, kind: Kind, data: Any) -> None:
 
 
 def open_specs(tensors: Sequence[Any]) -> list[Any]:
-    """Return what a graph knows of tensors that are not None: not how many examples they have."""
+    """Return the specs of tensors, without those that are None, with an open number of examples."""
     return [tf.TensorSpec([None, *one.shape[1:]], one.dtype) for one in tensors if one is not None]
 
 
 def known_here(density: Any) -> Any:
-    """Return a loss's density, or None where it stands in a graph within this one."""
+    """Return a loss's density, or None if it belongs to a graph within this one."""
     if density is None or tf.executing_eagerly() or density.graph is tf.compat.v1.get_default_graph():
         return density
     return None
@@ -490,31 +503,46 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
         refuse_overwriting_gradients(model)
 
 
-class EagerTensorFlow:
-    """Tensors of TensorFlow: nobody writes to them, only to variables."""
+class TensorFlowEagerBackend:
+    """The `lockstep.keras.backends.eager_contract.EagerBackend` of TensorFlow; its tensors are immutable."""
 
-    def apart(self, seed: int) -> AbstractContextManager[None]:
-        """Within the block a replica computes."""
-        return drawing.eagerly(seed)
+    def isolated(self, seed: int) -> AbstractContextManager[None]:
+        """Within the block a replica computes, with random numbers derived from `seed`."""
+        return _computing_eagerly(seed)
 
-    def kept(self, variable: Any) -> Any:
+    def saved_value(self, variable: Any) -> Any:
         """Return the value of a variable."""
         return variable._value.read_value()
 
-    def own(self, leaf: Any) -> Any:
+    def to_tensor(self, leaf: Any) -> Any:
         """Return a leaf as a tensor."""
         return leaf.read_value() if isinstance(leaf, tf.Variable) else tf.convert_to_tensor(leaf)
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
-        """View a tensor in place (on a CPU), or copy it to the host; gradients of embeddings become dense."""
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array as NumPy sees it; gradients of embeddings become dense."""
         return np.asarray(tf.convert_to_tensor(array))
 
-    def through(
-        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    def custom_gradient(
+        self, leaves: Tensors, merge: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
     ) -> Tensors:
-        """Return `meet(leaves)`, for which gradients are computed by `gradient`."""
-        return with_gradient(leaves, meet, gradient)
+        """Return `merge(leaves)`, for which `gradient` computes the gradients."""
+        return with_custom_gradient(leaves, merge, gradient)
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
         """Make an update from copies."""
         update.apply([None if g is None else tf.constant(g) for g in gradients])
+
+
+@contextmanager
+def _computing_eagerly(seed: int) -> Iterator[None]:
+    """Within the block a replica computes eagerly, with random numbers derived from `seed`.
+
+    Functions of TensorFlow also run eagerly, because their graphs may be older than the block.
+    """
+    before = tf.config.functions_run_eagerly()
+    tf.config.run_functions_eagerly(True)
+    try:
+        with random_numbers(seed):
+            yield
+    finally:
+        tf.config.run_functions_eagerly(before)

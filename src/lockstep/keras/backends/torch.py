@@ -1,7 +1,8 @@
-"""Keras on PyTorch: the only file that touches the private parts of its PyTorch trainer.
+"""Keras on PyTorch: adapts the steps of its trainer, and eager functions of `strategy.run`.
 
-Keras's own `train_step` runs once per replica on the model's variables, with `optimizer.apply` replaced by a
-recorder; afterwards the variables have their old values again. The total is applied to the same variables.
+The only file that uses the private parts of Keras's PyTorch trainer. `train_step` runs once per replica on
+the model's variables, with `optimizer.apply` replaced by a recorder; afterwards the variables are restored.
+The total is applied to the same variables.
 """
 
 import functools
@@ -20,37 +21,44 @@ import torch
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import randomness
-from lockstep.keras.backends.contract import Execution, Kind, Partial, Total
-from lockstep.keras.backends.eager import Tensors
-from lockstep.keras.backends.logs import LogReport, StepResults, mapped
-from lockstep.keras.backends.losses import by_density, divided, observed, weighed_gradients
-from lockstep.keras.backends.multi_update import Left, Recording, Rounds, Update, hidden, refuse_own_update
+from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.eager_contract import Tensors
+from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
+from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
+from lockstep.keras.backends.multi_update import (
+    EndOfRound,
+    RoundCount,
+    Update,
+    UpdateRecorder,
+    hidden,
+    refuse_own_update,
+)
 from lockstep.keras.backends.steps import build_by_call, refuse_integer_state, refuse_overwriting_gradients
-from lockstep.keras.backends.tensors import (
+from lockstep.keras.backends.torch_tensors import (
     borrowed,
     copied,
-    figure,
+    enable_determinism,
     int32,
-    on_host,
-    promise_equal_bits,
+    log_value,
     seeded,
+    to_numpy,
     versions,
     weighted,
 )
-from lockstep.keras.randomness import GOLDEN
+from lockstep.keras.seeds import GOLDEN
 from lockstep.keras.variables import VariableState, assign, optimizers_of, seed_positions
 from lockstep.worker import job
-from lockstep.worker.patching import PATCHES
+from lockstep.worker.patch_registry import PATCHES
 
 
 class TorchBackend:
-    """Keras's PyTorch backend behind the contract `lockstep.keras.backends.contract.Backend`."""
+    """The `lockstep.keras.backends.contract.Backend` of PyTorch."""
 
     def __init__(self) -> None:
         self._prepared = False
 
     def build(self, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-        """Make a model's variables by calling it on symbols."""
+        """Create a model's variables by calling it with symbolic inputs."""
         build_by_call(model, kind, batch)
 
     def program(self, model: Any, kind: Kind) -> "TorchProgram":
@@ -58,7 +66,7 @@ class TorchBackend:
         self._prepare()
         refuse_unsupported(model, kind)
         if model.jit_compile:
-            # What torch.compile makes of a step depends on the shapes that a process has seen before.
+            # The result of torch.compile depends on the shapes that the process has used before.
             warnings.warn(
                 "jit_compile=True is ignored: on the PyTorch backend several replicas run their steps "
                 "uncompiled, so that the results do not depend on the number of workers",
@@ -70,25 +78,27 @@ class TorchBackend:
         """Return `f(batches) -> logs or outputs`, as `TorchTrainer` calls it with a list of one batch."""
         return lambda batches: step(None, batches[0])[0]
 
-    def held(self, model: Any) -> "TorchState":
+    def training_state(self, model: Any) -> "TorchState":
         """Return the state of the training steps of `model`."""
         return TorchState(model)
 
-    def watched(
-        self, model: Any, function: Any, execute: Callable[[Execution], tuple[Any, Any]]
+    def intercepted(
+        self, model: Any, function: Any, execute: Callable[[TrainFunctionCall], tuple[Any, Any]]
     ) -> Callable[..., Any]:
         """Return `f(batches) -> logs`, as `TorchTrainer` calls it with a list of one batch."""
-        return lambda batches: execute(Execution(None, lambda: (function(batches), None), lambda: None))[0]
+        return lambda batches: execute(
+            TrainFunctionCall(None, lambda: (function(batches), None), lambda: None)
+        )[0]
 
     def settle(self) -> None:
-        """Do nothing: `apply` has read its total when it returns."""
+        """Do nothing, because `apply` has read its totals when it returns."""
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
-        """View a tensor's memory in place (on a CPU), or copy it to the host."""
-        return on_host(array) if isinstance(array, torch.Tensor) else np.asarray(array)
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
+        return to_numpy(array) if isinstance(array, torch.Tensor) else np.asarray(array)
 
     def _prepare(self) -> None:
-        """Switch to equal bits; say so where the script has switched back since."""
+        """Enable determinism in the first call; later, warn if the script has disabled it."""
         if self._prepared:
             if not torch.are_deterministic_algorithms_enabled():
                 warnings.warn(
@@ -98,12 +108,12 @@ class TorchBackend:
                 )
             return
         self._prepared = True
-        promise_equal_bits(job.current().context.threads)
+        enable_determinism(job.current().context.threads)
 
 
 @dataclass(frozen=True)
-class Slot:
-    """A tensor that keeps layer state from step to step, under the path by which messages name it."""
+class StateTensor:
+    """A tensor of layer state, with its path for messages."""
 
     path: str
     tensor: torch.Tensor
@@ -111,52 +121,52 @@ class Slot:
 
     @property
     def dtype(self) -> str:
-        """The dtype as Keras writes it."""
+        """The dtype in Keras's spelling."""
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
-    def advances_alike(self) -> bool:
-        """Whether each replica adds the same: seeds, and the steps that PyTorch's normalization counts."""
+    def changes_equally(self) -> bool:
+        """Whether each replica makes the same change: to seeds and to step counters of PyTorch modules."""
         return self.is_seed or self.path.endswith("num_batches_tracked")
 
 
 @dataclass(frozen=True)
-class Before:
-    """The variables when a replica's step begins.
+class VariablesBefore:
+    """The variables at the beginning of a replica's step.
 
     Attributes:
-        kept: copies of the layer state that the step may change, by position.
-        state: how often each piece of layer state was written to.
-        trainable: how often each trainable variable was written to, not counting updates.
+        copies: of the layer state that the step may change, by position.
+        state: the version counters of the layer state.
+        trainable: the version counters of the trainable variables, without updates.
         updated: the variables that updates of earlier rounds have changed, with copies, by their ids.
     """
 
-    kept: Mapping[int, torch.Tensor]
+    copies: Mapping[int, torch.Tensor]
     state: Sequence[int]
     trainable: list[int]
     updated: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class TorchState(VariableState):
-    """The state of a model's steps: variables, and the buffers of PyTorch's own modules."""
+    """The state of a model's steps: variables, and the buffers of PyTorch modules."""
 
     def named_state(self, state: Any) -> Mapping[str, Any]:
-        """Return what steps read and write by the paths of the variables."""
+        """Return the variables and buffers that steps read and write, by path."""
         return {**super().named_state(state), **module_buffers(self._model)}
 
     def load(self, state: Any, arrays: Mapping[str, npt.NDArray[Any]]) -> Any:
-        """Give the variables, and the buffers of PyTorch's own modules, the values of `arrays`."""
+        """Assign the values of `arrays` to the variables and buffers."""
         buffers = module_buffers(self._model)
-        kept = {name: array for name, array in arrays.items() if name not in buffers}
-        assign(self._model, kept, whole=True)
+        values = {name: array for name, array in arrays.items() if name not in buffers}
+        assign(self._model, values, whole=True)
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(borrowed(arrays[name]))
 
 
 def module_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Return the state of PyTorch's own modules, which Keras wraps but does not know, by path."""
-    # A layer lists those of the layers within it as well.
+    """Return the buffers of PyTorch modules, which Keras wraps but does not track, by path."""
+    # A layer also lists the buffers of its inner layers.
     found = {
         id(tensor): (f"{layer.path}/{name}", tensor)
         for layer in model._flatten_layers()
@@ -166,41 +176,41 @@ def module_buffers(model: Any) -> dict[str, torch.Tensor]:
 
 
 class TorchProgram(TorchState):
-    """One kind of step of one model; see `lockstep.keras.backends.contract.Program`. `state` is None."""
+    """The `lockstep.keras.backends.contract.Program` of one kind of step of one model. `state` is None."""
 
     def __init__(self, model: Any, kind: Kind) -> None:
         super().__init__(model)
         self._kind = kind
         self._state = _state_of(model)
-        self._tensors = [slot.tensor for slot in self._state]
-        self._seeds = {i for i, slot in enumerate(self._state) if slot.is_seed}
+        self._tensors = [one.tensor for one in self._state]
+        self._seeds = {i for i, one in enumerate(self._state) if one.is_seed}
         self._trainable = [variable.value for variable in model.trainable_variables]
         self._metrics = [variable.value for variable in model.metrics_variables]
         self._changing: list[int] | None = None
-        # To look for them takes longer than a small layer.
+        # Finding them takes longer than computing a small layer.
         self._optimizers = optimizers_of(model)
-        self._rounds = Rounds()
+        self._rounds = RoundCount()
         self._updates: list[Update] = []
-        self._report: LogReport | None = None
+        self._log_template: LogTemplate | None = None
         self._outputs: list[tuple[int, Any]] = []
 
     def compute(self, state: Any, share: Share, earlier: Sequence[Total]) -> Partial:
-        """Compute one replica's part; the model's variables have their old values afterwards."""
+        """Return one replica's partial; afterwards, the model's variables have their values from before."""
         data = keras.tree.map_structure(copied, share.data())
         with self._as_replica(share) as before, random_numbers(share.seed ^ share.replica * GOLDEN):
             partial = self._run(data, share, earlier, before)
             self._refuse_own_updates(before)
-            if partial is not None and self._rounds.complete(len(earlier)):
+            if partial is not None and self._rounds.is_last(len(earlier)):
                 with torch.no_grad():
                     partial |= self._changes(before, share)
         return self.compute(state, share, earlier) if partial is None else partial
 
-    def complete(self, number: int) -> bool:
+    def is_last(self, number: int) -> bool:
         """Whether a round is the step's last."""
-        return self._rounds.complete(number)
+        return self._rounds.is_last(number)
 
     def apply(self, state: Any, totals: Sequence[Total]) -> tuple[Any, Any]:
-        """Apply the sums to the model's variables."""
+        """Apply the totals to the model's variables."""
         with torch.no_grad():
             totals = [divided(self._model, total) for total in totals]
             last = totals[-1]
@@ -209,11 +219,11 @@ class TorchProgram(TorchState):
             for i in self._changing or ():
                 tensor = self._tensors[i]
                 tensor.add_(borrowed(last[f"state/{i}"], tensor.device))
-            if self._report is None:
+            if self._log_template is None:
                 return None, None
             for i, metric in enumerate(self._metrics):
                 metric.add_(borrowed(last[f"metric/{i}"], metric.device))
-            return mapped(figure, self._report.assembled(last)), None
+            return mapped(log_value, self._log_template.assembled(last)), None
 
     def outputs(self) -> list[tuple[int, Any]]:
         """Return and forget the outputs computed since the last call."""
@@ -221,70 +231,75 @@ class TorchProgram(TorchState):
         return outputs
 
     def _run(
-        self, data: Any, share: Share, earlier: Sequence[Total], before: Before
+        self, data: Any, share: Share, earlier: Sequence[Total], before: VariablesBefore
     ) -> dict[str, Any] | None:
-        """Run the user's own step and return what it contributes, apart from variables it changed.
+        """Run the model's step; return its partial, without the variables that it changes.
 
-        None: the step turned out to go on after the round's update, and has to be run again.
+        None if the step uses the new weights after the round's update, and must run again.
         """
         model, weight = self._model, share.weight
         if self._kind == "predict":
             with torch.no_grad():
                 self._outputs.append((share.replica, model.predict_step(data)))
             return {}
-        with observed(model, weight) as (densities, results):
+        with replica_step(model, weight) as (densities, results):
             if self._kind == "test":
                 with torch.no_grad():
                     logs = model.test_step(data)
-                    partial: dict[str, Any] | None = self._own_figures(logs, results, weight)
+                    partial: dict[str, Any] | None = self._logged_values(logs, results, weight)
             else:
                 partial = self._train(data, weight, earlier, before, results)
-        if partial is None or not self._rounds.complete(len(earlier)):
+        if partial is None or not self._rounds.is_last(len(earlier)):
             return partial
         partial |= {f"metric/{i}": metric.detach().clone() for i, metric in enumerate(self._metrics)}
         with torch.no_grad():
             return partial if earlier else by_density(model, partial, densities, weight)
 
     def _train(
-        self, data: Any, weight: float, earlier: Sequence[Total], before: Before, results: StepResults
+        self,
+        data: Any,
+        weight: float,
+        earlier: Sequence[Total],
+        before: VariablesBefore,
+        results: MetricResults,
     ) -> dict[str, Any] | None:
         number = len(earlier)
-        leaves = self._rounds.leaves(number)
+        ends_early = self._rounds.ends_early(number)
         logs = None
         with ExitStack() as stack:
-            recording = Recording(
+            recorder = UpdateRecorder(
                 number,
-                leaves,
+                ends_early,
                 self._updates,
                 lambda index: self._repeat(self._updates[index], earlier[index], before),
                 lambda update: stack.enter_context(hidden(update)),
             )
-            stack.enter_context(recording.of(self._model, self._optimizers))
-            weighed = stack.enter_context(weighed_gradients(self._model, weight))
-            with suppress(Left):
+            stack.enter_context(recorder.replacing_apply(self._model, self._optimizers))
+            weighed = stack.enter_context(weighted_gradients(self._model, weight))
+            with suppress(EndOfRound):
                 logs = self._model.train_step(data)
-        if logs is None and not leaves:
-            self._rounds.leave(number)
+        if logs is None and not ends_early:
+            self._rounds.add_after(number)
             return None
-        if recording.update is not None and number == len(self._updates):
-            self._updates.append(recording.update)
-        return self._gradients(recording, 1.0 if weighed else weight) | (
-            {} if logs is None else self._own_figures(logs, results, weight)
+        if recorder.update is not None and number == len(self._updates):
+            self._updates.append(recorder.update)
+        return self._gradients(recorder, 1.0 if weighed else weight) | (
+            {} if logs is None else self._logged_values(logs, results, weight)
         )
 
-    def _gradients(self, recording: Recording, weight: float) -> dict[str, Any]:
-        """Return the weighted gradients of a round's update, and for which variables there are any.
+    def _gradients(self, recorder: UpdateRecorder, weight: float) -> dict[str, Any]:
+        """Return the weighted gradients of a round's update, and the variables for which there are gradients.
 
-        A replica whose loss does not reach a variable contributes zeros to it.
+        A replica whose loss does not depend on a variable contributes zeros for it.
         """
-        if recording.update is None:
+        if recorder.update is None:
             return {}
-        present = [float(gradient is not None) for gradient in recording.gradients]
-        gradients = weighted(recording.gradients, [v.value for v in recording.update.variables], weight)
+        present = [float(gradient is not None) for gradient in recorder.gradients]
+        gradients = weighted(recorder.gradients, [v.value for v in recorder.update.variables], weight)
         return {"present": torch.tensor(present)} | {f"gradient/{i}": g for i, g in enumerate(gradients)}
 
-    def _repeat(self, update: Update, total: Total, before: Before) -> None:
-        """Make the update of an earlier round, for the rest of the step."""
+    def _repeat(self, update: Update, total: Total, before: VariablesBefore) -> None:
+        """Make the update of an earlier round, which lasts until the end of the step."""
         now = versions(self._trainable)
         with torch.no_grad():
             if not update.optimizer.built:
@@ -306,10 +321,10 @@ class TorchProgram(TorchState):
         update.apply(gradients)
 
     @contextmanager
-    def _as_replica(self, share: Share) -> Iterator[Before]:
-        """Within the block the variables are a replica's: own seeds, metrics at zero, no gradients."""
-        watched = range(len(self._state)) if self._changing is None else {*self._changing, *self._seeds}
-        kept = {i: self._tensors[i].detach().clone() for i in watched}
+    def _as_replica(self, share: Share) -> Iterator[VariablesBefore]:
+        """Within the block, variables have a replica's values: its seeds, metrics at zero, no gradients."""
+        changing = range(len(self._state)) if self._changing is None else {*self._changing, *self._seeds}
+        copies = {i: self._tensors[i].detach().clone() for i in changing}
         metrics = [metric.detach().clone() for metric in self._metrics]
         with torch.no_grad():
             for i in self._seeds:
@@ -318,13 +333,13 @@ class TorchProgram(TorchState):
                 metric.zero_()
         self._forget_gradients()
         try:
-            before = Before(kept, versions(self._tensors), versions(self._trainable), {})
+            before = VariablesBefore(copies, versions(self._tensors), versions(self._trainable), {})
             yield before
         finally:
             with torch.no_grad():
                 for tensor, value in before.updated.values():
                     tensor.copy_(value)
-                for i, value in kept.items():
+                for i, value in copies.items():
                     self._tensors[i].copy_(value)
                 for metric, value in zip(self._metrics, metrics, strict=True):
                     metric.copy_(value)
@@ -334,54 +349,56 @@ class TorchProgram(TorchState):
         for tensor in self._trainable:
             tensor.grad = None
 
-    def _refuse_own_updates(self, before: Before) -> None:
+    def _refuse_own_updates(self, before: VariablesBefore) -> None:
         for i, version in enumerate(versions(self._trainable)):
             if version != before.trainable[i]:
                 refuse_own_update(self._model.trainable_variables[i].path)
 
-    def _changes(self, before: Before, share: Share) -> dict[str, Any]:
-        """Return what the step did to the layers' state, in the form in which it adds up."""
+    def _changes(self, before: VariablesBefore, share: Share) -> dict[str, Any]:
+        """Return the changes of the layers' state, in a form that can be summed."""
         changed = {i for i, version in enumerate(versions(self._tensors)) if version != before.state[i]}
         if self._changing is None:
-            # Writes through `tensor.data` leave no trace but the value.
-            unseen = before.kept.keys() - changed - self._seeds
-            changed |= {i for i in unseen if not torch.equal(before.kept[i], self._tensors[i])}
+            # A write to `tensor.data` does not change the version counter.
+            unseen = before.copies.keys() - changed - self._seeds
+            changed |= {i for i in unseen if not torch.equal(before.copies[i], self._tensors[i])}
             self._changing = sorted(changed)
         for i in changed - set(self._changing):
             raise ModelError(
                 f"the step changes {self._state[i].path!r}, but its first step did not; every step of "
                 "every replica must change the same variables"
             )
-        return {f"state/{i}": self._change(i, before.kept[i], share) for i in self._changing}
+        return {f"state/{i}": self._change(i, before.copies[i], share) for i in self._changing}
 
     def _change(self, i: int, old: torch.Tensor, share: Share) -> torch.Tensor:
-        slot = self._state[i]
+        one = self._state[i]
         new = self._tensors[i].detach()
-        if slot.advances_alike:
-            # Replica 0, whose seeds are the model's own, speaks for all.
+        if one.changes_equally:
+            # The change of replica 0, whose seeds are the model's own, counts.
             return new - old if share.replica == 0 else torch.zeros_like(old)
         if not old.is_floating_point():
-            refuse_integer_state(slot)
-        # What has not changed stays, even if it is infinite.
+            refuse_integer_state(one)
+        # The difference of two infinite values is not a number.
         return torch.where(new == old, torch.zeros_like(old), new - old).mul_(share.weight)
 
-    def _own_figures(self, logs: Any, results: StepResults, weight: float) -> dict[str, Any]:
-        """Return the figures that the user's own step made, beyond the metrics' results, weighted."""
-        self._report = LogReport(self._model, logs, results)
-        own = {name: keras.ops.convert_to_tensor(v, "float32") for name, v in self._report.figures.items()}
-        self._report.figures.clear()
-        return {name: value.detach() * weight for name, value in own.items()}
+    def _logged_values(self, logs: Any, results: MetricResults, weight: float) -> dict[str, Any]:
+        """Return the values, weighted, that the step logs beyond the metrics' results."""
+        self._log_template = LogTemplate(self._model, logs, results)
+        values = {
+            name: keras.ops.convert_to_tensor(v, "float32") for name, v in self._log_template.values.items()
+        }
+        self._log_template.values.clear()
+        return {name: value.detach() * weight for name, value in values.items()}
 
 
 @contextmanager
 def random_numbers(seed: int) -> Iterator[None]:
-    """Within the block all global random states follow from `seed`; afterwards they are what they were."""
+    """Within the block, global random states are derived from `seed`; afterwards, they are as before."""
     with randomness.random_numbers(seed), seeded(seed):
         yield
 
 
 def refuse_unsupported(model: Any, kind: Kind) -> None:
-    """Raise ModelError for what this backend cannot do, or not over replicas."""
+    """Raise ModelError for what this backend does not support, or cannot combine over replicas."""
     if model.steps_per_execution > 1:
         raise ModelError(
             f"steps_per_execution is {model.steps_per_execution}: with the PyTorch backend, Keras runs one "
@@ -391,65 +408,65 @@ def refuse_unsupported(model: Any, kind: Kind) -> None:
         refuse_overwriting_gradients(model)
 
 
-def _state_of(model: Any) -> list[Slot]:
-    """Return the layers' state: Keras's variables, then the buffers of PyTorch's own modules."""
+def _state_of(model: Any) -> list[StateTensor]:
+    """Return the layers' state: Keras's variables, then the buffers of PyTorch modules."""
     seeds, metrics = seed_positions(model), {id(variable) for variable in model.metrics_variables}
-    slots = [
-        Slot(variable.path, variable.value, i in seeds)
+    tensors = [
+        StateTensor(variable.path, variable.value, i in seeds)
         for i, variable in enumerate(model.non_trainable_variables)
         if id(variable) not in metrics
     ]
-    return slots + [Slot(path, tensor) for path, tensor in module_buffers(model).items()]
+    return tensors + [StateTensor(path, tensor) for path, tensor in module_buffers(model).items()]
 
 
 def only_reads_gradients(optimizer: Any) -> bool:
-    """Whether `optimizer` is one of Keras's own, none of which writes to its gradients or keeps them."""
+    """Whether `optimizer` is one of Keras's, none of which changes or stores its gradients."""
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     return all(type(part).__module__.startswith("keras.") for part in (optimizer, inner))
 
 
-class EagerTorch:
-    """Tensors of PyTorch, which anybody may write to."""
+class TorchEagerBackend:
+    """The `lockstep.keras.backends.eager_contract.EagerBackend` of PyTorch, whose tensors are mutable."""
 
     def __init__(self) -> None:
-        _install()
-        promise_equal_bits(job.current().context.threads)
+        _observe_passes()
+        enable_determinism(job.current().context.threads)
 
     @contextmanager
-    def apart(self, seed: int) -> Iterator[None]:
-        """Within the block a replica computes; it begins without gradients."""
-        before, _running.computation = _running.computation, _Computation()
+    def isolated(self, seed: int) -> Iterator[None]:
+        """Within the block a replica computes, without gradients at first."""
+        before, _thread.effects = _thread.effects, _SideEffects()
         try:
             with random_numbers(seed):
                 yield
-            _running.computation.refuse_changed_buffers()
+            _thread.effects.refuse_changed_buffers()
         finally:
-            _running.computation.restore()
-            _running.computation = before
+            _thread.effects.restore()
+            _thread.effects = before
 
-    def kept(self, variable: Any) -> Any:
+    def saved_value(self, variable: Any) -> Any:
         """Return a copy of the value of a variable."""
         return variable._value.detach().clone()
 
-    def own(self, leaf: Any) -> Any:
-        """Return a copy of a leaf."""
+    def to_tensor(self, leaf: Any) -> Any:
+        """Return a copy of a leaf, since the script may write to the original."""
         return copied(leaf)
 
-    def concrete(self, array: Any) -> npt.NDArray[Any]:
-        """View a tensor's memory in place (on a CPU), or copy it to the host."""
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array as NumPy sees it: in place on a CPU, otherwise a copy."""
         if not isinstance(array, torch.Tensor):
             return np.asarray(array)
         array = array.detach()
-        return on_host(array if array.layout == torch.strided else array.to_dense())
+        return to_numpy(array if array.layout == torch.strided else array.to_dense())
 
-    def through(
-        self, leaves: Tensors, meet: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    def custom_gradient(
+        self, leaves: Tensors, merge: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
     ) -> Tensors:
-        """Return `meet(leaves)`, for which gradients are computed by `gradient`."""
-        return list(_Through.apply(meet, gradient, *leaves))
+        """Return `merge(leaves)`, for which `gradient` computes the gradients."""
+        return list(_CustomGradient.apply(merge, gradient, *leaves))
 
     def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
-        """Make an update, reading the gradients where they are."""
+        """Make an update, which reads the gradients in place."""
         pairs = zip(update.variables, gradients, strict=True)
         tensors = [None if g is None else borrowed(g, variable.value.device) for variable, g in pairs]
         if not only_reads_gradients(update.optimizer):
@@ -458,94 +475,94 @@ class EagerTorch:
             update.apply(tensors)
 
 
-class _Through(torch.autograd.Function):  # type: ignore[misc]
+class _CustomGradient(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def forward(ctx: Any, meet: Any, gradient: Any, *leaves: torch.Tensor) -> Any:
+    def forward(ctx: Any, merge: Any, gradient: Any, *leaves: torch.Tensor) -> Any:
         ctx.gradient = gradient
-        return tuple(meet(leaves))
+        return tuple(merge(leaves))
 
     @staticmethod
     def backward(ctx: Any, *upstream: torch.Tensor) -> Any:
         return (None, None, *ctx.gradient(upstream))
 
 
-class _Computation:
-    """What one replica's computation does to tensors past Keras."""
+class _SideEffects:
+    """The effects of a replica's computation on gradients and buffers, which are no variables of Keras."""
 
     def __init__(self) -> None:
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._buffers: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
 
     def begin_backward(self, roots: Iterable[Any]) -> None:
-        """Put the gradients aside that a backward pass from `roots` would add to, where none was before."""
-        for leaf in _leaves_behind(roots):
+        """Set aside the gradients to which the first backward pass from `roots` would add."""
+        for leaf in _differentiated_leaves(roots):
             if id(leaf) not in self._gradients:
                 self._gradients[id(leaf)] = leaf, leaf.grad
                 leaf.grad = None
 
     def begin_forward(self, module: torch.nn.Module) -> None:
-        """Keep the buffers that a module may be about to change; not all of its writes leave a trace."""
+        """Copy the buffers of a module, because not all writes change their version counters."""
         for name, buffer in module.named_buffers(recurse=False):
             if id(buffer) not in self._buffers:
-                kept = buffer.detach().clone()
-                self._buffers[id(buffer)] = f"{type(module).__name__}.{name}", buffer, kept
+                copy = buffer.detach().clone()
+                self._buffers[id(buffer)] = f"{type(module).__name__}.{name}", buffer, copy
 
     def refuse_changed_buffers(self) -> None:
-        """Raise ModelError if a module of PyTorch's own keeps state of what it has computed."""
-        for name, buffer, kept in self._buffers.values():
-            if not torch.equal(buffer, kept):
+        """Raise ModelError if the computation has changed the state of a PyTorch module."""
+        for name, buffer, copy in self._buffers.values():
+            if not torch.equal(buffer, copy):
                 raise ModelError(
-                    f"the function passed to strategy.run changes {name}, the state of a module of "
-                    "PyTorch's own, which replicas share only in model.fit; use a layer of Keras instead "
+                    f"the function passed to strategy.run changes {name}, the state of a PyTorch module, "
+                    "which replicas share only in model.fit; use a layer of Keras instead "
                     "(keras.layers.BatchNormalization), or put the module into evaluation mode"
                 )
 
     def restore(self) -> None:
-        """Let tensors have the gradients, and modules the state, that they had before."""
+        """Restore the gradients of tensors and the state of modules."""
         for leaf, gradient in self._gradients.values():
             leaf.grad = gradient
         with torch.no_grad():
-            for _, buffer, kept in self._buffers.values():
-                buffer.copy_(kept)
+            for _, buffer, copy in self._buffers.values():
+                buffer.copy_(copy)
 
 
-class _ReplicaThread(threading.local):
-    computation: _Computation | None = None
+class _ThreadEffects(threading.local):
+    effects: _SideEffects | None = None
 
 
-_running = _ReplicaThread()
+_thread = _ThreadEffects()
 
 
-def _install() -> None:
-    """Learn of passes of PyTorch while a replica computes."""
+def _observe_passes() -> None:
+    """Observe PyTorch's backward and forward passes while a replica computes."""
     if not PATCHES.has(__name__):
-        PATCHES.replace(__name__, torch.autograd, "backward", _noticed)
-    _listen()
+        PATCHES.replace(__name__, torch.autograd, "backward", _observed)
+    _hook_forward()
 
 
-def _noticed(original: Callable[..., None]) -> Callable[..., None]:
+def _observed(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        if _running.computation is not None:
-            _running.computation.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
+        if _thread.effects is not None:
+            _thread.effects.begin_backward([tensors] if isinstance(tensors, torch.Tensor) else tensors)
         original(tensors, *args, **kwargs)
 
     return backward
 
 
 @functools.cache
-def _listen() -> None:
-    """Learn of forward passes: PyTorch has a hook for them."""
+def _hook_forward() -> None:
+    """Observe forward passes, for which PyTorch has a hook."""
 
     def forward(module: torch.nn.Module, inputs: Any) -> None:
-        if _running.computation is not None:
-            _running.computation.begin_forward(module)
+        if _thread.effects is not None:
+            _thread.effects.begin_forward(module)
 
     torch.nn.modules.module.register_module_forward_pre_hook(forward)
 
 
-def _leaves_behind(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a backward pass from `roots` gives gradients to."""
+def _differentiated_leaves(roots: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors whose gradients a backward pass from `roots` computes."""
     waiting = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(waiting)
     while waiting:

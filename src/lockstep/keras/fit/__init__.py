@@ -1,1 +1,1 @@
-"""Keras's built-in loops over replicas: `fit`, `evaluate` and `predict`; nothing of `strategy.run`."""
+"""What replaces the methods of `keras.Model`, `fit` and the like, on replicas; nothing of `strategy.run`."""

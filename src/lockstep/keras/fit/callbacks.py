@@ -1,6 +1,6 @@
-"""Keras's own callbacks that write, limited to the current chief.
+"""Keras's own callbacks that write: on the current chief only.
 
-The only file that uses private parts of Keras's callbacks.
+This is the only file that uses private parts of Keras's callbacks.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ class ChiefCheckpoint(keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
 class ChiefBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     """Restores on every worker; writes and removes on the chief."""
 
-    goes_on: bool
+    resumes: bool
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Restore, unless the job resumes from its own checkpoint."""
-        if not self.goes_on:
+        """Restore, unless the job resumes from a checkpoint of its own."""
+        if not self.resumes:
             super().on_train_begin(logs)
 
     def _save_model(self) -> None:
@@ -50,13 +50,13 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
     """Writes on the chief; every worker counts the rows, so that a new chief can continue the file."""
 
     append: bool
-    goes_on: bool
+    resumes: bool
     rows: int
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Open the file, on the chief."""
         self.rows = len(_lines(Path(self.filename))[1:]) if self.append else 0
-        if not self.goes_on:
+        if not self.resumes:
             job.current().as_chief(lambda: keras.callbacks.CSVLogger.on_train_begin(self, logs))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -70,7 +70,7 @@ class ChiefCSVLogger(keras.callbacks.CSVLogger):  # type: ignore[misc]
 
     def _write(self, rows: int, epoch: int, logs: Any) -> None:
         if self.csv_file is None or self.csv_file.closed:
-            # Another process has written the rows so far, and perhaps more, or a part of one.
+            # Another process has written these rows, and perhaps further ones or part of one.
             path = Path(self.filename)
             path.write_bytes(b"".join(_lines(path)[: 1 + rows]))
             own, self.append = self.append, True
@@ -120,45 +120,45 @@ class OnChief(keras.callbacks.Callback):  # type: ignore[misc]
         self._do()
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_train_end", logs)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_epoch_begin", epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_epoch_end", epoch, logs)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_train_batch_begin", batch, logs)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_train_batch_end", batch, logs)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_test_begin", logs)
 
     def on_test_end(self, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_test_end", logs)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_test_batch_begin", batch, logs)
 
     def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Pass on."""
+        """Call it on the inner callback."""
         self._do("on_test_batch_end", batch, logs)
 
     def _do(self, method: str | None = None, *arguments: Any) -> None:
-        job.current().as_chief(lambda: self._pass_on(method, *arguments))
+        job.current().as_chief(lambda: self._call(method, *arguments))
 
-    def _pass_on(self, method: str | None, *arguments: Any) -> None:
+    def _call(self, method: str | None, *arguments: Any) -> None:
         if not self.begun:
             self.begun = True
             self._inner.set_params(self.params)
@@ -177,22 +177,22 @@ _ON_CHIEF = {
 }
 
 
-def on_chief(callbacks: Any, verbose: Any, *, goes_on: bool) -> Any:
-    """Return the callbacks for `fit` in place of the user's: Keras's that write do so only on the chief.
+def on_chief(callbacks: Any, verbose: Any, *, resumes: bool) -> Any:
+    """Return the callbacks for `fit`, in which those of Keras that write files do so only on the chief.
 
-    The user's own callbacks, including subclasses of Keras's, stay unchanged.
+    The program's own callbacks, including subclasses of Keras's, stay unchanged.
 
     Args:
-        callbacks: as the user passes them.
-        verbose: as the user passes it.
-        goes_on: whether the call began in another process, whose files exist.
+        callbacks: as the program passes them.
+        verbose: as the program passes it.
+        resumes: whether the call began in another process, which has created the files.
     """
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
     given: Sequence[Any] = keras.tree.flatten(callbacks) if callbacks else []
     if verbose and not any(isinstance(callback, keras.callbacks.ProgbarLogger) for callback in given):
         given = [*given, ChiefProgbar()]
-    return [_on_chief(callback, goes_on) for callback in given]
+    return [_on_chief(callback, resumes) for callback in given]
 
 
 def writes(callbacks: Any) -> bool:
@@ -201,7 +201,7 @@ def writes(callbacks: Any) -> bool:
     return any(isinstance(callback, kinds) for callback in keras.tree.flatten(callbacks or []))
 
 
-def hear_of_batches(callbacks: Any) -> bool:
+def has_batch_methods(callbacks: Any) -> bool:
     """Whether one of the program's own callbacks has a method for training batches."""
     methods = [getattr(callback, name, None) for callback in listed(callbacks) for name in _ON_BATCH]
     known = ("keras.", "lockstep.")
@@ -210,16 +210,16 @@ def hear_of_batches(callbacks: Any) -> bool:
     )
 
 
-def _on_chief(callback: Any, goes_on: bool) -> Any:
+def _on_chief(callback: Any, resumes: bool) -> Any:
     if type(callback) is keras.callbacks.TensorBoard:
         return OnChief(callback)
     kind = _ON_CHIEF.get(type(callback))
     if kind is None:
         return callback
     made = kind.__new__(kind)
-    # The same state, not a copy: the user may read it later, and the next fit continues with it.
+    # The same state, not a copy: the program may read it later, and the next fit continues with it.
     made.__dict__ = vars(callback)
-    vars(callback)["goes_on"] = goes_on
+    vars(callback)["resumes"] = resumes
     return made
 
 

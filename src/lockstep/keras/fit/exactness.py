@@ -25,20 +25,20 @@ _PROBED_ROWS = 8
 
 
 def introduction(method: str, view: View, parts: Sequence[str]) -> str:
-    """Return the note that a method of `keras.Model` is distributed, and which parts are per replica."""
+    """Return the note that a method of `keras.Model` is distributed, with the parts that are per replica."""
     over = count(len(view.workers), "worker")
     if len(view.workers) != view.replicas:
         over = f"{count(view.replicas, 'replica')} on {over}"
     text = f"plain Keras script: model.{method} is distributed over {over}"
-    return f"{text}; {said_of(parts)}" if parts else text
+    return f"{text}; {per_replica_note(parts)}" if parts else text
 
 
-def said_of(parts: Sequence[str]) -> str:
-    """Return a text on which parts are computed per replica."""
+def per_replica_note(parts: Sequence[str]) -> str:
+    """Return the note on the parts that are computed per replica."""
     return f"computed per replica: {', '.join(parts)}"
 
 
-def per_replica(model: Any, rows: Callable[[], Any]) -> list[str]:
+def per_replica_parts(model: Any, rows: Callable[[], Any]) -> list[str]:
     """Name the parts of a model's training that differ from one process by more than rounding.
 
     These use several examples at once: the statistics of BatchNormalization, a loss or a metric that compares

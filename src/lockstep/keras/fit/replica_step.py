@@ -1,14 +1,13 @@
-"""A step of `fit`: replicas compute, a synchronization makes totals, and every worker applies them.
+"""A step of Keras's loops: replicas compute, a synchronization makes totals, and every worker applies them.
 
-The same for every backend, whose program computes and applies. With one replica Keras's own train function
-takes the step, and is watched while checkpoints are kept.
+It is the same for every backend, whose program computes and applies. With one replica, Keras's own train
+function takes the step; if checkpoints are saved, a wrapper counts its steps.
 """
 
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import msgspec
@@ -18,11 +17,12 @@ import xxhash
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import CheckpointError
-from lockstep.keras.backends.contract import Backend, Execution, Kind, Partial, Total
+from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.steps import misfits_explained
-from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
-from lockstep.keras.state.resumable_calls import Superseded
+from lockstep.keras.input.global_inputs import whole_batch
+from lockstep.keras.numbered_calls import NumberedCalls
+from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.synchronization import (
     AllReduce,
@@ -36,8 +36,6 @@ from lockstep.keras.synchronization import (
 from lockstep.observability.step_timer import StepTimer
 from lockstep.topology import View
 from lockstep.worker.job import Job
-
-Result = TypeVar("Result")
 
 _ADVICE = (
     "compile the model again after changing what is trainable, and let every step change the same variables"
@@ -53,23 +51,28 @@ class ReplicaStep:
         backend: Backend,
         model: Any,
         kind: Kind,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
         timer: StepTimer,
     ) -> None:
         self._job = job
         self._backend = backend
         self._program = backend.program(model, kind)
-        self._synchronization: Synchronization = AllReduce(self._exchange, job.worker)
+        self._synchronization: Synchronization = AllReduce(job.exchange, job.worker)
         self._layouts: dict[int, PartialLayout] = {}
         self._nest: Any = None
         self._calls = calls
         self._model = model
-        self._trains = kind == "train"
+        self._kind = kind
         self._snapshots = snapshots
         self._timer = timer
 
-    def advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
+    def take(self, state: Any, batch: Any) -> tuple[Any, Any]:
+        """Take one step on a batch of Keras's loop; return (logs, state), or (outputs, state) to predict."""
+        data = batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
+        return self._predict(state, data) if self._kind == "predict" else self._advance(state, data)
+
+    def _advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that trains or tests; return (logs, state)."""
         call = self._calls.current
         if call.steps < call.skipped:
@@ -86,17 +89,17 @@ class ReplicaStep:
         return logs, state
 
     def _join_job(self, state: Any, batch: GlobalBatch) -> Any:
-        """Join the others; take a step alone before, so that they need not wait until it is compiled.
+        """Join the job, after one step that compiles the program while the members do not wait yet.
 
         Raises:
-            Superseded: they have finished the call already.
+            CallFinishedElsewhere: the members have finished the call.
         """
         _, state = self._step(state, batch)
         self._backend.settle()
         if self._snapshots.resumable.join():
-            # The step has taken the memory of the variables' values.
+            # The step has reused the memory of the variables' values.
             with self._program.published(state):
-                raise Superseded
+                raise CallFinishedElsewhere
         return state
 
     def _step(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
@@ -104,18 +107,18 @@ class ReplicaStep:
         complete = False
         while not complete:
             total = self._total(self._round(state, batch, totals), len(totals))
-            complete = self._program.complete(len(totals))
-            # The next reduce uses the total's memory again.
+            complete = self._program.is_last(len(totals))
+            # The next reduce reuses the total's memory.
             totals.append(total if complete else {name: array.copy() for name, array in total.items()})
             self._timer.lap("exchange")
         result = self._program.apply(state, totals)
         self._timer.lap("update")
         return result
 
-    def predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
+    def _predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._timer.stop()
-        self._program.outputs()  # Those of a step that failed halfway.
+        self._program.outputs()  # Drops those of a step that failed.
         only = self._round(state, batch, ())
         outputs: dict[int, Any] = {}
 
@@ -134,10 +137,10 @@ class ReplicaStep:
         return rows, state
 
     def _round(self, state: Any, batch: GlobalBatch, earlier: Sequence[Total]) -> Round:
-        """Return the round that follows the totals `earlier` of the rounds before it.
+        """Return the round that follows the rounds with the totals `earlier`.
 
-        Replicas without examples contribute nothing. A worker that has no others in the first step computes
-        replica 0 as well: that is how it learns what a partial looks like.
+        Replicas without examples contribute nothing. In the first step, a worker that has only such replicas
+        also computes replica 0, to learn the layout of a partial.
         """
         call, replicas = self._calls.current, self._job.view.replicas
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
@@ -155,17 +158,18 @@ class ReplicaStep:
         return Round(
             self._calls.where(),
             compute,
-            self._backend.concrete,
+            self._backend.to_numpy,
             check=lambda names: batch.check(),
             advice=_ADVICE,
             sample=lambda: computed(batch.share(0, replicas, seed)),
             layout=self._layouts.get(len(earlier)),
+            entered=lambda: self._timer.lap("wait"),
             settle=self._settle,
             catching_up=partial(self._program.published, state),
         )
 
     def _total(self, this: Round, number: int) -> Total:
-        """Return the total of a step's round, valid until the next one."""
+        """Return the total of a round, valid until the next one."""
         total = self._synchronization.synchronize(this)
         if this.layout is not None:
             self._layouts[number] = this.layout
@@ -175,32 +179,22 @@ class ReplicaStep:
         self._backend.settle()
         self._timer.lap("compute")
 
-    def _exchange(
-        self,
-        act: Callable[[View, Communicator], Result],
-        catching_up: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> Result:
-        def timed(view: View, communicator: Communicator) -> Result:
-            self._timer.lap("wait")  # In the view before, if it ended in this round.
-            return act(view, communicator)
-
-        return self._job.exchange(timed, catching_up)
-
     def _next_step(self, logs: Any, state: Any) -> None:
         self._job.stepped()
         call = self._calls.current
         call.steps += 1
         call.logs = logs
-        if self._trains:
+        trains = self._kind == "train"
+        if trains:
             self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0 and len(self._job.view.workers) > 1:
             arrays = self._program.named_state(state)
             agree(
                 self._job,
                 f"after step {call.steps} of {call.name}",
-                state_facts(self._backend.concrete, arrays),
+                state_facts(self._backend.to_numpy, arrays),
             )
-        if self._trains and not call.at_end:
+        if trains and not call.at_end:
             self._snapshots.end_step(
                 lambda whole: self._snapshots.take(whole, self._model, logs, self._program, state)
             )
@@ -209,7 +203,7 @@ class ReplicaStep:
         self, own: Sequence[Any], batch: GlobalBatch, view: View, communicator: Communicator
     ) -> Any:
         """Join the outputs of all workers, each a nest of arrays, along the rows."""
-        parts = [[self._backend.concrete(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
+        parts = [[self._backend.to_numpy(leaf) for leaf in keras.tree.flatten(nest)] for nest in own]
         if len(view.workers) > 1:
             packed = [[pack("", leaf) for leaf in part] for part in parts]
             facts = {"data": batch.check().hex()}
@@ -221,11 +215,10 @@ class ReplicaStep:
         return keras.tree.pack_sequence_as(self._nest, leaves)
 
 
-class Watched:
-    """What Keras's loop calls instead of its own train function, which takes the same steps.
+class TrackedTrainFunction:
+    """Wraps Keras's own train function: counts its steps, skips those taken elsewhere, and saves checkpoints.
 
-    A call may be passed over, because another process has made it. After it, a checkpoint is kept if it is
-    time. A call that the loop makes has `steps_per_execution` steps, also where the data has fewer left.
+    A call of the loop counts as `steps_per_execution` steps, even if the data has fewer left.
     """
 
     def __init__(
@@ -233,26 +226,26 @@ class Watched:
         function: Callable[..., Any],
         backend: Backend,
         model: Any,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
     ) -> None:
         self._model = model
         self._calls = calls
         self._snapshots = snapshots
-        self._held = backend.held(model)
-        self._call = backend.watched(model, function, self._execute)
+        self._held = backend.training_state(model)
+        self._call = backend.intercepted(model, function, self._execute)
 
     def __call__(self, *args: Any) -> Any:
-        """Do as the train function that is watched."""
+        """Call the train function."""
         return self._call(*args)
 
-    def _execute(self, execution: Execution) -> tuple[Any, Any]:
+    def _execute(self, execution: TrainFunctionCall) -> tuple[Any, Any]:
         call, model = self._calls.current, self._model
         steps = 1 if call.at_end else model.steps_per_execution
         if call.steps < call.skipped:
-            execution.pass_over()
+            execution.skip()
             call.steps += steps
-            return self._passed_over(execution.state)
+            return self._skipped(execution.state)
         logs, state = execution.run()
         call.steps += steps
         call.logs = logs
@@ -263,7 +256,7 @@ class Watched:
             )
         return logs, state
 
-    def _passed_over(self, state: Any) -> tuple[Any, Any]:
+    def _skipped(self, state: Any) -> tuple[Any, Any]:
         call = self._calls.current
         if call.steps < call.skipped:
             return {}, state

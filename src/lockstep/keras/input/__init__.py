@@ -1,1 +1,1 @@
-"""The input of replicas: of Keras's own loops, and of distributed datasets; computes nothing."""
+"""The input of replicas: inputs of Keras's own loops, and distributed datasets; it computes no step."""

@@ -1,4 +1,4 @@
-"""Datasets of global batches, which are split over the replicas."""
+"""What a distributed dataset reads from: the contract of a source, and datasets of global batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +10,8 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, spec_of
+from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
+from lockstep.keras.nests import Nest, leaves_of
 from lockstep.keras.per_replica import Spec, Values
 
 
@@ -19,8 +20,8 @@ class Element:
     """The data of one step.
 
     Attributes:
-        nest: a nest like the dataset's own elements; a None in it is None on every replica.
-        values: the values of each replica, with a leaf for each that is not None.
+        nest: a nest with the structure of the dataset's own elements; None in it is None on every replica.
+        values: the values of each replica, with a leaf for each leaf of `nest` that is not None.
     """
 
     nest: Nest
@@ -62,7 +63,7 @@ class Source(Protocol):
         """
 
     def sample(self) -> Nest:
-        """Return a sample element, which no pass loses; None if there is none."""
+        """Return a sample element, which later passes still yield; None if there is none."""
 
     def peek(self) -> Nest:
         """Return a sample element, with which the next pass begins; None if there is none."""
@@ -72,7 +73,7 @@ class Source(Protocol):
         """The number of elements in a pass; infinite if it never ends, None if unknown."""
 
 
-class Joint:
+class GlobalBatchSource:
     """The `Source` of a dataset of global batches, all of which every worker reads.
 
     Args:
@@ -84,13 +85,13 @@ class Joint:
         self.stream = Stream(dataset)
         self._replicas = replicas
 
-    def begin(self) -> "JointPass":
+    def begin(self) -> "GlobalBatchPass":
         """Begin a pass."""
         return self.begun(self.stream.begin())
 
-    def begun(self, reader: Reader | None) -> "JointPass":
+    def begun(self, reader: Reader | None) -> "GlobalBatchPass":
         """Return a pass in progress; without a reader, its elements are passed to `element`."""
-        return JointPass(self.stream, reader, self._replicas)
+        return GlobalBatchPass(self.stream, reader, self._replicas)
 
     def form(self) -> Form:
         """Return the form of the elements."""
@@ -110,7 +111,7 @@ class Joint:
         return self.stream.length
 
 
-class JointPass:
+class GlobalBatchPass:
     """One pass over a dataset of global batches."""
 
     def __init__(self, stream: Stream, reader: Reader | None, replicas: int) -> None:
@@ -144,7 +145,7 @@ class JointPass:
         """
         specs = self._stream.known_form().specs if self._stream.is_tensorflow else None
         step, self._taken = self._taken, self._taken + 1
-        return Element(nest, Batch(leaves_of(nest), self._replicas, step, specs))
+        return Element(nest, BatchValues(leaves_of(nest), self._replicas, step, specs))
 
     def form(self) -> Form:
         """Return the form of the elements."""
@@ -153,7 +154,7 @@ class JointPass:
         return self._stream.known_form()
 
 
-class Batch:
+class BatchValues:
     """The `Values` of a batch of which this worker holds all rows; each replica gets its share of them.
 
     Args:

@@ -1,21 +1,16 @@
 """Datasets whose elements are split over the replicas of a job, for custom loops."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
-import keras
-
-from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import Joint, Pass, Source
-from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.streams import Form, array_of, is_tensorflow, packed, spec_of
-from lockstep.keras.per_replica import Known, Shelf, Spec, Values
-from lockstep.keras.replica_run.contract import Runs
-from lockstep.system.notes import note
-from lockstep.worker.job import Job
+from lockstep.keras.input.batches import Pass, Source
+from lockstep.keras.input.streams import Form
+from lockstep.keras.nests import packed
+from lockstep.keras.per_replica import Values, ValueStore
+from lockstep.keras.replica_run.runner import Runner
 
 
 class ElementPosition(NamedTuple):
@@ -102,14 +97,14 @@ class DistributedDataset:
 
     Attributes:
         source: of the elements.
-        shelf: where they are stored.
+        store: where they are stored.
     """
 
-    def __init__(self, runs: Runs, source: Source) -> None:
-        self._runs = runs
+    def __init__(self, runner: Runner, source: Source) -> None:
+        self._runner = runner
         self._passes = 0
         self.source = source
-        self.shelf = Shelf()
+        self.store = ValueStore()
 
     def __iter__(self) -> DistributedIterator:
         self._passes += 1
@@ -128,130 +123,8 @@ class DistributedDataset:
 
     def distributed(self, nest: Any, values: Values) -> Any:
         """Return an element with a `PerReplica` for each leaf."""
-        return packed(nest, self._runs.per_replica(values, self.shelf))
-
-
-def distribute(job: Job, runs: Runs, dataset: Any) -> Any:
-    """Split each element of `dataset`, a global batch, over the replicas.
-
-    Every worker reads the whole dataset, and the replicas' numbers of rows of an element differ by at most
-    one. With one replica this returns the dataset itself.
-
-    Args:
-        job: of the replicas.
-        runs: gives each replica its values.
-        dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
-            nests of arrays, all with the examples along their first axis.
-
-    Raises:
-        DataError: its elements cannot be split.
-    """
-    if job.view.replicas == 1:
-        return dataset
-    if isinstance(dataset, DistributedDataset):
-        raise DataError("the dataset is already distributed")
-    explain_sharding(job, dataset)
-    return _dataset(runs, Joint(dataset, job.view.replicas))
-
-
-def distribute_from_function(
-    job: Job, runs: Runs, dataset_fn: Callable[[InputContext], Any], seed: Callable[[], int]
-) -> Any:
-    """Give each replica its own dataset, which the worker that computes the replica reads.
-
-    A pass ends when all datasets have ended; a replica whose dataset ends earlier has no examples until then.
-    With one replica this returns its dataset.
-
-    Args:
-        job: of the replicas.
-        runs: gives each replica its values.
-        dataset_fn: creates the dataset of a replica, of any kind that `distribute` accepts, from its
-            `InputContext`, with the same result on any worker. Its batches are the replica's own.
-        seed: returns the seed of all pipelines; called only if there are several replicas.
-
-    Raises:
-        DataError: its elements have no examples to count.
-    """
-    if job.view.replicas == 1:
-        return dataset_fn(InputContext())
-    return _dataset(runs, Pipelines(job, dataset_fn, seed()))
+        return packed(nest, self._runner.per_replica(values, self.store))
 
 
 def _described(form: Form) -> Any:
     return packed(form.nest, form.specs)
-
-
-def _dataset(runs: Runs, source: Source) -> DistributedDataset:
-    if keras.backend.backend() != "tensorflow":
-        return DistributedDataset(runs, source)
-    from lockstep.keras.input.tf_distributed_dataset import TensorFlowDataset
-
-    return TensorFlowDataset(runs, source)
-
-
-@dataclass(frozen=True)
-class ValueContext:
-    """The replica for which a value is requested.
-
-    Attributes:
-        replica_id_in_sync_group: its id, from 0.
-        num_replicas_in_sync: R, the number of replicas.
-    """
-
-    replica_id_in_sync_group: int = 0
-    num_replicas_in_sync: int = 1
-
-
-def values_from_function(job: Job, runs: Runs, value_fn: Callable[[ValueContext], Any]) -> Any:
-    """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
-
-    Every worker computes the values of all replicas. With one replica this returns its value.
-
-    Raises:
-        DataError: the replicas' values are not nests of the same structure, shapes and dtypes.
-    """
-    replicas = job.view.replicas
-    nests = [value_fn(ValueContext(replica, replicas)) for replica in range(replicas)]
-    if replicas == 1:
-        return nests[0]
-    rows = [[array_of(leaf) for leaf in keras.tree.flatten(nest)] for nest in nests]
-    described = [[Spec(spec_of(leaf[None]).dtype, leaf.shape) for leaf in row] for row in rows]
-    for replica, specs in enumerate(described):
-        if specs != described[0]:
-            raise DataError(
-                f"the value function gave {described[0]} for replica 0 and {specs} for replica {replica}; "
-                "the values of all replicas must have the same structure"
-            )
-    columns = tuple(dict(enumerate(column)) for column in zip(*rows, strict=True))
-    leaves = runs.per_replica(Known(tuple(described[0]), columns), _given)
-    return keras.tree.pack_sequence_as(nests[0], leaves)
-
-
-_given = Shelf()
-"""Where the values of such functions are stored."""
-
-
-_INSTEAD = (
-    "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"
-)
-_EXPLANATIONS = {
-    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so the number and sizes of files do not matter",
-    "OFF": (
-        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker different examples belongs in "
-        "strategy.distribute_datasets_from_function"
-    ),
-}
-
-
-def explain_sharding(job: Job, dataset: Any) -> None:
-    """Print a note, once and on the chief, on what Lockstep does with a dataset's auto-shard policy."""
-    if not is_tensorflow(dataset):
-        return
-    policy = dataset.options().experimental_distribute.auto_shard_policy.name
-    if policy in _EXPLANATIONS and policy not in _explained:
-        _explained.add(policy)
-        if job.is_chief:
-            note(_EXPLANATIONS[policy])
-
-
-_explained: set[str] = set()

@@ -13,7 +13,8 @@ from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.batches import Element, count_examples
-from lockstep.keras.input.streams import Form, Nest, Reader, Stream, leaves_of, packed, spec_of
+from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
+from lockstep.keras.nests import Nest, leaves_of, packed
 from lockstep.keras.per_replica import Spec
 from lockstep.keras.randomness import RandomNumbers
 from lockstep.system.notes import note
@@ -31,7 +32,7 @@ _EQUAL = (
 
 
 class Pipelines:
-    """The `Source` that `dataset_fn` defines: one dataset per replica.
+    """The `Source` that a `dataset_fn` defines: one dataset per replica.
 
     Args:
         job: of the replicas.
@@ -113,8 +114,8 @@ class Pipelines:
             own = {replica: count(replica) for replica in view.replicas_of(self.job.worker)}
             blobs = communicator.gather(msgspec.msgpack.encode(own), what=what)
             parts = [msgspec.msgpack.decode(blob, type=dict[int, int]) for blob in blobs]
-            everyone = {replica: number for part in parts for replica, number in part.items()}
-            return [everyone[replica] for replica in range(view.replicas)]
+            numbers = {replica: number for part in parts for replica, number in part.items()}
+            return [numbers[replica] for replica in range(view.replicas)]
 
         return self.job.exchange(act)
 
@@ -239,11 +240,11 @@ class PipelinesPass:
     def skip(self, elements: int) -> None:
         """Skip elements; each pipeline skips them when it is next read."""
         self._taken += elements
-        self._asks(self._taken)
+        self._request(self._taken)
 
     def counts(self) -> list[int]:
         """Return each replica's number of examples in the next element; all workers call this together."""
-        self._asks(self._taken + 1)
+        self._request(self._taken + 1)
         return self._source.gather(
             lambda replica: _examples(self.cursor(replica).at(self._taken)),
             f"element {self._taken + 1} of the replicas' datasets",
@@ -252,11 +253,11 @@ class PipelinesPass:
     def element(self) -> Element:
         """Take the next element, which at least one replica has."""
         place, self._taken = self._taken, self._taken + 1
-        self._asks(self._taken)
+        self._request(self._taken)
         found = {replica: self.cursor(replica).at(place) for replica in self._source.own}
         nests = [nest for nest in found.values() if nest is not None]
         nest = nests[0] if nests else self._source.zeros()
-        return Element(nest, PipelineParts(self._source, self, place, found, nest))
+        return Element(nest, PipelineValues(self._source, self, place, found, nest))
 
     def cursor(self, replica: int) -> Cursor:
         """Return the cursor of a replica's pass, which begins now if it was not read here."""
@@ -265,12 +266,13 @@ class PipelinesPass:
             self._cursors[replica] = self._source.pipeline(replica).begin(before)
         return self._cursors[replica]
 
-    def _asks(self, elements: int) -> None:
+    def _request(self, elements: int) -> None:
+        """Record that `elements` elements of this pass have been requested."""
         self._source.read[self.number] = max(self._source.read[self.number], elements)
 
     def _refuse_more(self) -> None:
         """Read beyond the declared length; raise DataError if a dataset has more elements."""
-        self._asks(self._taken + 1)
+        self._request(self._taken + 1)
         for replica in self._source.own:
             if self.cursor(replica).at(self._taken) is not None:
                 raise DataError(
@@ -283,7 +285,7 @@ class PipelinesPass:
         return self._source.form()
 
 
-class PipelineParts:
+class PipelineValues:
     """The `Values` of one element, from the pipelines of the replicas.
 
     Args:

@@ -1,10 +1,9 @@
 """Datasets of any kind, read as nests of arrays on the host."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from math import inf
 from typing import Any
@@ -14,20 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
+from lockstep.keras.nests import Nest, leaves_of
 from lockstep.keras.per_replica import Spec
-
-Nest = Any
-"""A nest of arrays or placeholders; None for a missing leaf."""
-
-
-def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
-    """Return the leaves of a nest, including None, and a function that packs others in the same structure.
-
-    Most inputs are (x, y), for which `keras.tree` would take as long as gathering a small batch.
-    """
-    if type(nest) is tuple and all(leaf is None or hasattr(leaf, "shape") for leaf in nest):
-        return list(nest), tuple
-    return keras.tree.flatten(nest), partial(keras.tree.pack_sequence_as, nest)
 
 
 def on_host(leaf: Any) -> npt.NDArray[Any]:
@@ -202,21 +189,6 @@ def _batches(dataset: keras.utils.PyDataset) -> Iterator[Any]:
 def host_nest(nest: Nest) -> Nest:
     """Convert a nest to NumPy arrays."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else array_of(leaf), nest)
-
-
-def leaves_of(nest: Nest) -> list[Any]:
-    """Return the leaves of a nest that are not None."""
-    return [leaf for leaf in keras.tree.flatten(nest) if leaf is not None]
-
-
-def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
-    """Return a nest like `nest` with other leaves, in the order of `leaves_of`; None stays None.
-
-    On PyTorch, `keras.tree.map_structure` visits the keys of a dict in another order.
-    """
-    following = iter(leaves)
-    places = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
-    return keras.tree.pack_sequence_as(nest, places)
 
 
 def array_of(leaf: Any) -> npt.NDArray[Any]:

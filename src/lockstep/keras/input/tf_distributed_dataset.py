@@ -1,8 +1,8 @@
-"""Distributed datasets within graphs of TensorFlow.
+"""Distributed datasets in graphs of TensorFlow.
 
-A graph never holds what replicas have: it takes an element, has the host keep it, and goes on with the number
-of its ticket. All elements come out of an iterator of `tf.data`, the user's or one over tickets of what the
-host reads: a graph that waits for it leaves the only thread for operations to whatever the reader may need.
+A graph never holds the values of replicas: it takes an element, the host stores it, and the graph continues
+with its handle. All elements come from an iterator of `tf.data`, the user's or one over the handles of what
+the host reads: while a graph waits for it, the only thread for operations is free for the reader.
 """
 
 from collections import deque
@@ -13,31 +13,32 @@ from weakref import finalize
 import tensorflow as tf
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.keras.input.batches import Joint, JointPass, Pass, Source
+from lockstep.keras.backends.tf_graphs import call_python
+from lockstep.keras.input.batches import GlobalBatchPass, GlobalBatchSource, Pass, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
-from lockstep.keras.input.streams import Form, array_of, leaves_of, packed
-from lockstep.keras.per_replica import Registry, Shelf, Spec
-from lockstep.keras.replica_run.contract import Runs
-from lockstep.keras.replica_run.graph import on_host
+from lockstep.keras.input.streams import Form, array_of
+from lockstep.keras.nests import leaves_of, packed
+from lockstep.keras.per_replica import Registry, Spec, ValueStore
+from lockstep.keras.replica_run.runner import Runner
 from lockstep.keras.tf_per_replica import symbolic
 from lockstep.worker.script import keep_original
 
 _END = -1
-"""In the place of a ticket: the pass has ended."""
+"""In place of a handle: the pass has ended."""
 
 _PASSES_KEPT = 4
-"""How many passes that a graph has begun are kept, for loops within loops."""
+"""How many passes begun by graphs a dataset keeps alive, for nested loops."""
 
 
 class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  # type: ignore[misc]
-    """A distributed dataset that graphs, too, can iterate over.
+    """A distributed dataset over which graphs can iterate, too.
 
     Attributes:
-        number: names it in graphs.
+        number: identifies it in graphs.
     """
 
-    def __init__(self, runs: Runs, source: Source) -> None:
-        super().__init__(runs, source)
+    def __init__(self, runner: Runner, source: Source) -> None:
+        super().__init__(runner, source)
         self._begun: deque[TensorFlowIterator] = deque(maxlen=_PASSES_KEPT)
         self._in_graphs: list[Any] = []
         self.number = _datasets.add(self)
@@ -46,24 +47,24 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
         return self.begin(self.source.begin()) if tf.executing_eagerly() else self._begin_in_graph()
 
     def begin(self, elements: Pass) -> "TensorFlowIterator":
-        """Count a pass that begins now; return its iterator."""
+        """Count a new pass; return its iterator."""
         self._passes += 1
         return TensorFlowIterator(self, elements, self._passes)
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
-        return _signature(self.source.form(), self.shelf)
+        """The known specs of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
+        return _signature(self.source.form(), self.store)
 
     @property
     def in_tensors(self) -> Any:
-        """The `tf.data.Dataset` whose elements are split, if it is one."""
-        if isinstance(self.source, Joint) and self.source.stream.is_tensorflow:
+        """The `tf.data.Dataset` whose elements are split; None if the dataset is of another kind."""
+        if isinstance(self.source, GlobalBatchSource) and self.source.stream.is_tensorflow:
             return self.source.stream.dataset
         return None
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
-        """Return the last state of a pass, in which `reduce_func(state, element)` gives the next state."""
+        """Return the last state of a pass in which `reduce_func(state, element)` returns the next state."""
         if tf.executing_eagerly():
             state = initial_state
             for element in self:
@@ -71,37 +72,37 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
             return state
         iterator = self._begin_in_graph()
 
-        def body(ticket: Any, state: Any) -> tuple[Any, Any]:
-            state = reduce_func(state, iterator.element(ticket))
-            return iterator.ticket_or_end(), state
+        def body(handle: Any, state: Any) -> tuple[Any, Any]:
+            state = reduce_func(state, iterator.element(handle))
+            return iterator.handle_or_end(), state
 
-        start = iterator.ticket_or_end(), initial_state
-        _, state = tf.while_loop(lambda ticket, _: ticket != _END, body, start, parallel_iterations=1)
+        start = iterator.handle_or_end(), initial_state
+        _, state = tf.while_loop(lambda handle, _: handle != _END, body, start, parallel_iterations=1)
         return state
 
     def _begin_in_graph(self) -> "GraphIterator":
-        """Return a pass that begins where the graph is executed."""
+        """Return a pass that begins when the graph is executed."""
         with tf.init_scope():
             form = self.source.form()
         if self.in_tensors is None:
-            tickets = dataset_of_tickets(lambda: self.begin(self.source.begin()).tickets(form.specs))
-            self._in_graphs.append(tickets)
-            return GraphIterator(tf.zeros((), tf.int64), iter(tickets), self.number, True)
-        number = on_host(self._begin_on_host, [], tf.int64)
+            handles = dataset_of_handles(lambda: self.begin(self.source.begin()).handles(form.specs))
+            self._in_graphs.append(handles)
+            return GraphIterator(tf.zeros((), tf.int64), iter(handles), self.number, True)
+        number = call_python(self._begin_in_python, [], tf.int64)
         number.set_shape(())
         return GraphIterator(number, iter(self.in_tensors), self.number, False)
 
-    def _begin_on_host(self) -> int:
-        assert isinstance(self.source, Joint)
+    def _begin_in_python(self) -> int:
+        assert isinstance(self.source, GlobalBatchSource)
         self._begun.append(self.begin(self.source.begun(None)))
         return self._begun[-1].number
 
 
 class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator):  # type: ignore[misc]
-    """One pass over a dataset, which graphs can go on with: as their argument, or as they find it.
+    """One pass over a dataset, which graphs can continue: as an argument, or by capturing it.
 
     Attributes:
-        number: names it in graphs.
+        number: identifies it in graphs.
     """
 
     def __init__(self, dataset: TensorFlowDataset, elements: Pass, number: int) -> None:
@@ -109,7 +110,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
         self.number = _iterators.add(self)
         self._dataset_number = dataset.number
         self._symbols: list[GraphIterator] = []
-        # TensorFlow must not be left to ask for Python when there is none any more.
+        # Otherwise TensorFlow may call Python after the interpreter has ended.
         finalize(self, self._symbols.clear)
 
     def __next__(self) -> Any:
@@ -127,21 +128,21 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
             raise tf.errors.OutOfRangeError(None, None, "the distributed dataset has ended") from None
 
     def get_next_as_optional(self) -> Any:
-        """Return the next element, or that there is none."""
+        """Return the next element, or an empty optional at the end."""
         if tf.executing_eagerly():
             return super().get_next_as_optional()
         return self.in_graph().get_next_as_optional()
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
-        return _signature(self._current.form(), self._dataset.shelf)
+        """The known specs of the elements: a nest of specs of `PerReplica`, as for `input_signature`."""
+        return _signature(self._current.form(), self._dataset.store)
 
     def __tf_tracing_type__(self, context: Any) -> "IteratorType":
         return IteratorType(self.in_graph())
 
     def in_graph(self) -> "GraphIterator":
-        """Return what stands for the iterator in graphs; reads ahead where nothing says what it will give."""
+        """Return the iterator for graphs; read the first element ahead if the form is not known otherwise."""
         if not self._symbols:
             with tf.init_scope():
                 self._symbols.append(self._made())
@@ -149,27 +150,27 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
 
     def _made(self) -> "GraphIterator":
         number, dataset = tf.constant(self.number, tf.int64), self._dataset_number
-        if isinstance(self._current, JointPass) and self._current.reader is not None:
+        if isinstance(self._current, GlobalBatchPass) and self._current.reader is not None:
             iterator = self._current.reader.iterator
             if isinstance(iterator, tf.data.Iterator):
                 return GraphIterator(number, iterator, dataset, False)
         specs = self._current.form().specs
-        tickets = iter(dataset_of_tickets(lambda: self.tickets(specs)))
-        return GraphIterator(number, tickets, dataset, True)
+        handles = iter(dataset_of_handles(lambda: self.handles(specs)))
+        return GraphIterator(number, handles, dataset, True)
 
     def publish(self, leaves: Sequence[Any]) -> int:
-        """Take an element that a graph has taken from `tf.data`; return its ticket."""
-        assert isinstance(self._current, JointPass)
+        """Store an element that a graph has taken from `tf.data`; return its handle."""
+        assert isinstance(self._current, GlobalBatchPass)
         nest = packed(self._current.form().nest, [array_of(leaf) for leaf in leaves])
         element = self._current.element(nest)
         self._taken += 1
-        return self._dataset.shelf.put(element.values)
+        return self._dataset.store.put(element.values)
 
-    def tickets(self, specs: Sequence[Spec]) -> Iterator[int]:
-        """Yield the tickets of the elements that are left, as they are asked for.
+    def handles(self, specs: Sequence[Spec]) -> Iterator[int]:
+        """Read the remaining elements one by one as requested; yield their handles.
 
         Raises:
-            DataError: an element is not of the `specs` for which a graph was made.
+            DataError: an element does not match the `specs` for which a graph was traced.
         """
         try:
             while True:
@@ -183,7 +184,7 @@ class TensorFlowIterator(DistributedIterator, tf.distribute.DistributedIterator)
                         f"{specs}; a graph needs elements of one structure: read them outside of it, or "
                         "from a tf.data.Dataset that declares them"
                     )
-                yield self._dataset.shelf.put(values)
+                yield self._dataset.store.put(values)
         except LockstepError as error:
             keep_original(error)
             raise
@@ -198,19 +199,19 @@ _iterators: Registry[TensorFlowIterator] = Registry(
 
 
 class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIterator):  # type: ignore[misc]
-    """A pass over a dataset in a graph that is being made.
+    """A pass over a dataset in a graph that is being traced.
 
     Attributes:
         number: of the iterator on the host.
-        tensors: the iterator of `tf.data` that gives the elements, or their tickets.
+        tensors: the iterator of `tf.data` that yields the elements, or their handles.
         dataset: the number of the dataset.
-        gives_tickets: which of both.
+        gives_handles: whether it yields handles.
     """
 
     number: tf.Tensor
     tensors: tf.data.Iterator
     dataset: int
-    gives_tickets: bool
+    gives_handles: bool
 
     def __iter__(self) -> "GraphIterator":
         return self
@@ -219,81 +220,81 @@ class GraphIterator(tf.experimental.ExtensionType, tf.distribute.DistributedIter
         return self.get_next()
 
     def get_next(self) -> Any:
-        """Return the next element; where there is none, the graph's execution ends in OutOfRangeError."""
-        return self.element(self._ticket(self.tensors.get_next()))
+        """Return the next element; at the end, the graph's execution raises OutOfRangeError."""
+        return self.element(self._handle(self.tensors.get_next()))
 
     def get_next_as_optional(self) -> "GraphOptional":
-        """Return the next element, or that there is none."""
-        return GraphOptional(self, self.ticket_or_end())
+        """Return the next element, or an empty optional at the end."""
+        return GraphOptional(self, self.handle_or_end())
 
     @property
     def element_spec(self) -> Any:
-        """What is known of the elements: a nest of specs of `PerReplica`."""
+        """The known specs of the elements: a nest of specs of `PerReplica`."""
         return _datasets.find(self.dataset).element_spec
 
-    def ticket_or_end(self) -> Any:
-        """Return the ticket of the next element, or _END."""
+    def handle_or_end(self) -> Any:
+        """Return the handle of the next element, or _END."""
         optional = self.tensors.get_next_as_optional()
         return tf.cond(
             optional.has_value(),
-            lambda: self._ticket(optional.get_value()),
+            lambda: self._handle(optional.get_value()),
             lambda: tf.constant(_END, tf.int64),
         )
 
-    def element(self, ticket: Any) -> Any:
-        """Return the element of a ticket, with a `PerReplica` for each leaf."""
+    def element(self, handle: Any) -> Any:
+        """Return the element of a handle, with a `PerReplica` for each leaf."""
         dataset = _datasets.find(self.dataset)
         form = dataset.source.form()
-        return packed(form.nest, symbolic(ticket, dataset.shelf, form.specs))
+        return packed(form.nest, symbolic(handle, dataset.store, form.specs))
 
-    def _ticket(self, element: Any) -> Any:
-        if self.gives_tickets:
+    def _handle(self, element: Any) -> Any:
+        if self.gives_handles:
             return element
 
         def publish(number: Any, *leaves: Any) -> int:
             return _iterators.find(int(number)).publish(leaves)
 
-        ticket = on_host(publish, [self.number, *leaves_of(element)], tf.int64)
-        ticket.set_shape(())
-        return ticket
+        handle = call_python(publish, [self.number, *leaves_of(element)], tf.int64)
+        handle.set_shape(())
+        return handle
 
 
 class GraphOptional(tf.experimental.ExtensionType):  # type: ignore[misc]
-    """An element of a graph, or none.
+    """An element in a graph, or none.
 
     Attributes:
-        iterator: that gave it.
-        ticket: of the element, or _END.
+        iterator: that yields it.
+        handle: of the element, or _END.
     """
 
     iterator: GraphIterator
-    ticket: tf.Tensor
+    handle: tf.Tensor
 
     def has_value(self) -> Any:
         """Whether there is an element, as a tensor."""
-        return self.ticket != _END
+        return self.handle != _END
 
     def get_value(self) -> Any:
         """Return the element."""
-        return self.iterator.element(self.ticket)
+        return self.iterator.element(self.handle)
 
 
 class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
-    """What graphs that take an iterator are made for: any iterator of the same dataset."""
+    """The trace type of an iterator: a graph that takes one takes any iterator of the same dataset."""
 
     def __init__(self, iterator: GraphIterator) -> None:
         self._spec = tf.type_spec_from_value(iterator)
 
     def is_subtype_of(self, other: Any) -> bool:
-        """Whether it is the same type."""
+        """Whether both are the same type."""
         return bool(self == other)
 
     def most_specific_common_supertype(self, others: Sequence[Any]) -> "IteratorType | None":
-        """Return itself if all are the same."""
+        """Return this type if all are the same."""
         return self if all(self == other for other in others) else None
 
     def placeholder_value(self, placeholder_context: Any) -> Any:
-        """Return what stands for an iterator in a graph."""
+        """Return the placeholder of an iterator in a graph."""
         return self._spec.placeholder_value(placeholder_context)
 
     def to_tensors(self, value: Any) -> Any:
@@ -301,7 +302,7 @@ class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
         return self._spec.to_tensors(value.in_graph())
 
     def from_tensors(self, tensors: Any) -> Any:
-        """Return the iterator whose tensors these are."""
+        """Return the iterator with these tensors."""
         return self._spec.from_tensors(tensors)
 
     def flatten(self) -> Any:
@@ -322,16 +323,16 @@ class IteratorType(tf.types.experimental.TraceType):  # type: ignore[misc]
         return equal
 
 
-def dataset_of_tickets(tickets: Callable[[], Iterator[int]]) -> Any:
-    """Return the `tf.data.Dataset` of what `tickets` yields; nothing of it is read ahead."""
+def dataset_of_handles(handles: Callable[[], Iterator[int]]) -> Any:
+    """Return the `tf.data.Dataset` of the handles that `handles` yields; it reads nothing ahead."""
     options = tf.data.Options()
     options.autotune.enabled = False
     options.threading.private_threadpool_size = 1
     signature = tf.TensorSpec((), tf.int64)
-    return tf.data.Dataset.from_generator(tickets, output_signature=signature).with_options(options)
+    return tf.data.Dataset.from_generator(handles, output_signature=signature).with_options(options)
 
 
-def _signature(form: Form, shelf: Shelf) -> Any:
+def _signature(form: Form, store: ValueStore) -> Any:
     with tf.init_scope():
-        tickets = symbolic(tf.zeros((), tf.int64), shelf, form.specs)
-    return packed(form.nest, [tf.type_spec_from_value(one) for one in tickets])
+        handles = symbolic(tf.zeros((), tf.int64), store, form.specs)
+    return packed(form.nest, [tf.type_spec_from_value(one) for one in handles])

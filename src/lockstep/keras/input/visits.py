@@ -1,7 +1,7 @@
 """The order in which passes visit items: Keras's own if the script has set a seed, otherwise the job's.
 
-`keras.utils.set_random_seed` makes Keras's own order a function of the script. Every worker then draws it as
-Keras does, from the same random states and at the same times, so that the states also match plain Keras.
+After `keras.utils.set_random_seed`, Keras's own order is a function of the script. Every worker then draws it
+as Keras does, from the same random states and at the same times, so that these also match plain Keras.
 """
 
 import random
@@ -26,7 +26,7 @@ class Visits(Protocol):
     def begin(self) -> Iterator[Indices]:
         """Begin the next pass; yield the items of each batch."""
 
-    def look(self) -> Indices:
+    def sample(self) -> Indices:
         """Return the items of the sample batch that Keras reads before the first pass; draw as Keras does."""
 
     def fact(self) -> str:
@@ -73,8 +73,8 @@ class _JobsVisits:
         self._passes += 1
         return self._order.visit(number)
 
-    def look(self) -> Indices:
-        """Draw nothing."""
+    def sample(self) -> Indices:
+        """Return the first items; draw nothing."""
         return slice(0, min(self._order.count, self._order.batch_size))
 
     def fact(self) -> str:
@@ -94,7 +94,7 @@ class _KerasVisits:
     def begin(self) -> Iterator[Indices]:
         raise NotImplementedError
 
-    def look(self) -> Indices:
+    def sample(self) -> Indices:
         return next(self.begin())
 
     def fact(self) -> str:
@@ -164,8 +164,8 @@ class _TensorFlowVisits(_ArrayVisits):
 _VISITS = {"jax": _JaxVisits, "torch": _TorchVisits, "tensorflow": _TensorFlowVisits}
 
 
-class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
-    """A `PyDataset` whose batches have the order of `lockstep.keras.input.visits`.
+class ReorderedDataset(keras.utils.PyDataset):  # type: ignore[misc]
+    """A `PyDataset` whose batches come in an order of this module.
 
     Attributes:
         inner: the dataset itself.
@@ -188,8 +188,8 @@ class Reordered(keras.utils.PyDataset):  # type: ignore[misc]
 
     def first(self) -> Any:
         """Return the first batch of a pass that Keras begins to read a sample."""
-        looked = slice(0, 1) if self.visits is None else self.visits.look()
-        return self.inner[looked.start if isinstance(looked, slice) else int(looked[0])]
+        sample = slice(0, 1) if self.visits is None else self.visits.sample()
+        return self.inner[sample.start if isinstance(sample, slice) else int(sample[0])]
 
     def __getitem__(self, index: int) -> Any:
         return self.inner[index if self.visits is None else self._order[index]]

@@ -1,1 +1,1 @@
-"""Functions of the program that replicas compute: `strategy.run` and `strategy.steps`; nothing of `fit`."""
+"""Runs functions of the script on replicas: `strategy.run` and `strategy.steps`; nothing of `fit`."""

@@ -1,132 +1,243 @@
-"""What the replicas of a `strategy.run` do together: updates, sums and joins, with their gradients."""
+"""Merges: what the replicas of a `strategy.run` compute together, such as updates, sums and joins.
 
-from collections.abc import Callable, Mapping, Sequence
+A function of `strategy.run` merges where it applies an optimizer of Keras, which sums the gradients over the
+replicas first, or calls `all_reduce` or `all_gather`. Each merge ends a round (see
+`lockstep.keras.backends.multi_update`), unless the function continues without its result.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NoReturn, Protocol
 
 import keras
 
 from lockstep.errors import ModelError
-from lockstep.keras.backends.eager import Through
-from lockstep.keras.backends.multi_update import Left, Recording, Update
-from lockstep.keras.replica_run.replica import Op
-from lockstep.keras.replica_run.run_rounds import refuse_sum_of_booleans
+from lockstep.keras.backends.eager_contract import CustomGradient
+from lockstep.keras.backends.multi_update import EndOfRound, Update, UpdateRecorder
 from lockstep.keras.synchronization import GATHERED
+from lockstep.worker.patch_registry import PATCHES, definer
+
+Op = Literal["sum", "mean"]
 
 SUMMED = "merge/"
-"""Begins the names of what is added up in a round."""
+"""The prefix of names of arrays that a merge sums."""
+
+
+class Merger(Protocol):
+    """Merges what the replicas of a `strategy.run` compute; all make the same calls in the same order."""
+
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Apply an optimizer once, to the sum of all replicas' gradients."""
+
+    def all_reduce(self, op: Op, value: Any) -> Any:
+        """Return the sum or the mean over the replicas of each leaf of a nest."""
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Return the leaves of all replicas, joined along `axis` in the replicas' order."""
 
 
 @dataclass(frozen=True)
-class MergePoint:
-    """One of the places where the replicas of a function do something together.
+class Replica:
+    """A replica that computes.
 
     Attributes:
-        names: of its leaves in a partial; None for a leaf that has no gradient.
-        update: what is made of the sum; None where the function itself wants it.
+        number: its id; a scalar tensor in a graph that serves all replicas.
+        merger: merges what it computes with the other replicas.
+    """
+
+    number: Any
+    merger: Merger
+
+
+class _ThreadReplica(threading.local):
+    replica: Replica | None = None
+
+
+_thread = _ThreadReplica()
+
+
+def current_replica() -> Replica | None:
+    """Return the replica whose function runs in this thread; None outside of `strategy.run`."""
+    return _thread.replica
+
+
+@contextmanager
+def computing_as(replica: Replica | None) -> Iterator[None]:
+    """Within the block, this thread computes `replica`, or none."""
+    before, _thread.replica = _thread.replica, replica
+    try:
+        yield
+    finally:
+        _thread.replica = before
+
+
+def install() -> None:
+    """Patch `apply` of Keras's optimizers, once per process, so that replicas merge their gradients."""
+    if PATCHES.has(__name__):
+        return
+    optimizers = keras.optimizers
+    kinds = [optimizers.Optimizer, optimizers.LossScaleOptimizer]
+    # Includes the optimizer that calls `apply` of several others, which has no public name.
+    known = [*kinds, *optimizers.Optimizer.__subclasses__()]
+    for owner in dict.fromkeys(definer(kind, "apply") for kind in known):
+        PATCHES.replace(__name__, owner, "apply", _merging_apply)
+        if "stateless_apply" in vars(owner):
+            PATCHES.replace(__name__, owner, "stateless_apply", _separate)
+
+
+def _separate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `stateless_apply`, which changes no variable, so that each replica calls it separately."""
+
+    @functools.wraps(original)
+    def stateless_apply(*args: Any, **kwargs: Any) -> Any:
+        with computing_as(None):
+            return original(*args, **kwargs)
+
+    return stateless_apply
+
+
+def _merging_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
+        replica = current_replica()
+        if replica is None:
+            return original(self, grads, trainable_variables)
+        variables = None if trainable_variables is None else list(trainable_variables)
+        return replica.merger.apply(self, list(grads), variables)
+
+    return apply
+
+
+class SingleReplicaMerger:
+    """The `Merger` of a job with one replica, which behaves as without a strategy."""
+
+    def apply(self, optimizer: Any, gradients: list[Any], variables: list[Any] | None) -> None:
+        """Apply the optimizer."""
+        with computing_as(None):
+            optimizer.apply(gradients, variables)
+
+    def all_reduce(self, op: Op, value: Any) -> Any:
+        """Return the value."""
+        return value
+
+    def all_gather(self, value: Any, axis: int) -> Any:
+        """Return the value."""
+        return value
+
+
+@dataclass(frozen=True)
+class Merge:
+    """A point of a function at which its replicas merge.
+
+    Attributes:
+        names: of its leaves in a partial; None for a leaf without a gradient.
+        update: the update that applies the sum; None if the function itself uses the result.
     """
 
     names: tuple[str | None, ...]
     update: Update | None = None
 
     def leaves(self, total: Mapping[str, Any]) -> list[Any]:
-        """Return the leaves in its total."""
+        """Return its leaves in a total."""
         return [None if name is None else total[name] for name in self.names]
 
 
-class RunMerges(Recording):
-    """The `lockstep.keras.replica_run.replica.Merges` of one round of a run.
+class RoundMerger(UpdateRecorder):
+    """The `Merger` of one replica in one round of a `strategy.run`.
 
     Args:
         number: of the round, from 0.
-        leaves: whether the round ends at its own meeting, though that is an update.
-        known: the meetings of earlier rounds.
-        totals: theirs.
-        repeat: makes the update of an earlier round, whose number it is given.
-        noted: is told of the round's own update, if the function goes on.
-        replica: which of them computes; a scalar tensor within a graph that serves all.
+        ends_early: whether the round ends at its own merge even if that is an update.
+        known: the merges of earlier rounds.
+        totals: of these merges.
+        repeat: makes the update of the earlier round whose number it gets.
+        on_update: is called with the round's own update if the function continues after it.
+        replica: the id of the replica; a scalar tensor in a graph that serves all replicas.
         replicas: R.
-        through: lets gradients pass.
+        custom_gradient: defines the gradients of merges.
     """
 
     def __init__(
         self,
         number: int,
-        leaves: bool,
-        known: Sequence[MergePoint],
+        ends_early: bool,
+        known: Sequence[Merge],
         totals: Sequence[Mapping[str, Any]],
         repeat: Callable[[int], None],
-        noted: Callable[[Update], None],
+        on_update: Callable[[Update], None],
         replica: Any,
         replicas: int,
-        through: Through,
+        custom_gradient: CustomGradient,
     ) -> None:
-        super().__init__(number, leaves, [meeting.update for meeting in known], repeat, noted)
-        self._meetings = known
+        super().__init__(number, ends_early, [merge.update for merge in known], repeat, on_update)
+        self._merges = known
         self._totals = totals
         self._replica = replica
         self._replicas = replicas
-        self._through = through
-        self._own: tuple[MergePoint, Sequence[Any]] | None = None
+        self._custom_gradient = custom_gradient
+        self._own: tuple[Merge, Sequence[Any]] | None = None
 
     @property
-    def meeting(self) -> MergePoint | None:
-        """The round's own, once the function has come to it."""
+    def merge(self) -> Merge | None:
+        """The round's own merge, once the function has reached it."""
         if self.update is not None:
             names = (None if g is None else f"{SUMMED}{i}" for i, g in enumerate(self.gradients))
-            return MergePoint(tuple(names), self.update)
+            return Merge(tuple(names), self.update)
         return None if self._own is None else self._own[0]
 
     @property
     def partial(self) -> dict[str, Any]:
-        """What this replica brings to the round's own meeting."""
-        if (meeting := self.meeting) is None:
+        """What this replica contributes to the round's own merge."""
+        if (merge := self.merge) is None:
             return {}
         leaves = self.gradients if self._own is None else self._own[1]
-        return {name: leaf for name, leaf in zip(meeting.names, leaves, strict=True) if name is not None}
+        return {name: leaf for name, leaf in zip(merge.names, leaves, strict=True) if name is not None}
 
     def all_reduce(self, op: Op, value: Any) -> Any:
-        """Return the sum or mean that is known, or leave the function."""
+        """Return the sum or mean if it is known; otherwise end the round."""
         leaves = [_addable(op, keras.ops.convert_to_tensor(leaf)) for leaf in keras.tree.flatten(value)]
         return keras.tree.pack_sequence_as(value, self._reduced(op, leaves))
 
     def all_gather(self, value: Any, axis: int) -> Any:
-        """Return the joined values that are known, or leave the function."""
+        """Return the joined values if they are known; otherwise end the round."""
         leaves = [keras.ops.convert_to_tensor(leaf) for leaf in keras.tree.flatten(value)]
         if any(not len(leaf.shape) for leaf in leaves):
             raise ModelError("all_gather joins values along an axis; single numbers have none")
         return keras.tree.pack_sequence_as(value, self._gathered(axis, leaves))
 
     def _reduced(self, op: Op, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Reduce, now or in the backward pass of that: the gradient of a sum over the replicas is one."""
+        """Reduce. The gradient of a sum over the replicas is such a sum, in the backward pass."""
 
-        def meet(leaves: Sequence[Any]) -> list[Any]:
-            totals = self._met_for([f"{SUMMED}{i}" for i in range(len(leaves))], leaves)
+        def merge(leaves: Sequence[Any]) -> list[Any]:
+            totals = self._merged([f"{SUMMED}{i}" for i in range(len(leaves))], leaves)
             return totals if op == "sum" else [total / self._replicas for total in totals]
 
-        return self._differentiably(leaves, meet, lambda upstream: self._reduced(op, upstream))
+        return self._differentiably(leaves, merge, lambda upstream: self._reduced(op, upstream))
 
     def _gathered(self, axis: int, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Join; a replica's gradient is its own part of what the gradients of all replicas add up to."""
+        """Join. A replica's gradient is its own slice of the sum of all replicas' gradients."""
         sizes: list[Any] = []
         floats = _floating(leaves)
 
-        def meet(leaves: Sequence[Any]) -> list[Any]:
+        def merge(leaves: Sequence[Any]) -> list[Any]:
             count = len(leaves)
             own = keras.ops.one_hot(self._replica, self._replicas, dtype="int32")
             rows = [own * keras.ops.shape(leaf)[axis] for leaf in leaves]
             names = [f"{GATHERED}{axis}/{i}" for i in range(count)] + [f"{SUMMED}{i}" for i in range(count)]
-            totals = self._met_for(names, [*leaves, *rows])
+            totals = self._merged(names, [*leaves, *rows])
             sizes[:] = totals[count:]
             return totals[:count]
 
         def gradient(upstream: Sequence[Any]) -> list[Any]:
             sums = self._reduced("sum", upstream)
-            return [self._own_part(one, sizes[i], axis) for one, i in zip(sums, floats, strict=True)]
+            return [self._own_slice(one, sizes[i], axis) for one, i in zip(sums, floats, strict=True)]
 
-        return self._differentiably(leaves, meet, gradient)
+        return self._differentiably(leaves, merge, gradient)
 
-    def _own_part(self, joined: Any, sizes: Any, axis: int) -> Any:
+    def _own_slice(self, joined: Any, sizes: Any, axis: int) -> Any:
         ends = keras.ops.cumsum(sizes)
         end = ends[self._replica]
         return keras.ops.take(joined, keras.ops.arange(end - sizes[self._replica], end), axis)
@@ -134,44 +245,49 @@ class RunMerges(Recording):
     def _differentiably(
         self,
         leaves: Sequence[Any],
-        meet: Callable[[Sequence[Any]], Sequence[Any]],
+        merge: Callable[[Sequence[Any]], Sequence[Any]],
         gradient: Callable[[Sequence[Any]], Sequence[Any]],
     ) -> Sequence[Any]:
-        """Return `meet(leaves)`; gradients pass through those that are floating-point."""
+        """Return `merge(leaves)`, with gradients for the floating-point leaves."""
         floats = _floating(leaves)
         results = list(leaves)
 
-        def met(given: Sequence[Any]) -> list[Any]:
-            results[:] = meet(_with(leaves, floats, given))
+        def merge_floats(given: Sequence[Any]) -> list[Any]:
+            results[:] = merge(_with(leaves, floats, given))
             return [results[i] for i in floats]
 
-        found = self._through([leaves[i] for i in floats], met, gradient)
+        found = self._custom_gradient([leaves[i] for i in floats], merge_floats, gradient)
         return _with(results, floats, found)
 
-    def _met_for(self, names: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
-        """Return what a meeting has come to, or leave the function at it.
+    def _merged(self, names: Sequence[str], leaves: Sequence[Any]) -> list[Any]:
+        """Return the result of a merge of an earlier round.
 
         Raises:
-            Left: it is the round's own, or a later one.
+            EndOfRound: the merge is the round's own, or a later one.
         """
-        number = self._next()
+        number = self._next_number()
         if number < self._number:
-            return self._meetings[number].leaves(self._totals[number])
-        self._own = MergePoint(tuple(names)), leaves
-        raise Left
+            return self._merges[number].leaves(self._totals[number])
+        self._own = Merge(tuple(names)), leaves
+        raise EndOfRound
+
+
+def refuse_sum_of_booleans(name: str) -> NoReturn:
+    """Raise ModelError, because NumPy adds two booleans with a logical or."""
+    raise ModelError(f"{name} cannot add up booleans: cast them to integers first")
 
 
 def _floating(leaves: Sequence[Any]) -> list[int]:
     """Return the positions of the leaves that have gradients."""
-    return [i for i, leaf in enumerate(leaves) if _kind(leaf).startswith(("float", "bfloat", "complex"))]
+    return [i for i, leaf in enumerate(leaves) if _dtype(leaf).startswith(("float", "bfloat", "complex"))]
 
 
-def _kind(leaf: Any) -> str:
+def _dtype(leaf: Any) -> str:
     return str(keras.backend.standardize_dtype(leaf.dtype))
 
 
 def _addable(op: Op, leaf: Any) -> Any:
-    if _kind(leaf) != "bool":
+    if _dtype(leaf) != "bool":
         return leaf
     if op == "sum":
         refuse_sum_of_booleans("all_reduce")

@@ -1,34 +1,39 @@
-"""Loops of the user's own that Lockstep drives: workers join and leave between their steps."""
+"""Custom loops that Lockstep drives: workers join and leave between their steps."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol, runtime_checkable
 
 import keras
+import msgspec
+import numpy as np
+import numpy.typing as npt
 
-from lockstep.errors import InputError
+from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.backends.contract import Backend
-from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import CHECK_EVERY, Facts, agree, setting_facts, state_facts
-from lockstep.keras.replica_run.named_state import NamedState
-from lockstep.keras.state.checkpoint_callback import Checkpoint, Keeping
-from lockstep.keras.state.digest import LastModel
+from lockstep.keras.model_digest import LastModel
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
+from lockstep.keras.state.checkpoint_callback import Checkpoint, ScriptCheckpoints
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.variables import named_arrays, refuse_misfits
 from lockstep.observability.events import CallStarted
 from lockstep.worker.job import Job
 
+Arrays = Mapping[str, npt.NDArray[Any]]
 
-class Driving:
-    """Drives the loops of one process."""
+
+class StepLoops:
+    """Drives the loops of one process; `strategy.steps` calls it."""
 
     def __init__(
         self,
         job: Job,
         backend: Backend,
-        calls: CallStack,
+        calls: NumberedCalls,
         snapshots: Snapshots,
-        keeping: Keeping,
+        checkpoints: ScriptCheckpoints,
         last: LastModel,
     ) -> None:
         self._job = job
@@ -36,91 +41,247 @@ class Driving:
         self._calls = calls
         self._snapshots = snapshots
         self._resumable = snapshots.resumable
-        self._keeping = keeping
+        self._checkpoints = checkpoints
         self._last = last
 
     def steps(
         self, count: int, state: Mapping[str, Any], checkpoint: Checkpoint | None = None
     ) -> Iterator[int]:
-        """Yield the numbers of the steps that are to be taken, from 0 or from where the training is.
+        """Yield the numbers of the steps to take, from 0 or from the position of the training.
 
-        A process that goes on from a checkpoint, or joins the others, takes one step more, whose results are
-        overwritten: its models and optimizers may have no variables before. It does so in a loop that has
-        finished, or has no step left, only if they have none.
+        A process that resumes from a checkpoint, or joins the others, takes one additional step before, which
+        creates the variables of its models and optimizers; then the saved state replaces its results. In a
+        loop that has finished, or has no step left, it does so only if variables are missing.
 
         Raises:
-            InputError: there are no steps, or a part of the state is none that can be given to others.
-            CheckpointError: the state that was kept is of other parts.
+            InputError: `count` is negative, or a part of the state is of a kind that cannot be transferred.
+            CheckpointError: the saved state has other parts.
         """
         if count < 0:
-            raise InputError(f"a loop of {count} steps")
-        held = NamedState(state)
+            raise InputError(f"strategy.steps needs a number of steps of at least 0, not {count}")
+        loop = LoopState(state)
         for part in state.values():
             if isinstance(part, keras.Model):
                 self._last.trains(part)
         with self._resumable.call("steps") as call:
             if checkpoint is not None:
-                self._keeping.begin(checkpoint)
+                self._checkpoints.begin(checkpoint)
             if finished := self._resumable.resume():
                 if finished.kept is not None:
-                    yield from self._pass_over(held, finished.kept)
-                finished.again()
+                    yield from self._replay(loop, finished.kept)
+                finished.raise_error()
                 return
-            call.leaves = lambda call: {"steps": call.steps, "positions": held.positions}
+            call.leaves = lambda call: {"steps": call.steps, "positions": loop.positions}
             try:
                 with self._job.driving():
                     if self._resumable.behind:
-                        if self._job.joins or call.skipped < count or held.incomplete:
-                            # Members that this worker has joined already are further on, and wait for it.
-                            with self._job.aside() if self._resumable.catches_up else nullcontext():
+                        if self._job.joins or call.skipped < count or loop.incomplete:
+                            # The members that a joined worker catches up with take no part in this step.
+                            with self._job.detached() if self._resumable.catches_up else nullcontext():
                                 yield min(call.skipped, count - 1)
                         if self._job.joins and self._resumable.join():
                             finished = self._resumable.replay()
-                            held.go_to(finished.kept["positions"])
-                            finished.again()
+                            loop.skip_to(finished.kept["positions"])
+                            finished.raise_error()
                             return
                         call.steps = call.skipped
-                        self._snapshots.restore(None, held)
+                        self._snapshots.restore(None, loop)
                     else:
                         self._job.events.publish(CallStarted(call.name))
-                        settings = setting_facts(settings_of_parts(held.parts))
-                        self._compare(f"the beginning of {call.name}", held, settings)
+                        settings = setting_facts(settings_of_parts(loop.parts))
+                        self._compare(f"the beginning of {call.name}", loop, settings)
                     while call.steps < count:
                         yield call.steps
-                        self._end_step(call, held, count)
+                        self._end_step(call, loop, count)
             except GeneratorExit:
                 self._resumable.finish(None)
                 raise
             self._resumable.finish(None)
 
-    def _pass_over(self, held: NamedState, past: Mapping[str, Any]) -> Iterator[int]:
-        """Do what is left of a loop that finished before this process began.
+    def _replay(self, loop: "LoopState", past: Mapping[str, Any]) -> Iterator[int]:
+        """Replay a loop that finished before this process began.
 
-        What it has given variables may be given them in no other; and what is read in one pass over a dataset
-        may depend on how much was read in those before.
+        Only this loop may create some of the variables; and the elements of a pass over a dataset may depend
+        on the number of elements that earlier passes have read.
         """
         try:
-            if held.incomplete and past["steps"]:
-                with self._job.driving(), self._job.aside():
+            if loop.incomplete and past["steps"]:
+                with self._job.driving(), self._job.detached():
                     yield 0
         finally:
-            # The program may leave the loop in its first step.
+            # Also if the script leaves the loop in its first step.
             self._resumable.replay()
-            held.go_to(past["positions"])
+            loop.skip_to(past["positions"])
 
-    def _end_step(self, call: KerasCall, held: NamedState, count: int) -> None:
+    def _end_step(self, call: NumberedCall, loop: "LoopState", count: int) -> None:
         call.steps += 1
         self._calls.taken += 1
         if call.steps % CHECK_EVERY == 0:
-            self._compare(f"after step {call.steps} of {call.name}", held)
+            self._compare(f"after step {call.steps} of {call.name}", loop)
         if len(self._job.view.workers) == 1:
-            # A worker that is alone need not make any call in a step; only in one it hears who wants to join.
+            # The step of a single worker may make no call of the exchange, and only such a call admits
+            # joiners.
             self._job.exchange(lambda _, communicator: communicator.barrier(what=self._calls.where()))
-        self._snapshots.end_step(lambda whole: self._snapshots.take(whole, None, None, held))
+        self._snapshots.end_step(lambda whole: self._snapshots.take(whole, None, None, loop))
         if call.steps == count:
-            self._snapshots.hold(lambda: self._snapshots.take(True, None, None, held))
+            self._snapshots.hold(lambda: self._snapshots.take(True, None, None, loop))
 
-    def _compare(self, what: str, held: NamedState, settings: Facts | None = None) -> None:
+    def _compare(self, what: str, loop: "LoopState", settings: Facts | None = None) -> None:
         if len(self._job.view.workers) > 1:
-            state = state_facts(self._backend.concrete, held.named_state(None))
+            state = state_facts(self._backend.to_numpy, loop.named_state(None))
             agree(self._job, what, {**(settings or {}), **state})
+
+
+@runtime_checkable
+class Positioned(Protocol):
+    """An object with a position in its data, such as the iterator of a distributed dataset."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """(Number of passes begun, number of elements taken from the last one)."""
+
+    def skip(self, elements: int) -> None:
+        """Skip elements."""
+
+
+class LoopState:
+    """The `lockstep.keras.backends.contract.TrainingState` of a loop: the parts that the script names.
+
+    Args:
+        parts: by name: Keras models, layers, optimizers, metrics and variables, TensorFlow's variables,
+            iterators of distributed datasets, NumPy arrays, and dicts and lists of plain values. The loop's
+            first step may create their variables.
+
+    Raises:
+        InputError: a part is of another kind.
+    """
+
+    def __init__(self, parts: Mapping[str, Any]) -> None:
+        for name, part in parts.items():
+            if not (_has_variables(part) or isinstance(part, Positioned | np.ndarray | dict | list)):
+                raise InputError(
+                    f"state[{name!r}] is a {type(part).__name__}; expected a Keras model, layer, optimizer, "
+                    "metric or variable, an iterator of a distributed dataset, a NumPy array, or a dict or "
+                    "list of plain values: anything that the loop changes and that can be changed in place"
+                )
+        self._parts = dict(parts)
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """The parts, by name."""
+        return self._parts
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether the variables of some part are still to be created."""
+        return not all(getattr(part, "built", True) for part in self._parts.values())
+
+    @property
+    def positions(self) -> dict[str, list[int]]:
+        """The positions of the iterators, by the names of the parts."""
+        parts = self._parts.items()
+        return {name: list(part.position) for name, part in parts if isinstance(part, Positioned)}
+
+    def skip_to(self, positions: Mapping[str, Sequence[int]]) -> None:
+        """Skip elements until the iterators are at `positions`.
+
+        Raises:
+            CheckpointError: a part is no iterator, or its pass is another one, or it is further already.
+        """
+        for name, position in positions.items():
+            part = self._parts.get(name)
+            if not isinstance(part, Positioned):
+                raise CheckpointError(
+                    f"state[{name!r}] was an iterator when it was saved, and is a {type(part).__name__} now"
+                )
+            _skip_to(part, position, name)
+
+    def published(self, state: Any) -> AbstractContextManager[None]:
+        """Do nothing, because the parts are the state."""
+        return nullcontext()
+
+    def named_state(self, state: Any) -> Mapping[str, Any]:
+        """Return the present values of the parts: tensors of the backend, or arrays."""
+        found: dict[str, Any] = {}
+        for name, part in self._parts.items():
+            if _has_variables(part):
+                found |= {f"{name}/{path}": one.value for path, one in _variables(part).items()}
+            elif isinstance(part, Positioned):
+                found[name] = np.array(part.position, "int64")
+            elif isinstance(part, np.ndarray):
+                found[name] = part.copy()
+            else:
+                found[name] = np.frombuffer(_encoded(name, part), "uint8")
+        return found
+
+    def load(self, state: Any, arrays: Arrays) -> None:
+        """Set the parts to the values that `named_state` has returned, perhaps in another process.
+
+        Raises:
+            CheckpointError: the parts are others; then none is changed.
+        """
+        own = self.named_state(None)
+        fixed = {name for name, part in self._parts.items() if isinstance(part, dict | list)}
+        refuse_misfits(
+            {name: value for name, value in own.items() if name not in fixed},
+            {name: array for name, array in arrays.items() if name not in fixed},
+        )
+        for name, part in self._parts.items():
+            if _has_variables(part):
+                for path, variable in _variables(part).items():
+                    variable.assign(arrays[f"{name}/{path}"])
+            elif isinstance(part, Positioned):
+                _skip_to(part, arrays[name].tolist(), name)
+            elif isinstance(part, np.ndarray):
+                part[...] = arrays[name]
+            else:
+                _fill(part, msgspec.json.decode(arrays[name].tobytes()))
+
+
+def _skip_to(part: Positioned, position: Sequence[int], name: str) -> None:
+    passes, taken = (int(number) for number in position)
+    if part.position[0] != passes or part.position[1] > taken:
+        raise CheckpointError(
+            f"state[{name!r}] is in pass {part.position[0]} over its dataset, at element {part.position[1]}, "
+            f"and the training was in pass {passes}, at element {taken}: create iterators at the same places "
+            "before the loop"
+        )
+    part.skip(taken - part.position[1])
+
+
+def _has_variables(part: Any) -> bool:
+    return hasattr(part, "variables") or hasattr(part, "assign")
+
+
+def _variables(part: Any) -> Mapping[str, Any]:
+    if not hasattr(part, "variables"):
+        return {"value": part if hasattr(part, "path") else _TensorFlowVariable(part)}
+    variables = [*part.variables, *(getattr(part, "metrics_variables", None) or ())]
+    unique = list({id(variable): variable for variable in variables}.values())
+    return named_arrays(unique, unique)
+
+
+class _TensorFlowVariable:
+    """A variable of TensorFlow with the attributes of one of Keras that are used here."""
+
+    def __init__(self, variable: Any) -> None:
+        self._variable = variable
+
+    @property
+    def value(self) -> Any:
+        return self._variable.read_value()
+
+    def assign(self, value: Any) -> None:
+        self._variable.assign(value)
+
+
+def _encoded(name: str, part: Any) -> bytes:
+    try:
+        return msgspec.json.encode(part)
+    except (TypeError, OverflowError) as error:
+        raise InputError(f"state[{name!r}] contains values that are not plain: {error}") from None
+
+
+def _fill(part: Any, content: Any) -> None:
+    part.clear()
+    part.update(content) if isinstance(part, dict) else part.extend(content)

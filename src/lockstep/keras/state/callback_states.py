@@ -1,8 +1,8 @@
-"""The state of callbacks as plain values, so that those of another process can continue with it.
+"""The state of callbacks as plain values, so that callbacks in another process can continue with it.
 
 It excludes settings and paths, which come from the script. Of Keras's callbacks, it has the attributes listed
-here; of others, attributes that have changed since the call began, if they are numbers, arrays, or lists and
-dicts of them.
+here; of others, the attributes that have changed since the call began, if they are numbers, arrays, or lists
+and dicts of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,16 +40,16 @@ KEPT: Mapping[type, tuple[str, ...]] = {
         "_train_accumulated_time",
     ),
 }
-"""The attributes of Keras's own callbacks that change in training; `rows` belongs to `ChiefCSVLogger`."""
+"""The attributes of Keras's own callbacks that change in training; `rows` is one of `ChiefCSVLogger`."""
 
-_MADE_ANEW: Mapping[type, tuple[str, ...]] = {
+_PER_PROCESS: Mapping[type, tuple[str, ...]] = {
     keras.callbacks.Callback: ("_model", "model", "_params", "params"),
     keras.callbacks.CSVLogger: ("keys",),
     keras.callbacks.TensorBoard: ("_log_write_dir", "_train_dir", "_val_dir"),
 }
 """The attributes that each process creates itself, also in subclasses of these."""
 
-Marks = Mapping[int, Mapping[str, bytes]]
+AttributeHashes = Mapping[int, Mapping[str, bytes]]
 """Hashes of the attributes of callbacks, by their ids."""
 
 
@@ -75,24 +75,24 @@ def listeners(callbacks: Any, model: Any) -> list[Any]:
     return list({id(callback): callback for callback in found}.values())
 
 
-def marks(callbacks: Any) -> Marks:
+def attribute_hashes(callbacks: Any) -> AttributeHashes:
     """Return hashes that later show which attributes of the callbacks of a `fit` have changed."""
     found = {}
     for callback in filter(_is_users, listed(callbacks)):
         packed = ((name, _packed(value)) for name, value in vars(callback).items())
-        found[id(callback)] = {name: mark for name, mark in packed if mark is not None}
+        found[id(callback)] = {name: digest for name, digest in packed if digest is not None}
     return found
 
 
 def callback_states(
-    callbacks: Sequence[Any], before: Sequence[Marks]
+    callbacks: Sequence[Any], before: Sequence[AttributeHashes]
 ) -> list[tuple[str, dict[str, Any], list[str]]]:
     """Return for each callback its kind, its state by name, and the changed attributes that cannot be saved.
 
     Args:
         callbacks: of a `fit`.
-        before: their `marks` at its beginning, before and after `on_train_begin`, whose results may depend on
-            a model that another process does not have at that point.
+        before: their `attribute_hashes` at its beginning, before and after `on_train_begin`, whose effects
+            may depend on a model that another process does not have at that point.
     """
     return [(type(callback).__name__, *_state(callback, before)) for callback in lasting(callbacks)]
 
@@ -131,19 +131,19 @@ def _is_users(callback: Any) -> bool:
 
 
 def _is_kept(callback: Any, name: str) -> bool:
-    return _is_of(KEPT, callback, name) or (_is_users(callback) and not _is_of(_MADE_ANEW, callback, name))
+    return _is_of(KEPT, callback, name) or (_is_users(callback) and not _is_of(_PER_PROCESS, callback, name))
 
 
 def _is_of(table: Mapping[type, tuple[str, ...]], callback: Any, name: str) -> bool:
     return any(name in names for kind, names in table.items() if isinstance(callback, kind))
 
 
-def _state(callback: Any, before: Sequence[Marks]) -> tuple[dict[str, Any], list[str]]:
+def _state(callback: Any, before: Sequence[AttributeHashes]) -> tuple[dict[str, Any], list[str]]:
     state, missing = {}, []
     for name, value in vars(callback).items():
-        if not _is_kept(callback, name) or (mark := _packed(value)) is None:
+        if not _is_kept(callback, name) or (digest := _packed(value)) is None:
             continue
-        changed = not before or any(of.get(id(callback), {}).get(name) != mark for of in before)
+        changed = not before or any(of.get(id(callback), {}).get(name) != digest for of in before)
         if _is_users(callback) and not changed:
             continue
         if _has_text(value):

@@ -1,4 +1,4 @@
-"""The callback with which a program saves checkpoints."""
+"""The callback with which a script saves checkpoints, and what starts saving them."""
 
 import atexit
 import os
@@ -30,8 +30,8 @@ from lockstep.checkpoint.store_lock import FolderLock, announce
 from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError
-from lockstep.keras.call_stack import CallStack
 from lockstep.keras.consistency import agree
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.notes import note
@@ -94,17 +94,17 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class _Choice(msgspec.Struct):
-    """What the chief found in the folder: why the job cannot resume, or a checkpoint, if there is one."""
+    """What the chief found in the folder: why the job cannot resume, or the newest checkpoint, if any."""
 
     refusal: str = ""
     path: str = ""
     notes: tuple[str, ...] = ()
 
 
-class Keeping:
-    """Starts saving checkpoints when a `fit` has a `Checkpoint` callback."""
+class ScriptCheckpoints:
+    """Starts saving the checkpoints that a script requests with a `Checkpoint` callback."""
 
-    def __init__(self, job: Job, calls: CallStack, snapshots: Snapshots) -> None:
+    def __init__(self, job: Job, calls: NumberedCalls, snapshots: Snapshots) -> None:
         self._job = job
         self._calls = calls
         self._snapshots = snapshots
@@ -112,14 +112,15 @@ class Keeping:
         self._folder: Path | None = None
 
     def begin(self, asked: Checkpoint) -> None:
-        """Save checkpoints from the current call on, and resume from the newest, if there is one.
+        """Save checkpoints from the current call on, and resume from the newest one, if there is one.
 
         All workers call this at the beginning of the same call.
 
         Raises:
-            ConfigError: the folder belongs to another job, the checkpoint to a job with other settings, or
+            ConfigError: another job uses the folder, the checkpoint is of a job with other settings, or
                 checkpoints are already saved elsewhere; raised on every worker.
-            CheckpointError: the checkpoint was saved from another call on; raised on every worker.
+            CheckpointError: the job of the checkpoint requested checkpoints in another call; raised on every
+                worker.
         """
         folder = _folder(asked.folder)
         if folder == self._folder:
@@ -140,23 +141,23 @@ class Keeping:
             self._job.checkpoints.accept_changes()
         announce(folder)
         claim = FolderLock(folder)
-        self._resumable.ask()
+        self._resumable.request_checkpoints()
         try:
             if not self._resumable.catches_up:
                 facts = {"checkpoints": f"in {folder}, every {asked.every}, keep {keep}"}
                 agree(self._job, self._calls.current.name, facts)
-                self._go_on(folder, claim)
+                self._resume(folder, claim)
         except LockstepError:
-            self._resumable.withdraw()
+            self._resumable.withdraw_request()
             claim.release()
             raise
         scheduler = open_scheduler(Store(folder, keep, claim), every, self._job.events.publish)
         self._folder = folder
         self._job.checkpoints.keep(scheduler)
         self._job.events.publish(CheckpointsConfigured(str(folder)))
-        self._end_well(scheduler)
+        self._save_at_exit(scheduler)
 
-    def _go_on(self, folder: Path, claim: FolderLock) -> None:
+    def _resume(self, folder: Path, claim: FolderLock) -> None:
         """Resume from the checkpoint that the chief chooses."""
 
         found: Contents | None = None
@@ -203,8 +204,8 @@ class Keeping:
         choice.notes = tuple(notes)
         return choice, contents
 
-    def _end_well(self, scheduler: CheckpointScheduler) -> None:
-        """Write the last checkpoint when the process ends, and let forked processes save none."""
+    def _save_at_exit(self, scheduler: CheckpointScheduler) -> None:
+        """Save the last checkpoint when the process ends; forked processes save none."""
         job = self._job
         alone = isinstance(job.membership, Alone)
         if alone:

@@ -1,19 +1,25 @@
-"""The journal of a process's finished calls, with which another process can resume.
+"""The journal of a process's finished calls, their results and their errors, with which another can resume.
 
 A process that resumes runs the script from its beginning. Finished calls then return or raise what they did
 before; the call in progress skips its steps up to the saved one without computing.
 """
 
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import numpy as np
 
+from lockstep.checkpoint.values import pack
+from lockstep.errors import CheckpointError
 from lockstep.keras.randomness import random_states, same_states
-from lockstep.keras.state.failures import Failure, remade
+
+Failure = Mapping[str, Any]
+"""An error as plain values: the call that it ended, its class, arguments, attributes and text."""
 
 _Kind = tuple[str, tuple[str, ...], tuple[tuple[str, int], ...], int]
 """The kind of a finished call: whether its figures are a list or a dict ("" for another result, "error" if it
@@ -41,10 +47,10 @@ class FinishedCall:
     @property
     def result(self) -> Any:
         """Return what the call returned, or raise what it raised."""
-        self.again()
+        self.raise_error()
         return self.kept
 
-    def again(self) -> None:
+    def raise_error(self) -> None:
         """Raise the error of the call, if any."""
         if self.error is not None:
             raise self.error
@@ -64,8 +70,8 @@ class Journal:
         self._others: dict[int, Any] = {}
         self._states: dict[int, Mapping[str, Any]] = {}
         self._last_states: Mapping[str, Any] = {}
-        self._end = _Place()
-        self._read = _Place()
+        self._end = _Totals()
+        self._read = _Totals()
 
     def add(
         self, result: Any, methods: Mapping[str, int], taken: int, failure: Failure | None = None
@@ -128,7 +134,7 @@ class Journal:
             CheckpointError: it raised an error that cannot be raised again.
         """
         if number < self._read.calls:
-            self._read = _Place()
+            self._read = _Totals()
         kinds = list(self._kinds)
         while self._read.calls < number:
             self._read.advance(kinds[self._codes[self._read.calls]])
@@ -140,7 +146,7 @@ class Journal:
         states = self._states[changes[at - 1]] if at else None
         figures = self._figures[start : self._read.figures].tolist()
         result, failure = self._result(number, kind, figures)
-        error = None if failure is None else remade(failure)
+        error = None if failure is None else error_of(failure)
         return FinishedCall(result, dict(self._read.methods), self._read.taken, error, states)
 
     def _result(self, number: int, kind: _Kind, figures: list[float]) -> tuple[Any, Failure | None]:
@@ -153,8 +159,8 @@ class Journal:
         return (figures if form == "list" else self._others[number]), None
 
 
-class _Place:
-    """The totals of the calls before one."""
+class _Totals:
+    """The totals over the calls before a certain one."""
 
     def __init__(self) -> None:
         self.calls = self.figures = self.taken = 0
@@ -176,3 +182,65 @@ def _form(result: Any) -> tuple[str, tuple[str, ...], list[float]]:
     if type(result) is dict and all(type(figure) is float for figure in result.values()):
         return "dict", tuple(result), list(result.values())
     return "", (), []
+
+
+def failure_of(error: BaseException, call: str) -> Failure:
+    """Return an error as plain values for `error_of`; attributes of other kinds are omitted."""
+    kind = type(error)
+    # A class without its own `__init__`, such as OSError, may need more than `args`.
+    made_by = error.__reduce__() if not _initializes(kind) else ()
+    arguments = made_by[1] if made_by[:1] == (kind,) else error.args
+    return {
+        "call": call,
+        "module": kind.__module__,
+        "class": kind.__qualname__,
+        "args": arguments if _is_plain(arguments) else (),
+        "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
+        "text": str(error),
+    }
+
+
+def error_of(failure: Failure) -> BaseException:
+    """Return an error of the same class and text.
+
+    The class must be in a module that the program has imported; no `__init__` of the program runs.
+
+    Raises:
+        CheckpointError: the class does not exist any more, or the text would differ.
+    """
+    kind: Any = sys.modules.get(failure["module"])
+    for name in failure["class"].split("."):
+        kind = getattr(kind, name, None)
+    if isinstance(kind, type) and issubclass(kind, BaseException):
+        error = _made(kind, failure)
+        if error is not None:
+            return error
+    raise CheckpointError(
+        f"{failure['call']} of the script had ended with {failure['module']}.{failure['class']}: "
+        f"{failure['text']}, and this process cannot raise it again for the script to catch: define the "
+        "class at the top of a module, with a message built from plain arguments and attributes, or "
+        "start over in another folder"
+    )
+
+
+def _made(kind: type[BaseException], failure: Failure) -> BaseException | None:
+    """Return the error, or None if its text differs or the program's own methods raise."""
+    try:
+        arguments = failure["args"]
+        error = kind.__new__(kind, *arguments) if _initializes(kind) else kind(*arguments)
+        vars(error).update(failure["attributes"])
+        return error if str(error) == failure["text"] else None
+    except Exception:
+        return None
+
+
+def _initializes(kind: type[BaseException]) -> bool:
+    return isinstance(kind.__init__, FunctionType)
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        pack(value, "error")
+    except TypeError:
+        return False
+    return True

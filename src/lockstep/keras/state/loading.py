@@ -11,7 +11,7 @@ import msgspec
 from lockstep.checkpoint.checkpoint_files import Contents, load
 from lockstep.checkpoint.store import Store
 from lockstep.errors import CheckpointError, InputError
-from lockstep.keras.state.matching import Array, KeptArray, Match, match
+from lockstep.keras.state.matching import Array, Match, SavedModel, match
 from lockstep.system.notes import note
 
 _OF_A_MODEL = re.compile(r"(current|model \d+)/(.+)", re.DOTALL)
@@ -20,7 +20,7 @@ _FILES = ("manifest.json", "state.safetensors")
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedCheckpoint:
     """What `load_checkpoint` loaded.
 
     Attributes:
@@ -54,7 +54,7 @@ class _Facts(msgspec.Struct):
     training: _Training
 
 
-def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Loaded:
+def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> LoadedCheckpoint:
     """Load the state of `model` from a checkpoint of `lockstep run --checkpoint`.
 
     The state is the weights and the states of random generators; if the model is compiled, also the variables
@@ -86,19 +86,19 @@ def load_checkpoint(model: Any, path: str | Path, name: str | None = None) -> Lo
             f"model {model.name!r} is not built, so it has no variables yet: give it an Input, call "
             "model.build(input_shape), or call it on a batch, and then lockstep.load_checkpoint"
         )
-    return give(model, *_read(Path(path)), name)
+    return load_into(model, *_read(Path(path)), name)
 
 
-def give(model: Any, folder: Path, contents: Contents, name: str | None = None) -> Loaded:
+def load_into(model: Any, folder: Path, contents: Contents, name: str | None = None) -> LoadedCheckpoint:
     """Load the checkpoint in `folder` into `model`, which is built; see `load_checkpoint`."""
     facts = _facts(folder, contents)
     candidates = _models(contents, facts)
     if name is not None and name not in candidates:
         raise InputError(f"the checkpoint {folder} has no model {name!r}, only {_listed(candidates)}")
-    found = [match(model, kept) for kept in candidates.values() if name in (None, kept.name)]
+    found = [match(model, saved) for saved in candidates.values() if name in (None, saved.name)]
     chosen = _choose(f"the checkpoint {folder}", f"model {model.name!r}", found)
     chosen.assign()
-    return Loaded(folder, chosen.name, contents.step, facts.training.call, facts.training.steps)
+    return LoadedCheckpoint(folder, chosen.name, contents.step, facts.training.call, facts.training.steps)
 
 
 def _read(path: Path) -> tuple[Path, Contents]:
@@ -130,7 +130,7 @@ def _facts(folder: Path, contents: Contents) -> _Facts:
         ) from None
 
 
-def _models(contents: Contents, facts: _Facts) -> dict[str, KeptArray]:
+def _models(contents: Contents, facts: _Facts) -> dict[str, SavedModel]:
     """Return the state of each of the job's models in a checkpoint, by name."""
     arrays: dict[str, dict[str, Array]] = {}
     for full, array in contents.arrays.items():
@@ -139,7 +139,7 @@ def _models(contents: Contents, facts: _Facts) -> dict[str, KeptArray]:
     # Steps on JAX have the variables in another order, Keras's.
     stepping = facts.job.backend == "jax" and facts.training.steps > 0
     return {
-        name: KeptArray(
+        name: SavedModel(
             name,
             own,
             common={} if name == "current" else arrays.get("current", {}),

@@ -16,8 +16,8 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class KeptArray:
-    """One of a job's models in a checkpoint.
+class SavedModel:
+    """The state of one of a job's models, as saved in a checkpoint.
 
     Attributes:
         name: of the model in the checkpoint.
@@ -77,17 +77,17 @@ class _Buffer:
         self.value.copy_(keras.ops.convert_to_tensor(array))
 
 
-def match(model: Any, kept: KeptArray) -> Match:
-    """Match `kept` to the weights of `model`, and, if those fit, to its optimizers and metrics.
+def match(model: Any, saved: SavedModel) -> Match:
+    """Match `saved` to the weights of `model`, and, if those fit, to its optimizers and metrics.
 
-    Unbuilt optimizers of `model` are built for the variables for which `kept` has state. State of optimizers
+    Unbuilt optimizers of `model` are built for the variables for which `saved` has state. State of optimizers
     is ignored if `model` has none; state that does not fit its metrics is always ignored.
     """
-    own = parts(list(kept.arrays))
-    weights, buffers = _weights(model, kept.trainable_first), _buffers(model)
+    own = parts(list(saved.arrays))
+    weights, buffers = _weights(model, saved.trainable_first), _buffers(model)
     paths = renumbered(own.weights, weights)
     found = _paired(
-        model, kept, {**weights, **buffers}, paths | {name: name for name in own.rest if name in buffers}
+        model, saved, {**weights, **buffers}, paths | {name: name for name in own.rest if name in buffers}
     )
     if found.misfits:
         return found
@@ -96,8 +96,8 @@ def match(model: Any, kept: KeptArray) -> Match:
         build_optimizers(model, slots.values())
         variables = _variables_of(optimizers)
         slots = renamed_slots(own.optimizers, variables, paths)
-        found = found.joined(_paired(model, kept, variables, slots))
-    return found.joined(_metrics(model, kept, own.rest))
+        found = found.joined(_paired(model, saved, variables, slots))
+    return found.joined(_metrics(model, saved, own.rest))
 
 
 def build_optimizers(model: Any, names: Iterable[str]) -> None:
@@ -141,29 +141,29 @@ def _build(optimizer: Any, model: Any, names: Iterable[str]) -> None:
         optimizer.build(slots)
 
 
-def _metrics(model: Any, kept: KeptArray, names: Iterable[str]) -> Match:
+def _metrics(model: Any, saved: SavedModel, names: Iterable[str]) -> Match:
     metrics = named_arrays(model.metrics_variables, model.metrics_variables)
     fitting = {
         old: new
         for old, new in renumbered(names, metrics).items()
-        if new in metrics and not misfits({new: metrics[new].value}, {new: kept.arrays[old]})
+        if new in metrics and not misfits({new: metrics[new].value}, {new: saved.arrays[old]})
     }
-    return _paired(model, kept, {new: metrics[new] for new in fitting.values()}, fitting)
+    return _paired(model, saved, {new: metrics[new] for new in fitting.values()}, fitting)
 
 
-def _paired(model: Any, kept: KeptArray, variables: Mapping[str, Any], new: Mapping[str, str]) -> Match:
+def _paired(model: Any, saved: SavedModel, variables: Mapping[str, Any], new: Mapping[str, str]) -> Match:
     """Pair `variables` with the arrays for which `new` has a name."""
     renamed = any(name != old for old, name in new.items())
-    arrays = {name: kept.arrays[old] for old, name in new.items()}
+    arrays = {name: saved.arrays[old] for old, name in new.items()}
     if not renamed:
-        arrays = {name: kept.common[name] for name in variables if name in kept.common} | arrays
+        arrays = {name: saved.common[name] for name in variables if name in saved.common} | arrays
     random = seed_positions(model)
     seeds = {id(variable) for at, variable in enumerate(model.non_trainable_variables) if at in random}
     values = {
         name: _converted(array, variables[name], id(variables[name]) in seeds) if name in variables else array
         for name, array in arrays.items()
     }
-    return Match(kept.name, renamed, variables, values)
+    return Match(saved.name, renamed, variables, values)
 
 
 def _converted(array: Array, variable: Any, is_seed: bool) -> Array:

@@ -13,11 +13,10 @@ from typing import Any
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, DisagreementError, LockstepError
-from lockstep.keras.call_stack import CallStack, KerasCall
 from lockstep.keras.consistency import ADVICE_ON_CALLS
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
-from lockstep.keras.state.failures import described
-from lockstep.keras.state.journal import FinishedCall, Journal
+from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
 from lockstep.worker.job import Job
 
 _PARTS: Mapping[str, type] = {
@@ -33,8 +32,8 @@ _PARTS: Mapping[str, type] = {
 """The required facts about a training in a checkpoint; earlier versions of Lockstep lack the others."""
 
 
-class Superseded(Exception):
-    """The members have finished the call in which this worker was to join them."""
+class CallFinishedElsewhere(Exception):
+    """The members have finished the call in which this worker was about to join them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Resumption:
         contents: of the checkpoint.
         journal: the finished calls.
         steps: number of completed steps of the call in progress; 0 if there was none.
-        looks: number of sample batches of its data that were read before it began.
+        samples: number of sample batches of its data that were read before it began.
         passes: number of passes over its examples that had begun.
         states: the random states at the beginning of the last pass.
         call: the call that was in progress or had just finished; empty if unknown.
@@ -82,7 +81,7 @@ class Resumption:
     contents: Contents
     journal: Journal
     steps: int
-    looks: int
+    samples: int
     passes: int
     states: Mapping[str, Any]
     call: str = ""
@@ -106,7 +105,7 @@ class Resumption:
 class ResumableCalls:
     """The calls of one process, from the first of its script to the one in progress."""
 
-    def __init__(self, job: Job, calls: CallStack) -> None:
+    def __init__(self, job: Job, calls: NumberedCalls) -> None:
         self._job = job
         self._calls = calls
         self._since: int | None = None
@@ -127,7 +126,7 @@ class ResumableCalls:
 
     @property
     def since(self) -> int | None:
-        """The number of calls before the script's own request for checkpoints; None without one."""
+        """The number of calls before the one in which the script requests checkpoints; None without one."""
         return self._since
 
     @property
@@ -151,13 +150,13 @@ class ResumableCalls:
         )
 
     @property
-    def may_look(self) -> bool:
-        """Whether every process reads a sample batch in the current call, not only one that resumes.
+    def may_sample(self) -> bool:
+        """Whether every process reads a sample batch here in the current call, not only one that resumes.
 
         A model that earlier calls have built is not yet built in a process that has skipped those calls. That
         process reads one more sample batch, which must not affect a stream.
         """
-        return self._resumption is None or self._calls.current.looks < self._resumption.looks
+        return self._resumption is None or self._calls.current.samples < self._resumption.samples
 
     def standing(self) -> Fresh | Replay | SkipTo:
         """Return whether the current call is new, replayed or skips steps; has no effects.
@@ -182,12 +181,12 @@ class ResumableCalls:
             )
         return Fresh()
 
-    def ask(self) -> None:
+    def request_checkpoints(self) -> None:
         """Note that the call in progress requests checkpoints."""
         self._since = self._calls.outermost - 1
 
-    def withdraw(self) -> None:
-        """Undo `ask`: no checkpoints are saved."""
+    def withdraw_request(self) -> None:
+        """Undo `request_checkpoints`."""
         self._since = None
 
     def begin(self, contents: Contents) -> None:
@@ -219,7 +218,7 @@ class ResumableCalls:
             ) from error
 
     @contextmanager
-    def call(self, method: str) -> Iterator[KerasCall]:
+    def call(self, method: str) -> Iterator[NumberedCall]:
         """Number a call of `method`, and make it the current one for the block; note an error that ends it.
 
         Raises:
@@ -227,7 +226,7 @@ class ResumableCalls:
         """
         if self._refusal is not None:
             raise self._refusal
-        self._settle_what_is_held(method)
+        self._settle_held_state(method)
         with self._calls.enter(method) as call:
             try:
                 yield call
@@ -237,10 +236,9 @@ class ResumableCalls:
                 raise
 
     def resume(self) -> FinishedCall | None:
-        """Bring the current call to the position of the training; return its result if it had finished.
+        """Move the current call to the position of the training; return its result if it has finished.
 
-        If it had not, its first steps are skipped. A joiner waits until the members send the position of the
-        training.
+        If it has not, its first steps are skipped. A joiner waits until the members send the position.
 
         Raises:
             DisagreementError: the members of the job have not made this call.
@@ -252,7 +250,7 @@ class ResumableCalls:
             self._follow(self._job.membership.position())
         match self.standing():
             case Replay(finished):
-                self._pass_over(finished)
+                self._move_past(finished)
                 return finished
             case SkipTo(steps):
                 self._calls.current.skipped = steps
@@ -267,13 +265,13 @@ class ResumableCalls:
         """
         assert self._resumption is not None
         finished = self._finished(self._resumption)
-        self._pass_over(finished)
+        self._move_past(finished)
         return finished
 
     def join(self) -> bool:
-        """Become a member of the job; return whether the call in progress has finished there.
+        """Become a member of the job; return whether the members have finished the call in progress.
 
-        If it has not, its steps up to the step of the received state are skipped.
+        If they have not, its steps up to the step of the received state are skipped.
         """
         self._follow(self._job.join(), joined=True)
         assert self._resumption is not None
@@ -283,7 +281,7 @@ class ResumableCalls:
         return False
 
     def arrive(self) -> None:
-        """Note that the script has reached the position of the training, whose state was restored."""
+        """Note that the script has reached the position of the training, and that the state is restored."""
         assert self._resumption is not None
         self._journal, self._resumption = self._resumption.journal, None
 
@@ -295,7 +293,7 @@ class ResumableCalls:
         """
         call = self._calls.current
         if self._resumption is not None:
-            raise CheckpointError(self._not_there(call, f"it has ended after {call.steps}"))
+            raise CheckpointError(self._not_reached(call, f"it has ended after {call.steps}"))
         kept = result if call.leaves is None else call.leaves(call)
         self._journal.add(kept, self._calls.methods, self._calls.taken)
         if self._job.checkpoints.scheduler is not None:
@@ -313,8 +311,8 @@ class ResumableCalls:
             set_random_states(resumption.states)
         call.states = random_states()
 
-    def _settle_what_is_held(self, method: str) -> None:
-        """Copy a state of `hold_late` before a call of `method` that may change it."""
+    def _settle_held_state(self, method: str) -> None:
+        """Copy the state that `hold_late` holds before a call of `method` that may change it."""
         scheduler = self._job.checkpoints.scheduler
         if scheduler is not None and self._calls.current.number == 0:
             if method == "train_on_batch":
@@ -329,8 +327,8 @@ class ResumableCalls:
         self._refuse_another(next(others, ""))
         return finished
 
-    def _pass_over(self, finished: FinishedCall) -> None:
-        """Set everything that calls change to its state at the end of the call in progress."""
+    def _move_past(self, finished: FinishedCall) -> None:
+        """Set everything that calls change to its value at the end of the call in progress."""
         self._again = finished.error
         if finished.states is not None:
             set_random_states(finished.states)
@@ -343,19 +341,19 @@ class ResumableCalls:
         facts = unpack(contents.manifest["training"], contents.arrays)
         self._resumption = Resumption.of(contents, facts, joined=joined)
 
-    def _fail(self, call: KerasCall, error: BaseException) -> None:
+    def _fail(self, call: NumberedCall, error: BaseException) -> None:
         """Record the error that ends the call in progress: the script may catch it."""
         if self._resumption is None:
             if len(self._journal) < self._calls.outermost:
                 kept = None if call.leaves is None else call.leaves(call)
-                self._journal.add(kept, self._calls.methods, self._calls.taken, described(error, call.name))
+                self._journal.add(kept, self._calls.methods, self._calls.taken, failure_of(error, call.name))
         elif self._calls.outermost > len(self._resumption.journal) or isinstance(error, Exception):
             if isinstance(error, LockstepError) and error is not self._again:
                 self._refusal = error
             elif error is not self._again:
-                self._refusal = CheckpointError(self._not_there(call, f"it has ended with {error!r}"))
+                self._refusal = CheckpointError(self._not_reached(call, f"it has ended with {error!r}"))
 
-    def _not_there(self, call: KerasCall, how: str) -> str:
+    def _not_reached(self, call: NumberedCall, how: str) -> str:
         assert self._resumption is not None
         return (
             f"training resumes after step {self._resumption.steps} of {call.name}, but in this script "

@@ -13,9 +13,9 @@ from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import pack, unpack
 from lockstep.errors import ChangedError, CheckpointError
 from lockstep.keras import assignments
-from lockstep.keras.backends.contract import Backend, Held
+from lockstep.keras.backends.contract import Backend, TrainingState
 from lockstep.keras.backends.logs import mapped
-from lockstep.keras.call_stack import CallStack
+from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.callback_states import (
     callback_states,
@@ -50,7 +50,7 @@ class Snapshots:
         resumable: the finished calls of the script and the one in progress.
     """
 
-    def __init__(self, job: Job, backend: Backend, calls: CallStack) -> None:
+    def __init__(self, job: Job, backend: Backend, calls: NumberedCalls) -> None:
         self.models = CompiledModels(backend)
         self.resumable = ResumableCalls(job, calls)
         self._job = job
@@ -104,21 +104,21 @@ class Snapshots:
         whole: bool,
         model: Any,
         logs: Any,
-        program: Held | None = None,
+        program: TrainingState | None = None,
         state: Any = None,
         *,
-        heard: bool = False,
+        callbacks_done: bool = False,
     ) -> Contents:
         """Return the state at the end of a step of `model`, or of a call without `program`.
 
-        The next step may change the arrays. If not `whole`, return only the position. With `heard`, callbacks
-        have processed the end of the step, and the state is in the variables of `model`.
+        The next step may change the arrays. If not `whole`, return only the position. With `callbacks_done`,
+        callbacks have processed the end of the step, and the state is in the variables of `model`.
         """
         call = self._calls.current
         position = {
             "journal": self.resumable.journal.packed(),
             "steps": call.steps if program is not None else 0,
-            "looks": call.looks,
+            "looks": call.samples,
             "passes": call.passes,
             "states": dict(call.states),
         }
@@ -128,28 +128,28 @@ class Snapshots:
         own = program.named_state(state) if program is not None else _values(step_state(model))
         arrays = {f"current/{name}": value for name, value in own.items()}
         arrays |= self.models.values(apart_from=model)
-        hear = listeners(call.callbacks, model) if program is not None else []
+        callbacks = listeners(call.callbacks, model) if program is not None else []
         facts = position | {
             "methods": dict(self._calls.methods),
             "inner": dict(call.inner),
             "taken": self._calls.taken,
             "since": self.resumable.since,
             "call": call.name,
-            "logs": mapped(lambda value: np.asarray(self._backend.concrete(value)), logs or {}),
-            "callbacks": callback_states(hear, call.marks),
+            "logs": mapped(lambda value: np.asarray(self._backend.to_numpy(value)), logs or {}),
+            "callbacks": callback_states(callbacks, call.callback_hashes),
             "settings": self._settings(model, program),
             "sources": own_sources(),
             "random": random_states() if program is not None else self.resumable.journal.states,
-            "heard": heard,
-            "stops": heard and bool(model.stop_training),
+            "heard": callbacks_done,
+            "stops": callbacks_done and bool(model.stop_training),
         }
         packed, values = pack(facts, "training")
-        concrete = {
-            name: value if isinstance(value, np.ndarray) else self._backend.concrete(value)
+        converted = {
+            name: value if isinstance(value, np.ndarray) else self._backend.to_numpy(value)
             for name, value in arrays.items()
         }
         manifest = {"job": self.facts(), "training": packed}
-        return Contents(self._calls.taken, manifest, {**concrete, **values})
+        return Contents(self._calls.taken, manifest, {**converted, **values})
 
     def facts(self) -> dict[str, Any]:
         """Return the facts, besides the script, on which the bits of the training depend."""
@@ -162,7 +162,7 @@ class Snapshots:
             "libraries": libraries(),
         }
 
-    def restore(self, model: Any, program: Held | None = None, state: Any = None) -> tuple[Any, Any]:
+    def restore(self, model: Any, program: TrainingState | None = None, state: Any = None) -> tuple[Any, Any]:
         """Restore everything from the resumption; return (logs, the state for steps of `program`)."""
         resumption = self.resumable.resumption
         assert resumption is not None
@@ -192,7 +192,7 @@ class Snapshots:
             ) from error
         self.resumable.arrive()
         if facts.get("heard"):
-            call.heard, model.stop_training = call.steps, facts["stops"]
+            call.processed, model.stop_training = call.steps, facts["stops"]
         if self._job.checkpoints.scheduler is not None and not resumption.joined:
             self._job.checkpoints.scheduler.resumed(self._calls.taken)
         where = f"step {call.steps} of {call.name}" if program is not None else call.name
@@ -205,10 +205,10 @@ class Snapshots:
             own_sources()
             self._described.pop(model, None)
             call = self._calls.current
-            heard = lasting(listed(call.callbacks))
-            call.settings = settings_of_call(model, heard, first=self._calls.outermost == 1)
+            callbacks = lasting(listed(call.callbacks))
+            call.settings = settings_of_call(model, callbacks, first=self._calls.outermost == 1)
 
-    def _settings(self, model: Any, program: Held | None) -> Settings:
+    def _settings(self, model: Any, program: TrainingState | None) -> Settings:
         if model is None:
             return settings_of_parts(getattr(program, "parts", {}))
         own = self._calls.current.settings or settings_of_call(model, (), first=False)
@@ -216,7 +216,9 @@ class Snapshots:
             self._described[model] = settings_of_model(model)
         return {**own, **self._described[model]}
 
-    def compare_settings(self, step: int, facts: Mapping[str, Any], model: Any, program: Held | None) -> None:
+    def compare_settings(
+        self, step: int, facts: Mapping[str, Any], model: Any, program: TrainingState | None
+    ) -> None:
         """Reject a checkpoint with other settings; name source files that have changed.
 
         Raises:

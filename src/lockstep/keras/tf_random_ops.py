@@ -1,8 +1,8 @@
-"""Random numbers of TensorFlow's own operations, such as `tf.random.normal`, as a replica draws them.
+"""Random numbers of TensorFlow's own operations, such as `tf.random.normal`, in a replica's computation.
 
-Such an operation counts, in the process, how often it has run. Where a replica computes, a stateless one
-takes its place, whose numbers follow from the step's seed, the replica, the operation's place in the function
-(or the seed that it is given), and how often it has run in this step. So they do not depend on the worker.
+Such an operation counts its runs in the process. While a replica computes, a stateless operation replaces it:
+its numbers are derived from the step's seed, the replica, the operation's place in the function (or the seed
+that the program gives it), and the number of its runs in this step. So they do not depend on the worker.
 """
 
 import random
@@ -22,24 +22,24 @@ from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
-from lockstep.keras.randomness import GOLDEN, random_numbers, seed_of
-from lockstep.worker.patching import PATCHES
+from lockstep.keras.seeds import GOLDEN, seed_of
+from lockstep.worker.patch_registry import PATCHES
 
 _TIMES = 1 << 31
-"""How often an operation may run in a step."""
+"""The maximum runs of an operation in a step."""
 
 _GIVEN = 1 << 62
-"""Tells seeds that the program gives operations from operations' places."""
+"""Distinguishes the seeds that the program gives operations from the places of operations."""
 
 Seed = Any
 """Two integers as a tensor of int64, the seed of a stateless operation."""
 
 
 class Draws(Protocol):
-    """Where the operations of a function get their numbers from."""
+    """The source of the seeds of a function's operations."""
 
     def seed(self, given: int | None) -> Seed | None:
-        """Return the seed of an operation that is being made; None if that is none of the function's own.
+        """Return the seed of an operation that is being created; None if it does not belong to the function.
 
         Args:
             given: the seed that the program gives the operation, if any; operations with equal seeds draw
@@ -56,7 +56,7 @@ class EagerDraws:
         self._times: Counter[int] = Counter()
 
     def seed(self, given: int | None) -> Seed | None:
-        """Return a seed that has not been returned before."""
+        """Return a new seed."""
         if not tf.executing_eagerly():
             return None
         if given is None:
@@ -67,7 +67,7 @@ class EagerDraws:
 
 
 class GraphDraws:
-    """The draws of a function that is being traced; each operation counts in a variable how often it runs."""
+    """The draws of a function that is being traced; a variable counts the runs of each operation."""
 
     def __init__(self) -> None:
         self._operations = 0
@@ -75,11 +75,11 @@ class GraphDraws:
 
     @property
     def in_function(self) -> bool:
-        """Whether operations that are made now belong to the function: not within `tf.init_scope`."""
+        """Whether operations that are created now belong to the function: not within `tf.init_scope`."""
         return all(graph.is_building_function for graph in _entered_graphs()[self._depth :])
 
     def seed(self, given: int | None) -> Seed | None:
-        """Add operations to the graph that give another seed whenever they run."""
+        """Add operations to the graph that compute another seed whenever they run."""
         if not self.in_function:
             return None
         number, self._operations = self._operations, self._operations + 1
@@ -91,7 +91,7 @@ class GraphDraws:
 
 
 class VectorizedDraws:
-    """The draws of a function that computes several elements at once, whose seeds would all be equal."""
+    """The draws of a function that computes several elements at once, which would all get the same seed."""
 
     def seed(self, given: int | None) -> Seed | None:
         """Raise ModelError."""
@@ -106,7 +106,7 @@ class _Active(threading.local):
 
 
 class _GivenSeed(int):
-    """The second seed of an operation to which the program has given one."""
+    """The second seed of an operation to which the program has given a seed."""
 
 
 _active = _Active()
@@ -118,7 +118,7 @@ _blocks = 0
 
 @contextmanager
 def drawn_from(draws: Draws | None) -> Iterator[None]:
-    """Within the block TensorFlow's operations draw from `draws`; None leaves them as they are."""
+    """Make TensorFlow's operations draw from `draws` within the block; None leaves them unchanged."""
     before, _active.draws = _active.draws, draws
     _enter()
     try:
@@ -128,23 +128,8 @@ def drawn_from(draws: Draws | None) -> Iterator[None]:
         _active.draws = before
 
 
-@contextmanager
-def eagerly(seed: int) -> Iterator[None]:
-    """Within the block a replica computes eagerly: all of its random numbers follow from `seed`.
-
-    Functions run eagerly, too, since their graphs may be older than the block.
-    """
-    before = tf.config.functions_run_eagerly()
-    tf.config.run_functions_eagerly(True)
-    try:
-        with random_numbers(seed):
-            yield
-    finally:
-        tf.config.run_functions_eagerly(before)
-
-
 def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, which is to be traced, with operations that count nothing in the process."""
+    """Return `function`, to be traced, with stateless operations."""
 
     def traced(*args: Any) -> Any:
         with drawn_from(GraphDraws()):
@@ -154,23 +139,23 @@ def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_counter(variable: tf.Variable) -> bool:
-    """Whether a variable counts how often an operation has run in a step."""
+    """Whether a variable counts the runs of an operation in a step."""
     return any(variable is counter for counter in _counters)
 
 
 def new_seed() -> int:
-    """Return a number of int64 that follows from the states of Python and the seed of TensorFlow."""
+    """Return a number of int64 drawn from Python's random state, mixed with TensorFlow's seed."""
     return _signed(seed_of(random.getrandbits(64), context.global_seed()))
 
 
 def set_seed(seed: Any) -> None:
-    """Let the numbers of traced functions follow from `seed`: 64 bits, or a tensor of int64."""
+    """Set the seed of traced functions: 64 bits, or a tensor of int64."""
     if _counters:
         _variable("seed").assign(_signed(seed) if isinstance(seed, int) else seed)
 
 
 def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
-    """Let a replica's computation begin, in which operations count in `counters`."""
+    """Begin a replica's computation, in which `counters` count the runs of operations."""
     if counters:
         key = tf.bitwise.bitwise_xor(_variable("seed").read_value(), replica * _signed(GOLDEN))
         _variable("key").assign(key)
@@ -179,7 +164,7 @@ def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
 
 
 def refuse_random_operations(graph: Any) -> None:
-    """Raise ModelError for random numbers that depend on how often an operation has run in this process."""
+    """Raise ModelError if random numbers in a graph depend on how often this process ran the operations."""
     definition = graph.as_graph_def()
     nodes = [definition.node, *(function.node_def for function in definition.library.function)]
     for node in (node for part in nodes for node in part):
@@ -210,7 +195,7 @@ def _refuse(operation: str, name: str = "") -> NoReturn:
 
 
 def _entered_graphs() -> Any:
-    """Return the graphs, and eager modes, that this thread is within, the innermost last."""
+    """Return the graphs and eager contexts that this thread has entered, the innermost last."""
     return context.context().context_switches.stack
 
 
@@ -230,7 +215,7 @@ def _variable(name: str) -> tf.Variable:
 
 
 def _counter(number: int) -> tf.Variable:
-    """Return what counts the runs of the operation of a number; functions share it, one after the other."""
+    """Return the variable that counts the runs of operation `number`; functions use it in turn."""
     if number == len(_counters):
         _variable("seed")
         _counters.append(_made("counter"))
@@ -238,7 +223,7 @@ def _counter(number: int) -> tf.Variable:
 
 
 def _made(name: str) -> tf.Variable:
-    """Return a new variable; not as `tf.Variable`, which functions may make in their first call only."""
+    """Return a new variable; not a `tf.Variable`, which functions may create only in their first call."""
     with tf.init_scope():
         return ResourceVariable(0, trainable=False, dtype=tf.int64, name=f"lockstep_{name}")
 
@@ -286,7 +271,7 @@ _EQUIVALENTS: dict[str, Callable[..., Any]] = {
     "random_gamma": _gamma,
     "random_poisson_v2": _poisson,
 }
-"""What takes the place of the functions of `gen_random_ops`, by their names; the seed comes first."""
+"""The replacements of functions of `gen_random_ops`, by name; their first argument is the seed."""
 
 _WITHOUT_EQUIVALENT = (
     (gen_random_ops, "parameterized_truncated_normal"),
@@ -302,7 +287,7 @@ _WITHOUT_EQUIVALENT = (
 
 
 def _enter() -> None:
-    """Put functions of our own into TensorFlow's modules, unless another block has done so."""
+    """Patch TensorFlow's modules, unless another block has done so."""
     global _blocks
     with _lock:
         _blocks += 1
@@ -318,7 +303,7 @@ def _enter() -> None:
 
 
 def _leave() -> None:
-    """Put TensorFlow's own functions back once no block needs others."""
+    """Restore TensorFlow's functions when the last block ends."""
     global _blocks
     with _lock:
         _blocks -= 1
@@ -327,7 +312,7 @@ def _leave() -> None:
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the seeds of an operation tell whether the program has given it one."""
+    """Mark the seeds of operations to which the program has given one."""
 
     def get_seed(given: Any) -> Any:
         first, second = original(given)
@@ -337,10 +322,10 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let functions that a traced function calls be traced for it alone.
+    """Trace the functions that a traced function calls for this function alone.
 
-    Graphs that were made elsewhere have operations that count their runs; and the counters of this one are of
-    no use elsewhere.
+    Graphs traced elsewhere have operations that count their runs, and the counters of this function do not
+    apply elsewhere.
     """
 
     def make_function_context(*args: Any, **options: Any) -> Any:
@@ -374,7 +359,7 @@ def _drawn(equivalent: Callable[..., Any], original: Callable[..., Any]) -> Call
 
 
 def _refused(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """In a graph the operation itself is refused, if it is used there."""
+    """Refuse an operation that runs eagerly; in a graph, `refuse_random_operations` finds it."""
 
     def refuse(*args: Any, **options: Any) -> Any:
         if (

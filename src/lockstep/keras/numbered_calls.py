@@ -1,15 +1,16 @@
-"""The numbered distributed calls of a process (`fit`, `evaluate`, ...), and its position in them."""
+"""The distributed calls of a process (`fit`, `evaluate`, `steps` ...), numbered, and its position in them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.keras.randomness import script_seeds, seed_of
+from lockstep.keras.randomness import script_seeds
+from lockstep.keras.seeds import seed_of
 
 
 @dataclass
-class KerasCall:
+class NumberedCall:
     """One distributed call.
 
     Attributes:
@@ -20,18 +21,18 @@ class KerasCall:
         skipped: number of its steps that another process took and that are not repeated.
         callbacks: the callbacks of the call.
         settings: how the call trains, as recorded in its checkpoints.
-        marks: of the callbacks, before and after `on_train_begin`, to detect attributes that have changed.
+        callback_hashes: of the callbacks' attributes, before and after `on_train_begin`, to detect changes.
         model: the model that a call of `fit` trains.
         by_batch: whether decisions of callbacks take effect after each batch, not only after each epoch.
         at_end: whether its state can be taken only at its end.
-        looks: number of sample batches of its data that were read before it began.
+        samples: number of sample batches of its data that were read before it began.
         passes: number of passes over its examples that have begun.
         states: the random states at the beginning of the last pass.
         inner: number of calls within it that have begun, by method.
-        leaves: the result to keep when it ends, if that is not its return value.
+        leaves: returns the result to record when it ends, if that is not its return value.
         logs: of its last step.
-        heard: the step whose end the callbacks had already processed when the restored state was taken; None
-            if they had not.
+        processed: the step whose end callbacks had processed when the restored state was taken; None if they
+            had not.
     """
 
     name: str
@@ -41,21 +42,21 @@ class KerasCall:
     skipped: int = 0
     callbacks: Any = ()
     settings: Mapping[str, str] = field(default_factory=dict)
-    marks: list[Any] = field(default_factory=list)
+    callback_hashes: list[Any] = field(default_factory=list)
     model: Any = None
     by_batch: bool = False
     at_end: bool = False
-    looks: int = 0
+    samples: int = 0
     passes: int = 0
     states: Mapping[str, Any] = field(default_factory=dict)
     inner: dict[str, int] = field(default_factory=dict)
-    leaves: "Callable[[KerasCall], Any] | None" = None
+    leaves: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
-    heard: int | None = None
+    processed: int | None = None
 
 
 @dataclass
-class CallStack:
+class NumberedCalls:
     """The calls in progress, the innermost last, and the number of calls by method.
 
     Attributes:
@@ -72,12 +73,12 @@ class CallStack:
     methods: dict[str, int] = field(default_factory=dict)
     outermost: int = 0
     taken: int = 0
-    stack: list[KerasCall] = field(default_factory=lambda: [KerasCall("no call", 0)])
+    stack: list[NumberedCall] = field(default_factory=lambda: [NumberedCall("no call", 0)])
     unnumbered: frozenset[str] = frozenset()
     asked: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
 
     @contextmanager
-    def enter(self, method: str) -> Iterator[KerasCall]:
+    def enter(self, method: str) -> Iterator[NumberedCall]:
         """Number a call of `method` and make it the current one for the block.
 
         The number depends only on the calls that the script itself has made, not on where one of them failed
@@ -88,10 +89,10 @@ class CallStack:
         counts[method] = counts.get(method, 0) + 1
         name = f"{method} {counts[method]}"
         if within:
-            call = KerasCall(f"{name} within {outer.name}", outer.number + (sum(counts.values()) << 32))
+            call = NumberedCall(f"{name} within {outer.name}", outer.number + (sum(counts.values()) << 32))
         else:
             self.outermost += 1
-            call = KerasCall(name, sum(n for method, n in counts.items() if method not in self.unnumbered))
+            call = NumberedCall(name, sum(n for method, n in counts.items() if method not in self.unnumbered))
         call.seed = seed_of(script_seeds(self.job_seed))
         self.stack.append(call)
         try:
@@ -100,7 +101,7 @@ class CallStack:
             self.stack.pop()
 
     @contextmanager
-    def again_in(self, call: KerasCall) -> Iterator[None]:
+    def again_in(self, call: NumberedCall) -> Iterator[None]:
         """Make an ended call the current one for the block."""
         self.stack.append(call)
         try:
@@ -120,7 +121,7 @@ class CallStack:
         return seed_of(script_seeds(self.job_seed), where, count)
 
     @property
-    def current(self) -> KerasCall:
+    def current(self) -> NumberedCall:
         """The innermost call in progress."""
         return self.stack[-1]
 

@@ -1,4 +1,4 @@
-"""What `strategy.run` does where functions run eagerly, and what it refuses, in a process of its own."""
+"""`strategy.run` with functions that run eagerly, in one process: results, changes and refusals."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,7 +29,7 @@ def batch(strategy: lockstep.Strategy) -> Any:
 
 @pytest.fixture
 def one_of_two(job_of_one_worker: Job) -> Iterator[Job]:
-    """This process has the first two of the replicas, and no process has the third."""
+    """This process owns the first two replicas; no process computes the third."""
     job = job_of_one_worker
     before = job._place
     job._place = place(3, (0, 1)), job.communicator
@@ -63,7 +63,7 @@ def test_results_come_back_as_the_nest_that_a_replica_returns(
 def test_a_replica_without_examples_computes_on_zero_rows(
     strategy: lockstep.Strategy,
 ) -> None:
-    """As under `tf.distribute`: what is a mean over zero rows there is one here."""
+    """As under `tf.distribute`, a mean over zero rows is not a number."""
     single = next(iter(strategy.experimental_distribute_dataset([X[:1]])))
     mean, bn = keras.metrics.Mean(), keras.layers.BatchNormalization(momentum=0.5)
 
@@ -82,7 +82,7 @@ def test_a_replica_without_examples_computes_on_zero_rows(
     assert float(strategy.reduce("SUM", found["loss"])) == pytest.approx(0.5 / 3)
     np.testing.assert_array_equal(strategy.reduce("MEAN", found["rows"], axis=0), X[0])
     assert (float(mean.total), float(mean.count)) == (1, 1)
-    # Statistics of no examples are none: such a replica changes nothing.
+    # A replica without examples has no statistics, and changes nothing.
     np.testing.assert_allclose(bn.moving_mean, X[0] / 2 / 3, rtol=1e-6)
     with pytest.raises(ValueError, match="max") as caught:
         strategy.run(ops.max, args=(single,))
@@ -174,7 +174,7 @@ def test_replicas_count_in_metrics_move_states_and_leave_none_of_their_own_behin
     assert float(metric.result()) == 166
     assert float(state) == pytest.approx(1 + 22)
     assert np.asarray(seeds.state.value).tolist() == [3, 1]
-    # The first function's metrics and seeds are known by its second run: nothing is computed twice.
+    # The metrics and seeds of the function are known: its second run computes no replica twice.
     count = len(seen)
     strategy.run(step, args=(batch,))
     assert len(seen) == count + 3
@@ -240,9 +240,9 @@ def test_an_error_that_speaks_of_the_unknown_is_the_functions_own(
     def step() -> None:
         if updates:
             optimizer.apply([ops.ones(())], [weight])
-        raise ValueError("Unknown colour")
+        raise ValueError("UnknownValue colour")
 
-    with pytest.raises(ValueError, match="Unknown colour"):
+    with pytest.raises(ValueError, match="UnknownValue colour"):
         strategy.run(step)
     assert float(weight) == 1
 

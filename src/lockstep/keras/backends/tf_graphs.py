@@ -1,7 +1,7 @@
-"""Graphs and tensors of TensorFlow: what a step does to variables, and memory that is not TensorFlow's.
+"""TensorFlow's graphs and tensors: the variables that a step assigns, and tensors over borrowed memory.
 
-Touches private parts of TensorFlow, as `lockstep.keras.backends.tensorflow` and
-`lockstep.keras.tf_checkpoints` do.
+Uses private parts of TensorFlow, like `lockstep.keras.backends.tensorflow` and
+`lockstep.keras.tf_checkpoints`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,98 +19,116 @@ from tensorflow.python.autograph.core import config as autograph_config
 from tensorflow.python.autograph.impl import api as autograph
 from tensorflow.python.framework import auto_control_deps_utils
 
-from lockstep.errors import ModelError
-from lockstep.keras.backends import drawing
+from lockstep.errors import LockstepError, ModelError
+from lockstep.keras import tf_random_ops
 from lockstep.keras.backends.contract import Kind
-from lockstep.keras.backends.drawing import is_counter
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
-from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, in_sum, kind_by_itself
+from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
 from lockstep.keras.backends.steps import refuse_integer_state
-from lockstep.keras.randomness import GOLDEN_32
+from lockstep.keras.seeds import GOLDEN_32
+from lockstep.keras.tf_random_ops import is_counter
 from lockstep.keras.variables import seed_positions
+from lockstep.worker.script import keep_original
 
 _ALIGNMENT = 64
-"""TensorFlow's kernels insist on tensors that start at a multiple of this many bytes."""
+"""TensorFlow's kernels need tensors that are aligned to this many bytes."""
 
 _TENSORFLOW_SEED = "StateVar"
-"""How TensorFlow calls the state of a `tf.random.Generator`."""
+"""TensorFlow's name for the state of a `tf.random.Generator`."""
 
 _WORTH_BORROWING = 1 << 14
 """Bytes below which copying an array is as fast as borrowing it."""
 
 
+def call_python(act: Callable[..., Any], given: Sequence[Any], types: Any) -> Any:
+    """Add an operation to the graph that calls `act` in Python whenever it is executed.
+
+    TensorFlow forwards the text of an error, but not the error itself, which this stores.
+    """
+
+    def guarded(*tensors: Any) -> Any:
+        try:
+            return act(*tensors)
+        except LockstepError as error:
+            keep_original(error)
+            # TensorFlow repeats the whole traceback several times in its message.
+            raise error.with_traceback(None) from None
+
+    return tf.py_function(guarded, list(given), types)
+
+
 class UpdateOperations:
-    """Where in its graph a step makes updates, as numbers of operations; made where the step begins.
+    """The operations of a step's graph that make updates, as positions; created at the beginning of the step.
 
     Attributes:
-        made: the operations of the updates of earlier rounds.
-        noted: the first operation after the round's own update, which is not made.
+        earlier: the operations that make the updates of earlier rounds.
+        own: the first operation after the round's own update, which has no operations.
     """
 
     def __init__(self) -> None:
         self._graph = tf.compat.v1.get_default_graph()
-        self.made: list[range] = []
-        self.noted: int | None = None
+        self.earlier: list[range] = []
+        self.own: int | None = None
 
-    def note(self) -> None:
-        """Note that the round's own update is here."""
-        self.noted = self._here()
+    def mark_own_update(self) -> None:
+        """Mark the present position as that of the round's own update."""
+        self.own = self._position()
 
     @contextmanager
-    def making(self) -> Iterator[None]:
-        """Note that the block makes an update."""
-        start = self._here()
+    def of_earlier_update(self) -> Iterator[None]:
+        """Mark the operations that the block adds as those of an earlier update."""
+        start = self._position()
         yield
-        self.made.append(range(start, self._here()))
+        self.earlier.append(range(start, self._position()))
 
-    def _here(self) -> int:
-        self.check()
+    def _position(self) -> int:
+        self.refuse_inner_graphs()
         return 0 if tf.executing_eagerly() else len(self._graph.get_operations())
 
-    def check(self) -> None:
-        """Raise ModelError if the program is in a graph within the step's."""
+    def refuse_inner_graphs(self) -> None:
+        """Raise ModelError if the present graph is one within the step's."""
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self._graph:
             raise ModelError(
                 "the step applies its optimizer, or calls all_reduce or all_gather, within a condition, a "
-                "loop or a function of TensorFlow's; replicas cannot synchronize there: do it in the step "
-                "itself, and call a tf.function as a plain function"
+                "loop or a tf.function; replicas cannot synchronize there: do it in the step itself, and "
+                "remove the tf.function decorator of functions that do it"
             )
 
 
 @dataclass
 class RoundTrace:
-    """What it has shown to trace a step or a function for one of its rounds, or to run it eagerly.
+    """What tracing a step or function for one round, or running it eagerly, has shown.
 
     Attributes:
-        places: where its graph makes updates.
-        update: the round's own, if it has come to one.
-        ended: whether it has come to its end.
+        operations: of the updates in its graph.
+        update: the round's own update, if there is one.
+        ended: whether the step or function has run to its end.
     """
 
-    places: UpdateOperations = field(default_factory=UpdateOperations)
+    operations: UpdateOperations = field(default_factory=UpdateOperations)
     update: Update | None = None
     ended: bool = True
 
-    def goes_on(self, graph: Any) -> bool:
-        """Whether what follows the round's own update in `graph` wants what the update would have changed."""
-        if self.update is None or self.places.noted is None:
+    def uses_update(self, graph: Any) -> bool:
+        """Whether `graph` uses variables after the round's own update that the update would have changed."""
+        if self.update is None or self.operations.own is None:
             return False
-        return not self.ended or uses(graph, natives(self.update.changed), self.places.noted)
+        return not self.ended or uses(graph, natives(self.update.changed), self.operations.own)
 
 
 def natives(variables: Iterable[Any]) -> list[tf.Variable]:
-    """Return variables, which may be Keras's or TensorFlow's, as TensorFlow's."""
+    """Return TensorFlow's variables for variables of Keras or TensorFlow."""
     return [one.value if isinstance(one, keras.Variable) else one for one in variables]
 
 
 @dataclass(frozen=True)
 class AssignedVariables:
-    """The variables that a step or function in a graph assigns, each restored after a replica has computed.
+    """The variables that a step or function in a graph assigns, restored after each replica's computation.
 
     Attributes:
-        state: by what is done with them; see `lockstep.keras.backends.state_changes`.
-        updated: what the updates of earlier rounds change.
-        counters: how often random operations have run; start from zero.
+        state: by kind; see `lockstep.keras.backends.state_changes`.
+        updated: the variables that the updates of earlier rounds change.
+        counters: of the runs of random operations; they start from zero.
     """
 
     state: Mapping[StateKind, list[tf.Variable]] = field(
@@ -128,17 +146,17 @@ class AssignedVariables:
         trained: Sequence[tf.Variable],
         updated: Sequence[tf.Variable],
     ) -> "AssignedVariables":
-        """Decide what is done with the `variables` that a step of `model` assigns.
+        """Classify the `variables` that a step of `model` assigns.
 
         Args:
             model: built.
             kind: of the step.
-            variables: those that it assigns.
+            variables: those that the step assigns.
             trained: those that only updates may change.
             updated: those that the updates of earlier rounds change.
 
         Raises:
-            ModelError: there is nothing right to do with one.
+            ModelError: the replicas' values of a variable cannot be combined.
         """
         known = {id(variable.value): variable for variable in model.variables}
         seeds = {id(variable) for variable in seeds_of(model)}
@@ -154,8 +172,8 @@ class AssignedVariables:
             if any(variable is metric for metric in metrics):
                 continue
             own = known.get(id(variable))
-            drawn = id(variable) in seeds or (own is None and KERAS_SEED in variable.name)
-            found._add(variable, updated, "seed" if drawn else None, getattr(own, "path", variable.name))
+            is_seed = id(variable) in seeds or (own is None and KERAS_SEED in variable.name)
+            found._add(variable, updated, "seed" if is_seed else None, getattr(own, "path", variable.name))
         return found
 
     @classmethod
@@ -165,24 +183,24 @@ class AssignedVariables:
         updated: Sequence[tf.Variable],
         is_merged: Callable[[tf.Variable], bool],
     ) -> "AssignedVariables":
-        """Decide what is done with the `variables` that a function of the user's own assigns.
+        """Classify the `variables` that a function of `strategy.run` assigns.
 
-        A variable of TensorFlow says by its `aggregation` how replicas' values become one, also where it is
-        one of Keras's metrics. Where it says nothing, floating-point variables are layers' states.
+        The `aggregation` of a TensorFlow variable decides, also for those of Keras's metrics. Floating-point
+        variables without one are layer state.
 
         Args:
-            variables: those that the function assigns, or of which each replica sees its part.
+            variables: those that the function assigns, or of which each replica reads its own part.
             updated: those that the updates of earlier rounds change.
-            is_merged: whether replicas have merged what they have assigned to one.
+            is_merged: whether the replicas have merged their values of a variable.
 
         Raises:
-            ModelError: there is nothing right to do with one.
+            ModelError: the replicas' values of a variable cannot be combined.
         """
         found = cls()
         for variable in {id(variable): variable for variable in variables}.values():
-            draws = KERAS_SEED in variable.name or _TENSORFLOW_SEED in variable.name
-            said = kind_by_itself(variable.aggregation.name.lower(), draws)
-            kind: StateKind | None = "first" if is_merged(variable) else said
+            is_seed = KERAS_SEED in variable.name or _TENSORFLOW_SEED in variable.name
+            declared = declared_kind(variable.aggregation.name.lower(), is_seed)
+            kind: StateKind | None = "first" if is_merged(variable) else declared
             found._add(variable, updated, kind, variable.name, refuses_trainable=True)
         return found
 
@@ -209,20 +227,20 @@ class AssignedVariables:
 
     @property
     def named(self) -> dict[str, tf.Variable]:
-        """The variables whose changes are in a partial, by their names there, which begin with the kind."""
+        """The variables whose changes are in a partial, by their names in it, which begin with the kind."""
         return {f"{kind}/{i}": one for kind, some in self.state.items() for i, one in enumerate(some)}
 
     @contextmanager
-    def of(self, replica: Any, *, sums_so_far: bool) -> Iterator[Callable[[Any], dict[str, Any]]]:
-        """Within the block variables are a replica's; afterwards they have their values from before.
+    def as_replica(self, replica: Any, *, sums_so_far: bool) -> Iterator[Callable[[Any], dict[str, Any]]]:
+        """Within the block, variables have a replica's values; afterwards, their values from before.
 
         Args:
             replica: its id.
-            sums_so_far: whether replica 0 begins with what metrics have summed before, and not with zero: it
-                speaks for that, also for a reset, or where a function uses the sum.
+            sums_so_far: whether metrics begin with their earlier sums on replica 0, and not with zero: then a
+                function may use or reset the sums.
 
         Yields:
-            What returns, given the replica's weight, the changes by their names in a partial.
+            A function that takes the replica's weight, and returns the changes by their names in a partial.
         """
         restored = [*self.named.values(), *self.updated]
         before = [variable.read_value() for variable in restored]
@@ -231,7 +249,7 @@ class AssignedVariables:
             metric.assign(tf.where(replica == 0, metric.read_value(), zeros) if sums_so_far else zeros)
         for seed in self.state["seed"]:
             seed.assign(mixed(seed.read_value(), replica))
-        drawing.begin(self.counters, replica)
+        tf_random_ops.begin(self.counters, replica)
         starts = {
             kind: [None if kind == "metric" else variable.read_value() for variable in variables]
             for kind, variables in self.state.items()
@@ -242,7 +260,7 @@ class AssignedVariables:
             for kind, variables in self.state.items():
                 for i, (variable, start) in enumerate(zip(variables, starts[kind], strict=True)):
                     part = tf.cast(weight, variable.dtype) if kind == "layer" else None
-                    found[f"{kind}/{i}"] = in_sum(kind, start, variable.read_value(), replica, part, tf)
+                    found[f"{kind}/{i}"] = contribution(kind, start, variable.read_value(), replica, part, tf)
             return found
 
         yield changes
@@ -251,59 +269,59 @@ class AssignedVariables:
 
 
 def summed_on_read(variables: Iterable[tf.Variable]) -> list[tf.Variable]:
-    """Return those whose values are sums of parts, of which a replica's function sees its own."""
+    """Return the variables that sum the replicas' parts on read; a function reads its replica's part."""
     on_read, total = tf.VariableSynchronization.ON_READ, tf.VariableAggregation.SUM
     return [one for one in variables if one.synchronization == on_read and one.aggregation == total]
 
 
 def mixed(seed: Any, replica: Any) -> Any:
-    """Give each replica random numbers of its own; replica 0 keeps the model's."""
+    """Return a replica's state of a random generator; replica 0 keeps the model's."""
     spread = tf.cast(replica * GOLDEN_32, seed.dtype)
     return tf.concat([tf.bitwise.bitwise_xor(seed[:1], spread[None]), seed[1:]], axis=0)
 
 
 def seeds_of(model: Any) -> list[tf.Variable]:
-    """Return the states of the random generators that a model's layers own."""
+    """Return the states of the random generators of a model's layers."""
     variables = model.non_trainable_variables
     return [variables[i].value for i in sorted(seed_positions(model))]
 
 
-def with_gradient(
+def with_custom_gradient(
     leaves: Sequence[Any],
-    compute: Callable[[Sequence[Any]], Sequence[Any]],
+    merge: Callable[[Sequence[Any]], Sequence[Any]],
     gradient: Callable[[Sequence[Any]], Sequence[Any]],
 ) -> Sequence[Any]:
-    """Return `compute(leaves)`, for which gradients are computed by `gradient`."""
+    """Return `merge(leaves)`, for which `gradient` computes the gradients."""
     if not leaves:
-        return compute(leaves)
+        return merge(leaves)
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def computed(*leaves: Any) -> Any:
-        # What was looked up with several indices has a gradient that is a list of occurrences.
-        return list(compute(leaves)), lambda *upstream: gradient([tf.convert_to_tensor(u) for u in upstream])
+        # The gradient of a lookup with several indices is a list of occurrences, not a tensor.
+        return list(merge(leaves)), lambda *upstream: gradient([tf.convert_to_tensor(u) for u in upstream])
 
     found: Sequence[Any] = computed(*leaves)
     return found
 
 
 def exempt_from_autograph(package: str) -> None:
-    """Keep AutoGraph from rewriting the code of a package when functions of TensorFlow call it."""
+    """Prevent AutoGraph from converting the code of a package."""
     rule = autograph_config.DoNotConvert(package)
     if all(str(rule) != str(known) for known in autograph_config.CONVERSION_RULES):
         autograph_config.CONVERSION_RULES = (rule, *autograph_config.CONVERSION_RULES)
 
 
-def know_lookups() -> None:
-    """Let TensorFlow know that looking something up in a table does not change the table."""
+def register_lookups() -> None:
+    """Tell TensorFlow that lookups in a table do not change the table."""
     for operation in ("LookupTableFindV2", "LookupTableSizeV2"):
         auto_control_deps_utils.register_read_only_resource_op(operation)
 
 
 def as_in_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what AutoGraph makes of a function, unless it is switched off where the program is.
+    """Return a function as AutoGraph converts it, unless AutoGraph is disabled in the caller's context.
 
-    A function of TensorFlow's is taken apart: within a graph of its own replicas could not meet. Whether it
-    is for AutoGraph it says itself.
+    Of a `tf.function`, take the Python function, because replicas cannot merge in a graph of its own. Its
+    `autograph` option decides whether to convert it.
     """
     context = ag_ctx.control_status_ctx()
     if isinstance(function, tf.types.experimental.PolymorphicFunction):
@@ -316,10 +334,10 @@ def as_in_autograph(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assigned(graph: Any) -> list[tf.Variable]:
-    """Return the variables that a function's graph assigns, perhaps only in a branch of a condition.
+    """Return the variables that a function's graph assigns, also if only a branch of a condition does.
 
     Raises:
-        ModelError: the graph changes something that is no variable, such as a table.
+        ModelError: the graph changes a resource other than a variable, such as a table.
     """
     reads = auto_control_deps_utils.get_read_only_resource_input_indices_graph(graph)
     known = {id(variable.handle): variable for variable in graph.variables}
@@ -330,19 +348,21 @@ def assigned(graph: Any) -> list[tf.Variable]:
             continue
         handle = captured[id(inside)]
         if id(handle) not in known:
-            raise ModelError(f"the step changes {handle}, which is not a variable and cannot be combined")
+            raise ModelError(
+                f"the step changes {handle}, which is no variable; its changes cannot be combined"
+            )
         found.append(known[id(handle)])
     return found
 
 
 def uses(graph: Any, variables: Iterable[tf.Variable], start: int) -> bool:
-    """Whether operations of a graph, from number `start` on, read or assign `variables`."""
+    """Whether operations of a graph, from position `start` on, read or assign `variables`."""
     inside = _captures(graph, variables)
     return any(id(tensor) in inside for op in graph.get_operations()[start:] for tensor in op.inputs)
 
 
 def refuse_assignments(graph: Any, variables: Iterable[tf.Variable], updates: Sequence[range]) -> None:
-    """Raise ModelError if a graph assigns `variables` outside of its updates."""
+    """Raise ModelError if a graph assigns `variables` outside of `updates`."""
     inside = _captures(graph, variables)
     for number, operation in enumerate(graph.get_operations()):
         _, written = auto_control_deps_utils.get_read_write_resource_inputs(operation)
@@ -352,13 +372,13 @@ def refuse_assignments(graph: Any, variables: Iterable[tf.Variable], updates: Se
 
 
 def _captures(graph: Any, variables: Iterable[tf.Variable]) -> dict[int, str]:
-    """Return the names of those `variables` that a graph captures, by the ids of their tensors in it."""
+    """Return the names of the `variables` that a graph captures, by the ids of their tensors in it."""
     names = {id(variable.handle): variable.name for variable in variables}
     return {id(inside): names[id(handle)] for handle, inside in graph.captures if id(handle) in names}
 
 
 def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
-    """Return `function`, traced for arguments like those given; its `graph` is what came of it."""
+    """Return `function`, traced for arguments like these; the result has a `graph`."""
     specs = keras.tree.map_structure(
         lambda one: tf.TensorSpec(one.shape, one.dtype) if isinstance(one, tf.Tensor) else one, like
     )
@@ -366,13 +386,13 @@ def traced(function: Callable[..., Any], jit: bool, *like: Any) -> Any:
 
 
 def same_bits(variable: tf.Variable, before: Any) -> bool:
-    """Whether a variable still has the value it had before."""
+    """Whether the value of a variable has the same bits as before."""
     now, then = (np.asarray(value).reshape(-1).view(np.uint8) for value in (variable.read_value(), before))
     return np.array_equal(now, then)
 
 
 class _WritableVariable:
-    """The same memory, as NumPy's array interface shows it, but not read-only."""
+    """An array's memory, declared as writable."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self._array = array
@@ -381,10 +401,10 @@ class _WritableVariable:
 
 
 def borrowed(array: npt.NDArray[Any]) -> Any:
-    """Return a tensor that reads an array's memory in place where that is worthwhile and possible.
+    """Return a tensor that reads an array's memory in place, if that is possible and faster than a copy.
 
-    TensorFlow never writes to a tensor whose memory it does not own; but a variable that the tensor itself is
-    assigned to may go on reading that memory.
+    TensorFlow does not write to memory that it does not own. But a variable to which the tensor itself is
+    assigned may share the memory.
     """
     if (
         array.nbytes < _WORTH_BORROWING
@@ -393,19 +413,19 @@ def borrowed(array: npt.NDArray[Any]) -> Any:
         or array.dtype.kind != "f"
     ):
         return tf.constant(array)
-    # NumPy gives no read-only array away, though its receiver only reads.
+    # NumPy does not export read-only arrays.
     return tf.experimental.dlpack.from_dlpack(np.asarray(_WritableVariable(array)).__dlpack__())
 
 
-def own(tensor: Any, one: Any) -> Any:
-    """Return a copy of a tensor of a total.
+def copied(tensor: Any, factor: Any) -> Any:
+    """Return a copy of a tensor of a total, multiplied by `factor`, whose value the graph must not know.
 
-    TensorFlow may let a variable share the memory of a tensor that is assigned to it, but a total's memory
-    is used again. A product with a number that is not known to be 1 is a new tensor.
+    The memory of totals is reused, and a variable may share the memory of a tensor that is assigned to it. A
+    product with a factor that may differ from 1 is always a new tensor.
     """
-    return tensor * tf.cast(one, tensor.dtype)
+    return tensor * tf.cast(factor, tensor.dtype)
 
 
 def scaled(gradients: Sequence[Any], scale: Any) -> list[Any]:
-    """Return copies of gradients, times `scale`."""
-    return [None if gradient is None else own(gradient, scale) for gradient in gradients]
+    """Return copies of gradients, multiplied by `scale`."""
+    return [None if gradient is None else copied(gradient, scale) for gradient in gradients]

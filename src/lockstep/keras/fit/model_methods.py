@@ -1,8 +1,7 @@
-"""Keras's own loops (`fit`, `evaluate`, `predict`) on global batches.
+"""The methods of `keras.Model` on replicas: `compile`, `fit`, `evaluate`, `predict`, and on single batches.
 
-A model that is compiled in a strategy's scope, or in a script without a strategy, is adopted: its steps are
-computed by the job's replicas.
-Everything else of the loops (callbacks, logs, epochs) stays Keras's.
+A model that is compiled in a strategy's scope, or in a script without a strategy, is adopted: the job's
+replicas compute its steps. Everything else in Keras's loops (callbacks, logs, epochs) stays Keras's own.
 """
 
 import inspect
@@ -13,7 +12,6 @@ from typing import Any
 
 import keras
 
-from lockstep.data.batch import GlobalBatch
 from lockstep.errors import ScopeError
 from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.backends.steps import (
@@ -21,22 +19,31 @@ from lockstep.keras.backends.steps import (
     refuse_stateful_layers,
     refuse_synchronized_normalization,
 )
-from lockstep.keras.call_stack import CallStack, KerasCall
-from lockstep.keras.consistency import Facts, agree, chiefs_word, setting_facts, state_facts
-from lockstep.keras.fit.callbacks import hear_of_batches, on_chief, writes
-from lockstep.keras.fit.exactness import introduction, per_replica, refuse_metrics_that_do_not_add, said_of
-from lockstep.keras.fit.replica_step import ReplicaStep, Watched
-from lockstep.keras.input.distributed_dataset import DistributedDataset, explain_sharding
-from lockstep.keras.input.distributed_input import distributed_input
-from lockstep.keras.input.inputs import GlobalInput, global_input, split_validation, whole_batch
+from lockstep.keras.consistency import Facts, agree, chiefs_decision, setting_facts, state_facts
+from lockstep.keras.fit.callbacks import has_batch_methods, on_chief, writes
+from lockstep.keras.fit.exactness import (
+    introduction,
+    per_replica_note,
+    per_replica_parts,
+    refuse_metrics_that_do_not_add,
+)
+from lockstep.keras.fit.replica_step import ReplicaStep, TrackedTrainFunction
+from lockstep.keras.input.distribution import explain_sharding
+from lockstep.keras.input.global_inputs import GlobalInput, global_input, split_validation
 from lockstep.keras.input.visits import order_seed
-from lockstep.keras.replica_run.step_loop import Driving
-from lockstep.keras.sidecar_evaluator import Evaluating
-from lockstep.keras.state.callback_states import callback_states, listeners, marks, set_callback_states
-from lockstep.keras.state.checkpoint_callback import Keeping, asked_in, take_out
-from lockstep.keras.state.digest import LastModel
+from lockstep.keras.model_digest import LastModel
+from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
+from lockstep.keras.replica_run.step_loop import StepLoops
+from lockstep.keras.sidecar_evaluator import EvaluatorFit
+from lockstep.keras.state.callback_states import (
+    attribute_hashes,
+    callback_states,
+    listeners,
+    set_callback_states,
+)
+from lockstep.keras.state.checkpoint_callback import ScriptCheckpoints, asked_in, take_out
 from lockstep.keras.state.journal import FinishedCall
-from lockstep.keras.state.resumable_calls import Superseded
+from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
@@ -50,11 +57,11 @@ _KINDS: dict[str, Kind] = {"train_on_batch": "train", "test_on_batch": "test", "
 _NOT_TRAINING = frozenset({"evaluate", "predict", "validation"})
 
 
-class FitLoops:
-    """The distributed calls of one process. Each method stands for one of Keras's, which is its `original`.
+class ModelMethods:
+    """Replaces methods of `keras.Model` in one process; each replacement gets Keras's own as `original`.
 
     Attributes:
-        driving: drives loops of the program's own.
+        step_loops: drives custom loops.
     """
 
     def __init__(self, job: Job, backend: Backend) -> None:
@@ -63,14 +70,17 @@ class FitLoops:
         self._adopted: weakref.WeakSet[Any] = weakref.WeakSet()
         self._compared: weakref.WeakKeyDictionary[Any, set[Kind]] = weakref.WeakKeyDictionary()
         self._trained: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
-        # What Keras's own methods do alone does not count, whether or not checkpoints are kept.
-        self._calls = CallStack(job.context.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset())
+        # With one replica, Keras's own methods evaluate and predict; these calls never count, whether or not
+        # checkpoints are saved.
+        self._calls = NumberedCalls(
+            job.context.seed, unnumbered=_NOT_TRAINING if self._alone else frozenset()
+        )
         self._snapshots = Snapshots(job, backend, self._calls)
         self._models, self._resumable = self._snapshots.models, self._snapshots.resumable
-        self._keeping = Keeping(job, self._calls, self._snapshots)
-        self._evaluating = Evaluating()
+        self._checkpoints = ScriptCheckpoints(job, self._calls, self._snapshots)
+        self._evaluator_fit = EvaluatorFit()
         self._last = LastModel(job)
-        self.driving = Driving(job, backend, self._calls, self._snapshots, self._keeping, self._last)
+        self.step_loops = StepLoops(job, backend, self._calls, self._snapshots, self._checkpoints, self._last)
         self._scopes = 0
         self._adopts_all = False
         self._introduced: list[str] | None = None
@@ -82,26 +92,26 @@ class FitLoops:
 
     @property
     def forwarding(self) -> bool:
-        """Whether `fit` goes through steps that were taken before this process began."""
+        """Whether the current call is skipping steps that were taken before this process began."""
         return self._calls.current.steps < self._calls.current.skipped
 
     @property
-    def heard(self) -> bool:
-        """Whether callbacks have heard of the end of the last step in the process before this one."""
-        return self._calls.current.heard == self._calls.current.steps
+    def step_end_processed(self) -> bool:
+        """Whether callbacks processed the end of the last step in the process that saved the state."""
+        return self._calls.current.processed == self._calls.current.steps
 
     @property
     def behind(self) -> bool:
-        """Whether the script has not come yet to where the process before this one was."""
+        """Whether the script has not yet reached the position at which the training resumes."""
         return self._resumable.behind
 
     def next_seed(self) -> int:
-        """Return another seed for this place in the program; see `CallStack.next_seed`."""
+        """Return a new seed for the current position in the program; see `NumberedCalls.next_seed`."""
         return self._calls.next_seed()
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Within the block models are adopted: the program is in the scope of a strategy."""
+        """Adopt models that are compiled within the block, the scope of a strategy."""
         self._scopes += 1
         try:
             yield
@@ -109,15 +119,15 @@ class FitLoops:
             self._scopes -= 1
 
     def adopt_all(self) -> None:
-        """Adopt models outside of all scopes too: the script has no strategy."""
+        """Also adopt models outside of all scopes: the script has no strategy."""
         self._adopts_all = True
 
     def adopt_in_scopes(self) -> None:
-        """Adopt models in scopes only: the script has a strategy."""
+        """Adopt models only in scopes: the script has a strategy."""
         self._adopts_all = False
 
     def compile(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adopt a model that is compiled in a strategy's scope, or in a script that has none."""
+        """Adopt a model that is compiled in a strategy's scope, or in a script without a strategy."""
         self._last.compiles(model)
         result = original(model, *args, **kwargs)
         self._compared.pop(model, None)
@@ -135,15 +145,15 @@ class FitLoops:
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         if self._job.evaluates:
-            return self._evaluating.fit(model, given)
+            return self._evaluator_fit.fit(model, given)
         self._last.trains(model)
         asked = asked_in(given["callbacks"])
         callbacks = take_out(asked, given["callbacks"])
         with self._resumable.call("fit") as call:
             if asked is not None:
-                self._keeping.begin(asked)
+                self._checkpoints.begin(asked)
             if finished := self._resumable.resume():
-                return past_fit(model, callbacks, finished)
+                return replay_fit(model, callbacks, finished)
             training, validation = self._fit_inputs(given)
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
@@ -155,40 +165,42 @@ class FitLoops:
             )
             given.update(x=training, y=None, sample_weight=None, class_weight=None)
             given.update(validation_data=validation, validation_split=0.0)
-            call.callbacks = on_chief(callbacks, given["verbose"], goes_on=self.forwarding)
+            call.callbacks = on_chief(callbacks, given["verbose"], resumes=self.forwarding)
             self._snapshots.note_settings(model)
-            call.marks = [marks(call.callbacks)]
-            call.model, call.by_batch = model, hear_of_batches(call.callbacks)
+            call.callback_hashes = [attribute_hashes(call.callbacks)]
+            call.model, call.by_batch = model, has_batch_methods(call.callbacks)
             given.update(callbacks=call.callbacks)
             try:
                 result = original(*bound.args, **bound.kwargs)
-            except Superseded:
-                return past_fit(model, callbacks, self._resumable.replay())
+            except CallFinishedElsewhere:
+                return replay_fit(model, callbacks, self._resumable.replay())
             self._finish(result)
             if writes(callbacks):
                 self._job.exchange(lambda _, exchange: exchange.barrier(what=f"the end of {call.name}"))
             return result
 
     def train_begun(self) -> None:
-        """Note that the callbacks of a `fit` have heard of its beginning."""
+        """Note that the callbacks of a `fit` have processed `on_train_begin`."""
         call = self._calls.current
-        if call.marks:
-            call.marks.append(marks(call.callbacks))
+        if call.callback_hashes:
+            call.callback_hashes.append(attribute_hashes(call.callbacks))
             call.leaves = _callbacks_of
 
     def trained(self) -> TrainingEnded:
-        """Return how many steps of training there were, and the name and digest of the last trained model."""
+        """Return the number of training steps, and the name and digest of the model that was trained last."""
         return TrainingEnded(self._calls.taken + self._plain_steps, **self._last.facts())
 
     def steps_ended(self) -> None:
-        """Hold the state at the end of the last step of an epoch: no other step may follow it."""
+        """Hold the state at the end of the last step of an epoch: it may be the last step of the training."""
         call = self._calls.current
         if call.model is not None and call.steps > call.skipped and len(self._calls.stack) == 2:
-            held = self._backend.held(call.model)
-            self._snapshots.hold(lambda: self._snapshots.take(True, call.model, call.logs, held, heard=True))
+            held = self._backend.training_state(call.model)
+            self._snapshots.hold(
+                lambda: self._snapshots.take(True, call.model, call.logs, held, callbacks_done=True)
+            )
 
     def decide(self, event: str) -> None:
-        """Let the chief say whether the training in progress stops, where callbacks have heard of `event`."""
+        """Let the chief decide whether the training stops, after callbacks have processed `event`."""
         self._timer.lap("other")
         call = self._calls.current
         if self._plain and call.model is not None and event == "on_train_batch_end":
@@ -202,7 +214,7 @@ class FitLoops:
             return
         if event == "on_epoch_end" or call.by_batch:
             what = f"the decision to stop after step {call.steps} of {call.name}"
-            call.model.stop_training = chiefs_word(self._job, what, bool(call.model.stop_training))
+            call.model.stop_training = chiefs_decision(self._job, what, bool(call.model.stop_training))
 
     def evaluate(self, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate on global batches; every worker returns the global figures."""
@@ -242,17 +254,19 @@ class FitLoops:
             if self._alone and not self._models.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
             data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
-            looks = keras.backend.backend() == "jax"
-            self._models.build(model, "predict", lambda: self._look(data, model) if looks else data.peek())
+            samples = keras.backend.backend() == "jax"
+            self._models.build(
+                model, "predict", lambda: self._sample(data, model) if samples else data.peek()
+            )
             if keras.backend.backend() != "tensorflow":
-                # Keras calls the model once more on a batch of its own while some layer is not built.
+                # While some layer is not built, Keras first calls the model on a batch of its own.
                 data.plain_first = not all(layer.built for layer in model._flatten_layers())
             self._compare(call, model, data.facts)
             given.update(x=data, verbose=self._verbose(given["verbose"]))
             return self._finish(original(*bound.args, **bound.kwargs))
 
     def on_batch(self, method: str, original: Original, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Split a batch that all workers give; the first time, make sure that they have the same model."""
+        """Split a batch that all workers pass; in the first call, check that they have the same model."""
         if model not in self._adopted:
             if method == "train_on_batch":
                 self._refuse_outsider(model)
@@ -266,7 +280,7 @@ class FitLoops:
             call.at_end = True
             if finished := self._resumable.resume():
                 self._compared.setdefault(model, set()).add(kind)
-                return self._past_batch(kind, finished, original, model, *args, **kwargs)
+                return self._replay_batch(kind, finished, original, model, *args, **kwargs)
             if kind not in self._compared.setdefault(model, set()):
                 self._begin_batches(call, model, kind, lambda: _batch_of(original, model, args, kwargs))
             result = self._finish(original(model, *args, **kwargs))
@@ -275,8 +289,8 @@ class FitLoops:
                 self._snapshots.hold_late(lambda: self._snapshots.take(True, model, None))
             return result
 
-    def _begin_batches(self, call: KerasCall, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
-        """Do what is done once before calls for one batch: build the model, and check it."""
+    def _begin_batches(self, call: NumberedCall, model: Any, kind: Kind, batch: Callable[[], Any]) -> None:
+        """Prepare for single-batch calls of a kind, once: build the model, and check it."""
         if kind != "predict" and (not self._alone or self._models.awaits(model)):
             self._models.build(model, kind, batch)
             if not self._alone:
@@ -287,14 +301,14 @@ class FitLoops:
             self._compare(call, model, lambda: _setting_facts(model))
             self._compared[model].add(kind)
 
-    def _past_batch(
+    def _replay_batch(
         self, kind: Kind, finished: FinishedCall, original: Original, model: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Return what a call for one batch has returned; go on behind it, if this is the place."""
+        """Return the result of a finished single-batch call; resume after it, if it was the last one."""
         if self._resumable.at_its_end:
             self._models.build(model, kind, lambda: _batch_of(original, model, args, kwargs))
             if self._job.joins:
-                # Compile the step while nobody waits; what it does is overwritten.
+                # Compile the step before others wait for this worker; its results are overwritten.
                 original(model, *args, **kwargs)
                 self._resumable.join()
                 finished = self._resumable.replay()
@@ -303,14 +317,14 @@ class FitLoops:
         return finished.result
 
     def make_function(self, kind: Kind, original: Original, model: Any, force: bool = False) -> Any:
-        """Give an adopted model the function that its loop calls for each step."""
+        """Set the function of an adopted model that Keras's loop calls for each step, and return it."""
         attribute = f"{kind}_function"
         if model not in self._adopted or self._plain:
             return original(model, force)
         if self._alone:
             original(model, force)
-            if kind == "train" and not isinstance(model.train_function, Watched):
-                model.train_function = Watched(
+            if kind == "train" and not isinstance(model.train_function, TrackedTrainFunction):
+                model.train_function = TrackedTrainFunction(
                     model.train_function, self._backend, model, self._calls, self._snapshots
                 )
             return getattr(model, attribute)
@@ -320,21 +334,16 @@ class FitLoops:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            exchange = ReplicaStep(
+            step = ReplicaStep(
                 self._job, self._backend, model, kind, self._calls, self._snapshots, self._timer
             )
-            take = exchange.predict if kind == "predict" else exchange.advance
-
-            def step(state: Any, batch: Any) -> tuple[Any, Any]:
-                return take(state, batch if isinstance(batch, GlobalBatch) else whole_batch(batch))
-
-            setattr(model, attribute, self._backend.function(model, step, kind))
+            setattr(model, attribute, self._backend.function(model, step.take, kind))
         return getattr(model, attribute)
 
     def symbolic_build(
         self, original: Original, model: Any, iterator: Any = None, data_batch: Any = None
     ) -> None:
-        """Show Keras plain data where it wants to see a batch, without beginning a pass."""
+        """Give Keras a plain batch to build from, without beginning a pass."""
         source = getattr(iterator, "data_adapter", None)
         if isinstance(source, GlobalInput):
             iterator = self._first_of(source, model)
@@ -342,12 +351,12 @@ class FitLoops:
 
     @property
     def _alone(self) -> bool:
-        """Whether there is one replica: Keras's own step is then the whole step."""
+        """Whether there is only one replica, so that Keras's own step is the whole step."""
         return self._job.view.replicas == 1
 
     @property
     def _plain(self) -> bool:
-        """Whether Keras's own methods do all: there is one replica, and nothing is kept or gone on from."""
+        """Whether Keras's own methods do everything: one replica, nothing to save or to resume from."""
         return self._alone and self._job.checkpoints.scheduler is None and not self._resumable.behind
 
     def _fit_inputs(self, given: dict[str, Any]) -> tuple[GlobalInput, Any]:
@@ -372,67 +381,65 @@ class FitLoops:
         return training, self._input(x, y, weight, batch_size=batch_size, steps=given["validation_steps"])
 
     def _input(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
-        if isinstance(x, DistributedDataset):
-            return distributed_input(x, y, sample_weight, options.get("class_weight"))
         if not self._alone:
             explain_sharding(self._job, x)
         seed = order_seed(self._job.context.seed, self._calls.current.number)
         options.setdefault("shuffle", False)
-        return global_input(x, y, sample_weight, **options, seed=seed, joint=self._alone)
+        return global_input(x, y, sample_weight, **options, seed=seed, unsplit=self._alone)
 
     def _begin(
-        self, call: KerasCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
+        self, call: NumberedCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]
     ) -> None:
-        """Build what was left for the first batch, and refuse what replicas cannot compute."""
+        """Build what needs the first batch, and refuse what replicas cannot compute."""
         if self._alone and not (self._resumable.behind or self._models.awaits(model)):
             return
-        self._models.build(model, kind, lambda: self._look(data, model))
+        self._models.build(model, kind, lambda: self._sample(data, model))
         if self._alone:
             return
         refuse_metrics_that_do_not_add(model, data.peek)
         self._introduce(call, model, data.peek)
         self._compare(call, model, facts)
 
-    def _introduce(self, call: KerasCall, model: Any, rows: Callable[[], Any]) -> None:
-        """Say once that a script without a strategy is distributed, and what of it replicas compute alone."""
+    def _introduce(self, call: NumberedCall, model: Any, rows: Callable[[], Any]) -> None:
+        """Print once that a script without a strategy is distributed, and each part that is per replica."""
         if not self._adopts_all:
             return
-        parts = per_replica(model, rows)
+        parts = per_replica_parts(model, rows)
         text = ""
         if self._introduced is None:
             self._introduced = []
             text = introduction(call.name.partition(" ")[0], self._job.view, parts)
         elif new := [part for part in parts if part not in self._introduced]:
-            text = f"model {model.name!r}: {said_of(new)}"
+            text = f"model {model.name!r}: {per_replica_note(new)}"
         self._introduced += parts
         if text and self._job.is_chief and not self._resumable.catches_up:
             note(text)
 
-    def _look(self, data: GlobalInput, model: Any) -> Any:
-        """Return a batch to build a model with, in the way in which Keras takes one from the data."""
-        looks = keras.backend.backend() != "tensorflow" and not self._models.awaits(model)
-        if not looks or not self._resumable.may_look:
+    def _sample(self, data: GlobalInput, model: Any) -> Any:
+        """Return a batch to build a model with, read from the data as Keras reads one."""
+        reads = keras.backend.backend() != "tensorflow" and not self._models.awaits(model)
+        if not reads or not self._resumable.may_sample:
             return data.peek()
-        self._calls.current.looks += 1
+        self._calls.current.samples += 1
         data.on_epoch_begin()
         return data.first()
 
     def _first_of(self, data: GlobalInput, model: Any) -> Iterator[tuple[int, int, list[Any]]]:
-        """Yield the first batch in the form of Keras's epoch iterators, if anybody asks."""
-        yield 0, 0, [self._look(data, model)]
+        """Yield the first batch in the form of Keras's epoch iterators; read it only when asked for it."""
+        yield 0, 0, [self._sample(data, model)]
 
-    def _compare(self, call: KerasCall, model: Any, facts: Callable[[], Facts]) -> None:
-        """Make sure that all workers begin the same call with the same model; say that it begins."""
+    def _compare(self, call: NumberedCall, model: Any, facts: Callable[[], Facts]) -> None:
+        """Check that all workers begin the same call with the same model; publish that it begins."""
         if self._resumable.catches_up:
             return
         self._job.events.publish(CallStarted(call.name))
         if len(self._job.view.workers) > 1:
-            state = state_facts(self._backend.concrete, model_state(model))
+            state = state_facts(self._backend.to_numpy, model_state(model))
             this = {"call": call.name, "the seeds of the script": f"{call.seed:x}"}
             agree(self._job, call.name, this | dict(facts()) | state)
 
     def _finish(self, result: Any) -> Any:
-        """Note what a call that is in no other has returned."""
+        """Record the result of a top-level call."""
         if len(self._calls.stack) == 2:
             self._resumable.finish(result)
         return result
@@ -449,25 +456,25 @@ class FitLoops:
             )
 
 
-def past_fit(model: Any, callbacks: Any, past: FinishedCall) -> Any:
-    """Return what a `fit` that was finished before this process began has returned; tell its callbacks.
+def replay_fit(model: Any, callbacks: Any, finished: FinishedCall) -> Any:
+    """Return the result of a `fit` that finished before this process began; restore its callbacks.
 
-    If it had raised an error, that is raised; `past.kept` is None if its callbacks had not heard of it.
+    If it raised an error, raise that. `finished.kept` is None if its callbacks had not begun.
     """
-    if past.kept is not None:
+    if finished.kept is not None:
         model.history = keras.callbacks.History()
         model.history.set_model(model)
-        set_callback_states(listeners(on_chief(callbacks, 0, goes_on=True), model), past.kept)
-    past.again()
+        set_callback_states(listeners(on_chief(callbacks, 0, resumes=True), model), finished.kept)
+    finished.raise_error()
     return model.history
 
 
-def _callbacks_of(call: KerasCall) -> Any:
-    return callback_states(listeners(call.callbacks, call.model), call.marks)
+def _callbacks_of(call: NumberedCall) -> Any:
+    return callback_states(listeners(call.callbacks, call.model), call.callback_hashes)
 
 
 def bind(original: Original, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """Name the arguments of a call of Keras's, defaults included."""
+    """Bind the arguments of a call to the parameters of Keras's method, with defaults."""
     bound = inspect.signature(original).bind(model, *args, **kwargs)
     bound.apply_defaults()
     return bound
@@ -483,6 +490,6 @@ def _all_facts(training: GlobalInput, validation: GlobalInput | None) -> Facts:
 
 
 def _batch_of(original: Original, model: Any, args: Any, kwargs: Any) -> Any:
-    """Return the (x, y, sample_weight) that a method for one batch was given."""
+    """Return the (x, y, sample_weight) that was passed to a single-batch method."""
     given = bind(original, model, args, kwargs).arguments
     return given["x"], given.get("y"), given.get("sample_weight")

@@ -10,10 +10,11 @@ import keras
 from lockstep.data.input_table import InputTable, Rows, input_table
 from lockstep.data.order import Indices, Shuffle
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import Joint, count_examples
+from lockstep.keras.input.batches import GlobalBatchSource, count_examples
 from lockstep.keras.input.distributed_dataset import DistributedDataset
-from lockstep.keras.input.streams import Stream, leaves_of
+from lockstep.keras.input.streams import Stream
 from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
+from lockstep.keras.nests import leaves_of
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.topology import place
 from lockstep.worker import job
@@ -59,7 +60,7 @@ def show_input(
         replicas = replicas or own.replicas
         view = place(replicas, tuple(range(workers or min(len(own.workers), replicas))))
     if isinstance(x, DistributedDataset):
-        if not isinstance(x.source, Joint):
+        if not isinstance(x.source, GlobalBatchSource):
             raise DataError("each replica reads all of the dataset that the function makes for it")
         x = x.source.stream.dataset
     seed = order_seed(job.current().context.seed, call)
@@ -85,7 +86,7 @@ def _visited(order: Visits, epoch: int, steps: int, *, new: bool) -> list[Sequen
     try:
         if new and keras.backend.backend() != "tensorflow":
             draw_as_a_loader()
-            order.look()
+            order.sample()
         for _ in range(epoch - 1):
             draw_as_a_loader()
             deque(order.begin(), maxlen=0)

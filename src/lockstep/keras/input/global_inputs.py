@@ -1,6 +1,6 @@
-"""The user's inputs as global batches, with Keras's interface of data adapters.
+"""The inputs of `fit`, `evaluate` and `predict` as global batches, with Keras's interface of data adapters.
 
-It uses private parts of Keras's input handling, for their checks and conversions. Only
+This uses private parts of Keras's input handling, for their checks and conversions. Only
 `lockstep.keras.input.visits`, which determines the order of the rows, also does so.
 """
 
@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import chain
+from math import inf
 from types import GeneratorType
 from typing import Any
 
@@ -26,12 +27,16 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
-from lockstep.data.batch import GlobalBatch
+from lockstep.data.batch import GlobalBatch, JoinedBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host, parts_of
-from lockstep.keras.input.visits import OrderSeed, Reordered, draw_as_a_loader, visits
+from lockstep.keras.input.batches import Element
+from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host
+from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
+from lockstep.keras.nests import Nest, packed, parts_of
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -39,16 +44,16 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 
     Args:
         inner: Keras's adapter, for sizes and conversions.
-        joint: with one replica there is nothing to split: yield Keras's own batches instead.
+        unsplit: yield Keras's own batches instead: with one replica, there is nothing to split.
 
     Attributes:
-        plain_first: the next pass is one of Keras's own batches, to call a model on.
+        plain_first: the next pass yields only one of Keras's own batches, to call a model on.
         before_pass: called before anything is drawn or read for a pass.
     """
 
-    def __init__(self, inner: DataAdapter, *, joint: bool) -> None:
+    def __init__(self, inner: DataAdapter, *, unsplit: bool) -> None:
         self._inner = inner
-        self._joint = joint
+        self._unsplit = unsplit
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
 
@@ -84,7 +89,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
             self.plain_first = False
             return iter([self.first()])
         batches = self.batches()
-        return (batch.read(slice(0, batch.examples)) for batch in batches) if self._joint else batches
+        return (batch.read(slice(0, batch.examples)) for batch in batches) if self._unsplit else batches
 
     def get_tf_dataset(self) -> Any:
         """Return an iterable with the input of the TensorFlow backend's train function, a pass each time.
@@ -92,7 +97,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         If nothing is split, it is a `tf.data.Dataset` without a fixed batch size, as in Keras: a static
         number of examples changes the bits and Keras's losses of single outputs.
         """
-        if not self._joint:
+        if not self._unsplit:
             return self
         import tensorflow as tf
 
@@ -143,8 +148,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 class ArrayInput(GlobalInput):
     """Indexable arrays: a worker reads only the rows of its own replicas."""
 
-    def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, joint: bool) -> None:
-        super().__init__(inner, joint=joint)
+    def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
+        super().__init__(inner, unsplit=unsplit)
         leaves, self._pack = parts_of(inner._inputs)
         rows = array_slicing.convert_to_sliceable(leaves, target_backend="numpy")
         self._readers = [_reader(leaf) for leaf in rows]
@@ -171,7 +176,7 @@ class ArrayInput(GlobalInput):
     def first(self) -> Any:
         """Return the first rows of a pass."""
         draw_as_a_loader()
-        return self._take(self._visits.look())
+        return self._take(self._visits.sample())
 
     def peek(self) -> Any:
         """Return the first rows in the arrays' order, without drawing random numbers."""
@@ -205,8 +210,8 @@ class ArrayInput(GlobalInput):
 class DatasetInput(GlobalInput):
     """A `PyDataset`: every worker reads and hashes each batch, which is a global batch."""
 
-    def __init__(self, dataset: Reordered, class_weight: Any, *, joint: bool) -> None:
-        super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), joint=joint)
+    def __init__(self, dataset: ReorderedDataset, class_weight: Any, *, unsplit: bool) -> None:
+        super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), unsplit=unsplit)
         self._dataset = dataset
         self._class_weight = class_weight
 
@@ -264,8 +269,8 @@ class StreamInput(GlobalInput):
     Every worker reads all of it; the hash of each batch shows whether all workers read the same.
     """
 
-    def __init__(self, inner: DataAdapter, kind: str, *, joint: bool) -> None:
-        super().__init__(inner, joint=joint)
+    def __init__(self, inner: DataAdapter, kind: str, *, unsplit: bool) -> None:
+        super().__init__(inner, unsplit=unsplit)
         self._kind = kind
         self._begun: Iterator[Any] | None = None
 
@@ -280,7 +285,7 @@ class StreamInput(GlobalInput):
 
     def get_tf_dataset(self) -> Any:
         """Return Keras's own dataset if nothing is split."""
-        return self._inner.get_tf_dataset() if self._joint else self
+        return self._inner.get_tf_dataset() if self._unsplit else self
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: at the end of an epoch, Keras also begins one, which draws the seeds of shuffles."""
@@ -295,18 +300,91 @@ class StreamInput(GlobalInput):
 
         On TensorFlow, where Keras reads no batch before training, return zeros of the same kind.
         """
-        if self._joint and keras.backend.backend() == "tensorflow":
+        if self._unsplit and keras.backend.backend() == "tensorflow":
             return keras.tree.map_structure(_zeros, self._inner.get_tf_dataset().element_spec)
         return next(_begin(self._inner))
 
     def peek(self) -> Any:
         """Return the first batch of the next pass, which still yields it."""
-        if self._joint and keras.backend.backend() == "tensorflow":
+        if self._unsplit and keras.backend.backend() == "tensorflow":
             return self.first()
         rest = self._begun or self._begin()
         first = next(rest)
         self._begun = chain([first], rest)
         return first
+
+
+class DistributedInput(GlobalInput):
+    """A dataset that the program has distributed; elements are `(x, y, sample_weight)` or its first parts.
+
+    Args:
+        dataset: of global batches, or with a pipeline per replica.
+    """
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        super().__init__(_DistributedSize(dataset), unsplit=False)
+        self._source = dataset.source
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield the global batches of the next pass."""
+        if isinstance(self._source, Pipelines):
+            yield from self._joined(self._source)
+            return
+        current = self._source.begin()
+        step = 0
+        while (element := next(current, None)) is not None:
+            yield whole_batch(_as_tuple(element.nest), step)
+            step += 1
+
+    def _joined(self, source: Pipelines) -> Iterator[GlobalBatch]:
+        current = source.begin()
+        while any(counts := current.counts()):
+            element = current.element()
+            yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
+
+    def facts(self) -> dict[str, str]:
+        """Describe the number of elements, which are compared when they are read."""
+        return {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
+
+    def first(self) -> Any:
+        """Return an element to build a model with."""
+        return _as_tuple(self._source.sample())
+
+    def peek(self) -> Any:
+        """Return the first element of the next pass, which still yields it."""
+        return _as_tuple(self._source.peek())
+
+
+class _DistributedSize:
+    """What Keras requires of an adapter, for a distributed dataset."""
+
+    batch_size = None
+
+    def __init__(self, dataset: DistributedDataset) -> None:
+        length = dataset.source.length
+        self.num_batches = None if length is None or length == inf else int(length)
+
+    def on_epoch_begin(self) -> None:
+        """Do nothing: the dataset is not notified."""
+
+    def on_epoch_end(self) -> None:
+        """Do nothing: the dataset is not notified."""
+
+
+def _part_reader(element: Element) -> Callable[[int], Any]:
+    """Return a function that reads a replica's part; for one without examples, rows of the same form."""
+
+    def read(replica: int) -> Any:
+        values = element.values
+        nest = packed(element.nest, values.of(replica)) if values.examples(replica) else element.nest
+        return _as_tuple(nest)
+
+    return read
+
+
+def _as_tuple(nest: Nest) -> Any:
+    """Return an element in a form that Keras accepts: a tuple for (x, y), not a list."""
+    return tuple(nest) if isinstance(nest, list) else nest
 
 
 def global_input(
@@ -319,26 +397,33 @@ def global_input(
     shuffle: Shuffle,
     class_weight: Any = None,
     seed: OrderSeed,
-    joint: bool,
+    unsplit: bool,
 ) -> GlobalInput:
     """Convert the input of `fit` or `evaluate` into global batches.
 
     Raises:
-        DataError: an input of this type is not supported.
+        DataError: an input of this type, or in this combination, is not supported.
         ValueError: Keras rejects sizes or combinations.
     """
+    if isinstance(x, DistributedDataset):
+        if y is not None or sample_weight is not None or class_weight is not None:
+            raise DataError(
+                "with a distributed dataset, targets and weights come from the dataset itself: let its "
+                "elements be (x, y) or (x, y, sample_weight), and give no class_weight"
+            )
+        return DistributedInput(x)
     if x is not None and can_convert_arrays((x, y, sample_weight)):
         inner = ArrayDataAdapter(
             x, y, sample_weight, batch_size, steps, shuffle=shuffle, class_weight=class_weight
         )
-        return ArrayInput(inner, shuffle, seed, joint=joint)
+        return ArrayInput(inner, shuffle, seed, unsplit=unsplit)
     if isinstance(x, keras.utils.PyDataset):
         if y is not None or sample_weight is not None:
             raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
-        return DatasetInput(Reordered(x, bool(shuffle), seed), class_weight, joint=joint)
+        return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        return StreamInput(inner, type(x).__name__, joint=joint)
+        return StreamInput(inner, type(x).__name__, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"

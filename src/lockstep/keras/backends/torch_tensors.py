@@ -1,4 +1,4 @@
-"""What replicas need of PyTorch itself: tensors over others' memory, equal bits, random states."""
+"""PyTorch's tensors over memory that it does not own, determinism, and random states."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,10 +12,10 @@ import torch
 
 
 def copied(leaf: Any) -> Any:
-    """Return an input's rows (or None) as a tensor of Keras's device and dtypes, in memory of its own.
+    """Return a copy of an array as a tensor with Keras's device and dtypes; None for None.
 
-    PyTorch aligns its memory always alike, NumPy and a slice do not: the bits of a matrix product may depend
-    on it.
+    PyTorch aligns its memory, NumPy and slices may not; and the bits of a matrix product may depend on the
+    alignment.
     """
     if leaf is None:
         return None
@@ -28,9 +28,9 @@ def copied(leaf: Any) -> Any:
 
 
 def borrowed(array: npt.NDArray[Any], device: torch.device | None = None) -> torch.Tensor:
-    """Return a tensor over the memory of `array`, which may be read-only, or a copy on another device.
+    """Return a tensor that shares the memory of `array`, which may be read-only, or a copy on another device.
 
-    It must not be written to.
+    Do not write to it.
     """
     array = np.asarray(array)
     if array.dtype == ml_dtypes.bfloat16:
@@ -38,8 +38,8 @@ def borrowed(array: npt.NDArray[Any], device: torch.device | None = None) -> tor
     return torch.from_numpy(np.asarray(_Writable(array))).to(device)
 
 
-def on_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """View a tensor's memory in place (on a CPU), or copy it to the host."""
+def to_numpy(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """Return a tensor as NumPy sees it: in place on a CPU, otherwise a copy."""
     tensor = tensor.detach().cpu()
     viewed: npt.NDArray[Any]
     if tensor.dtype == torch.bfloat16:
@@ -50,12 +50,12 @@ def on_host(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def int32(value: int) -> int:
-    """Return the lower 32 bits as a signed number: PyTorch has no unsigned seeds."""
+    """Return the lower 32 bits as a signed number, because PyTorch's seeds are signed."""
     return (value + 2**31) % 2**32 - 2**31
 
 
-def figure(value: Any) -> Any:
-    """Return a figure of the logs as a Python float, or a tensor of its own if it has a shape, or None."""
+def log_value(value: Any) -> Any:
+    """Return a value of the logs as a float, or as a copied tensor if it has a shape; None for None."""
     if value is None:
         return None
     if isinstance(value, np.ndarray):
@@ -66,9 +66,9 @@ def figure(value: Any) -> Any:
 
 
 def weighted(gradients: list[Any], variables: list[torch.Tensor], weight: float) -> list[torch.Tensor]:
-    """Return the dense gradients of `variables` times `weight`, zeros for None.
+    """Return the dense gradients of `variables`, multiplied by `weight`; zeros for None.
 
-    What the backward pass left in a variable is overwritten.
+    Gradients that the backward pass has stored in variables are overwritten.
     """
     pairs: list[tuple[Any, torch.Tensor]] = list(zip(gradients, variables, strict=True))
     if weight == 1.0:
@@ -79,30 +79,30 @@ def weighted(gradients: list[Any], variables: list[torch.Tensor], weight: float)
 
 
 def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return how often each tensor was written to."""
+    """Return the tensors' version counters, which writes increase."""
     return [tensor._version for tensor in tensors]
 
 
-def promise_equal_bits(threads: int) -> None:
-    """Switch PyTorch to computing the same bits each time, with that many threads (0: as it is)."""
-    # Without it, threads add what falls on one element (the gradient of indexing) in any order.
+def enable_determinism(threads: int) -> None:
+    """Make PyTorch compute equal bits each time, with this number of threads (0: unchanged)."""
+    # Otherwise threads add to one element, as in the gradient of indexing, in any order.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # It comes with filling all new memory, which finds reads of what nobody wrote, and costs a pass.
+    # By default this option also fills new memory, which costs a pass over it and finds only reads of it.
     torch.utils.deterministic.fill_uninitialized_memory = False
-    # It would choose algorithms by how long they take.
+    # The benchmark chooses algorithms by their speed.
     torch.backends.cudnn.benchmark = False
-    # The number of threads decides in which order sums are added.
+    # The number of threads determines the order of sums.
     if threads and torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Within the block PyTorch's global random states follow from `seed`."""
+    """Within the block, PyTorch's global random states are derived from `seed`."""
     state = torch.get_rng_state()
     on_gpu = torch.cuda.is_initialized()
     devices = torch.cuda.get_rng_state_all() if on_gpu else []
-    # Not torch.manual_seed, which formats a stack for devices that are not there.
+    # torch.manual_seed would format a stack trace for absent devices.
     torch.default_generator.manual_seed(seed % 2**64)
     if on_gpu:
         torch.cuda.manual_seed_all(seed % 2**64)
@@ -122,7 +122,7 @@ def _dense(gradient: Any, variable: torch.Tensor) -> torch.Tensor:
 
 
 class _Writable:
-    """An array's memory, said to be writable: PyTorch has no read-only tensors and warns of such arrays."""
+    """An array's memory, declared as writable: PyTorch has no read-only tensors, and warns of such arrays."""
 
     def __init__(self, array: npt.NDArray[Any]) -> None:
         self._array = array

@@ -1,10 +1,10 @@
-"""Variables of TensorFlow that say how what replicas assign to them becomes one value.
+"""Variables of TensorFlow whose `aggregation` merges the values that replicas assign.
 
-As under `tf.distribute`, an assignment of one with `aggregation=SUM`, `MEAN` or `ONLY_FIRST_REPLICA` is
-something that replicas do together: each finds the sum, the mean or replica 0's value afterwards. Not so
-where a variable is synchronized when it is read.
+As under `tf.distribute`, an assignment of a variable with `aggregation=SUM`, `MEAN` or `ONLY_FIRST_REPLICA`
+is a merge: it assigns the sum, the mean or replica 0's value. This does not apply to variables that are
+synchronized on read.
 
-The only file that touches how TensorFlow's variables are assigned.
+The only file that patches how TensorFlow's variables are assigned.
 """
 
 import functools
@@ -17,26 +17,26 @@ from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable, Re
 
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import is_assigning
-from lockstep.keras.replica_run.replica import Op, current
-from lockstep.worker.patching import PATCHES
+from lockstep.keras.replica_run.merges import Op, current_replica
+from lockstep.worker.patch_registry import PATCHES
 
 _SCOPE = "lockstep_merged"
-"""In the names of operations that assign what replicas have merged."""
+"""The name scope of operations that assign merged values."""
 
 _OPS: dict[Any, Op] = {tf.VariableAggregation.SUM: "sum", tf.VariableAggregation.MEAN: "mean"}
 _SAME = frozenset({"AddV2", "Cast", "Const", "Identity", "Mul", "ReadVariableOp", "Sub"})
-"""Operations that give all replicas the same, if they are given the same."""
+"""Operations whose results are equal on all replicas if their inputs are."""
 
 _METHODS = {"assign": "value", "assign_add": "delta", "assign_sub": "delta"}
 
 
 def is_merged(variable: tf.Variable) -> bool:
-    """Whether replicas merge what they assign to a variable."""
+    """Whether replicas merge the values that they assign to a variable."""
     return variable.aggregation in _OPS and not _is_on_read(variable)
 
 
 def install() -> None:
-    """Let replicas merge what they assign."""
+    """Patch the assignments of TensorFlow's variables, once per process."""
     if PATCHES.has(__name__):
         return
     for owner in (BaseResourceVariable, ResourceVariable):
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def refuse_other_changes(graph: Any, variables: Iterable[tf.Variable]) -> None:
-    """Raise ModelError if a graph changes merged `variables` by other means than an assignment."""
+    """Raise ModelError if a graph changes merged `variables` other than by the patched assignments."""
     names = {id(variable.handle): variable.name for variable in variables if is_merged(variable)}
     inside = {id(inner): names[id(outer)] for outer, inner in graph.captures if id(outer) in names}
     for operation in graph.get_operations():
@@ -64,10 +64,10 @@ def _is_on_read(variable: tf.Variable) -> bool:
     return bool(variable.synchronization == tf.VariableSynchronization.ON_READ)
 
 
-def _is_of_first(variable: tf.Variable, given: Any) -> bool:
-    """Whether replicas take replica 0's value for what they assign, since each may be given another one.
+def _takes_first_value(variable: tf.Variable, given: Any) -> bool:
+    """Whether replicas merge by taking replica 0's value, because the values given to them may differ.
 
-    What is the same for all, as for a counter, each replica assigns by itself and waits for no other.
+    A value that is equal on all replicas, such as that of a counter, each replica assigns without a merge.
     """
     is_first = variable.aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     adds_up = variable.dtype.is_floating or variable.dtype.is_integer
@@ -95,7 +95,7 @@ def _is_same_for_all(given: Any, variable: tf.Variable) -> bool:
 def _merging(argument: str, original: Any) -> Any:
     @functools.wraps(original)
     def assign(self: Any, *args: Any, **kwargs: Any) -> Any:
-        replica = current()
+        replica = current_replica()
         if replica is None:
             return original(self, *args, **kwargs)
         if tf.executing_eagerly() and not is_assigning():
@@ -105,16 +105,16 @@ def _merging(argument: str, original: Any) -> Any:
                 "tf.config.run_functions_eagerly(True)"
             )
         given = kwargs.get(argument, *args[:1])
-        if tf.executing_eagerly() or not (is_merged(self) or _is_of_first(self, given)):
+        if tf.executing_eagerly() or not (is_merged(self) or _takes_first_value(self, given)):
             return original(self, *args, **kwargs)
         kwargs.pop(argument, None)
         value = tf.convert_to_tensor(given, self.dtype)
         if not is_merged(self):
             value = tf.where(replica.number == 0, value, tf.zeros_like(value))
-        merged = replica.merges.all_reduce(_OPS.get(self.aggregation, "sum"), value)
+        merged = replica.merger.all_reduce(_OPS.get(self.aggregation, "sum"), value)
         with tf.name_scope(_SCOPE):
             return original(self, tf.cast(merged, self.dtype), *args[1:], **kwargs)
 
-    # AutoGraph would call what it says it wraps in its place.
+    # AutoGraph would call the wrapped function instead.
     del vars(assign)["__wrapped__"]
     return assign

@@ -1,7 +1,7 @@
 """The registry of the attributes that Lockstep replaces in other libraries; it can restore all of them.
 
 A module of Lockstep that replaces an attribute of another library for longer than a block registers it here,
-under the module's name.
+under the module's name. Those of Keras's models and callbacks are replaced by `lockstep.keras.patches`.
 """
 
 import threading

@@ -1,0 +1,63 @@
+"""What a Keras backend must do so that replicas can compute functions of `strategy.run` eagerly."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from lockstep.keras.backends.multi_update import Update
+
+Tensors = Sequence[Any]
+
+
+class CustomGradient(Protocol):
+    """Defines the gradient of a merge for the automatic differentiation of a backend."""
+
+    def __call__(
+        self, leaves: Tensors, merge: Callable[[Tensors], Tensors], gradient: Callable[[Tensors], Tensors]
+    ) -> Tensors:
+        """Return `merge(leaves)`, for which `gradient` computes the gradients.
+
+        Args:
+            leaves: floating-point tensors.
+            merge: returns floating-point tensors; called once.
+            gradient: returns the gradients of `leaves`, given those of the results of `merge`; itself
+                differentiable.
+
+        Raises:
+            ModelError: the script calls it in a function that is traced separately.
+        """
+
+
+class EagerBackend(Protocol):
+    """One backend, for functions that run eagerly."""
+
+    def isolated(self, seed: int) -> AbstractContextManager[None]:
+        """Within the block a replica computes, with random numbers derived from `seed`.
+
+        Afterwards, global random states, and gradients that the backend stores, are as before.
+
+        Raises:
+            ModelError: the replica has changed something that cannot be combined over replicas.
+        """
+
+    def saved_value(self, variable: Any) -> Any:
+        """Return the value of a variable, which later assignments do not change."""
+
+    def to_tensor(self, leaf: Any) -> Any:
+        """Return an array as a tensor that nothing else writes to, and any other leaf unchanged."""
+
+    def to_numpy(self, array: Any) -> npt.NDArray[Any]:
+        """Return the array as NumPy sees it, without a copy if the backend's memory allows it.
+
+        Raises:
+            ModelError: it has no value, because it belongs to a function that is being traced.
+        """
+
+    @property
+    def custom_gradient(self) -> CustomGradient:
+        """Defines the gradients of merges."""
+
+    def apply(self, update: Update, gradients: Sequence[npt.NDArray[Any] | None]) -> None:
+        """Make an update; it has read the gradients when it returns."""

@@ -1,0 +1,140 @@
+"""What a strategy distributes: datasets, and the values that a function returns for each replica."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from lockstep.data.input_context import InputContext
+from lockstep.errors import DataError
+from lockstep.keras.input.batches import GlobalBatchSource, Source
+from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.streams import array_of, is_tensorflow, spec_of
+from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
+from lockstep.keras.replica_run.runner import Runner
+from lockstep.system.notes import note
+from lockstep.worker.job import Job
+
+
+def distribute(job: Job, runner: Runner, dataset: Any) -> Any:
+    """Split each element of `dataset`, a global batch, over the replicas.
+
+    Every worker reads the whole dataset, and the replicas' numbers of rows of an element differ by at most
+    one. With one replica this returns the dataset itself.
+
+    Args:
+        job: of the replicas.
+        runner: gives each replica its values.
+        dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
+            nests of arrays, all with the examples along their first axis.
+
+    Raises:
+        DataError: its elements cannot be split.
+    """
+    if job.view.replicas == 1:
+        return dataset
+    if isinstance(dataset, DistributedDataset):
+        raise DataError("the dataset is already distributed")
+    explain_sharding(job, dataset)
+    return _dataset(runner, GlobalBatchSource(dataset, job.view.replicas))
+
+
+def distribute_from_function(
+    job: Job, runner: Runner, dataset_fn: Callable[[InputContext], Any], seed: Callable[[], int]
+) -> Any:
+    """Give each replica its own dataset, which the worker that computes the replica reads.
+
+    A pass ends when all datasets have ended; a replica whose dataset ends earlier has no examples until then.
+    With one replica this returns its dataset.
+
+    Args:
+        job: of the replicas.
+        runner: gives each replica its values.
+        dataset_fn: creates the dataset of a replica, of any kind that `distribute` accepts, from its
+            `InputContext`, with the same result on any worker. Its batches are the replica's own.
+        seed: returns the seed of all pipelines; called only if there are several replicas.
+
+    Raises:
+        DataError: its elements have no examples to count.
+    """
+    if job.view.replicas == 1:
+        return dataset_fn(InputContext())
+    return _dataset(runner, Pipelines(job, dataset_fn, seed()))
+
+
+def _dataset(runner: Runner, source: Source) -> DistributedDataset:
+    if keras.backend.backend() != "tensorflow":
+        return DistributedDataset(runner, source)
+    from lockstep.keras.input.tf_distributed_dataset import TensorFlowDataset
+
+    return TensorFlowDataset(runner, source)
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """The replica for which a value is requested.
+
+    Attributes:
+        replica_id_in_sync_group: its id, from 0.
+        num_replicas_in_sync: R, the number of replicas.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+def values_from_function(job: Job, runner: Runner, value_fn: Callable[[ValueContext], Any]) -> Any:
+    """Return what `value_fn(context)` returns for each replica, with a `PerReplica` for each leaf.
+
+    Every worker computes the values of all replicas. With one replica this returns its value.
+
+    Raises:
+        DataError: the replicas' values are not nests of the same structure, shapes and dtypes.
+    """
+    replicas = job.view.replicas
+    nests = [value_fn(ValueContext(replica, replicas)) for replica in range(replicas)]
+    if replicas == 1:
+        return nests[0]
+    rows = [[array_of(leaf) for leaf in keras.tree.flatten(nest)] for nest in nests]
+    described = [[Spec(spec_of(leaf[None]).dtype, leaf.shape) for leaf in row] for row in rows]
+    for replica, specs in enumerate(described):
+        if specs != described[0]:
+            raise DataError(
+                f"the value function gave {described[0]} for replica 0 and {specs} for replica {replica}; "
+                "the values of all replicas must have the same structure"
+            )
+    columns = tuple(dict(enumerate(column)) for column in zip(*rows, strict=True))
+    leaves = runner.per_replica(KnownValues(tuple(described[0]), columns), _given)
+    return keras.tree.pack_sequence_as(nests[0], leaves)
+
+
+_given = ValueStore()
+"""Where the values of such functions are stored."""
+
+
+_INSTEAD = (
+    "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"
+)
+_EXPLANATIONS = {
+    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so the number and sizes of files do not matter",
+    "OFF": (
+        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker different examples belongs in "
+        "strategy.distribute_datasets_from_function"
+    ),
+}
+
+
+def explain_sharding(job: Job, dataset: Any) -> None:
+    """Print a note, once and on the chief, on what Lockstep does with a dataset's auto-shard policy."""
+    if not is_tensorflow(dataset):
+        return
+    policy = dataset.options().experimental_distribute.auto_shard_policy.name
+    if policy in _EXPLANATIONS and policy not in _explained:
+        _explained.add(policy)
+        if job.is_chief:
+            note(_EXPLANATIONS[policy])
+
+
+_explained: set[str] = set()

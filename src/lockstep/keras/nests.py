@@ -1,0 +1,35 @@
+"""Nests of arrays, as Keras's methods and datasets have them: their leaves and their structure."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+
+Nest = Any
+"""A nest of arrays or placeholders; None for a missing leaf."""
+
+
+def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
+    """Return the leaves of a nest, including None, and a function that packs others in the same structure.
+
+    Most inputs are (x, y), for which `keras.tree` would take as long as gathering a small batch.
+    """
+    if type(nest) is tuple and all(leaf is None or hasattr(leaf, "shape") for leaf in nest):
+        return list(nest), tuple
+    return keras.tree.flatten(nest), partial(keras.tree.pack_sequence_as, nest)
+
+
+def leaves_of(nest: Nest) -> list[Any]:
+    """Return the leaves of a nest that are not None."""
+    return [leaf for leaf in keras.tree.flatten(nest) if leaf is not None]
+
+
+def packed(nest: Nest, leaves: Sequence[Any]) -> Nest:
+    """Return a nest like `nest` with other leaves, in the order of `leaves_of`; None stays None.
+
+    On PyTorch, `keras.tree.map_structure` visits the keys of a dict in another order.
+    """
+    following = iter(leaves)
+    places = [None if leaf is None else next(following) for leaf in keras.tree.flatten(nest)]
+    return keras.tree.pack_sequence_as(nest, places)

@@ -1,0 +1,203 @@
+"""`strategy.run` for functions that run eagerly: on JAX, PyTorch and, if the script requests it, TensorFlow.
+
+A worker computes the function for the replicas that it owns, one after the other, on the same variables. The
+changes that a computation makes to them are undone, and made once from the total. See
+`lockstep.keras.backends.multi_update` for functions that take several rounds.
+"""
+
+import random
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+
+from lockstep.keras import assignments
+from lockstep.keras.backends.adapter import adapter
+from lockstep.keras.backends.contract import Total
+from lockstep.keras.backends.state_changes import holds_new_value
+from lockstep.keras.consistency import state_facts
+from lockstep.keras.nests import packed
+from lockstep.keras.per_replica import (
+    PerReplica,
+    ReturnedValues,
+    Spec,
+    Values,
+    ValueStore,
+    is_empty,
+    refuse_lost_value,
+)
+from lockstep.keras.replica_run.eager_replica import (
+    EagerExecution,
+    FunctionProfile,
+    ReplicaComputation,
+    is_array,
+    origin_of,
+)
+from lockstep.keras.replica_run.merges import Op
+from lockstep.keras.replica_run.run_rounds import ResultCombiner, RunRounds, reduced_along
+from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
+from lockstep.keras.variables import named_arrays
+from lockstep.worker.job import Job
+
+_MAX_PROFILES = 32
+
+
+class EagerRunner:
+    """A `lockstep.keras.replica_run.runner.Runner` for functions that run eagerly."""
+
+    def __init__(self, job: Job) -> None:
+        assignments.install()
+        self._job = job
+        self._replicas = job.view.replicas
+        self._backend = adapter().functions()
+        self._rounds = RunRounds(job, self._backend.to_numpy)
+        self._combiner = ResultCombiner(self._rounds, self._backend.to_numpy, self._replicas)
+        self._replica = ReplicaComputation(self._backend, self._replicas)
+        self._profiles: OrderedDict[Any, FunctionProfile] = OrderedDict()
+        self._compared: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._store = ValueStore()
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute `function` for this worker's replicas, and apply the changes of all replicas."""
+        name = getattr(function, "__name__", type(function).__name__)
+        self._rounds.refuse_joiners(name)
+        arguments = tuple(args), dict(kwargs)
+        # All workers draw the same number: a process that resumes or joins has restored the random states.
+        seed = random.getrandbits(64)
+        this = EagerExecution(self._profile(function), arguments, seed, _sources(arguments))
+        totals: list[Total] = []
+        while not totals or not this.profile.rounds.is_last(len(totals) - 1):
+            # The reduce of this round reuses the memory of the last total.
+            totals[-1:] = [{key: array.copy() for key, array in total.items()} for total in totals[-1:]]
+            what = f"strategy.run of {name}"
+            compute = partial(self._replica.compute, this, totals)
+            last = self._rounds.round(what, compute, this.inputs, seed)
+            totals.append(self._rounds.total(last))
+        self._apply(this, totals)
+        returned = self._returned(this, last, totals[-1])
+        self._compare(this, what)
+        return returned
+
+    def reduce(self, op: Op, value: Any, axis: int | None) -> Any:
+        """Return the sum or the mean over the replicas of each leaf."""
+        leaves = keras.tree.flatten(value)
+        origins = [origin for leaf in leaves if (origin := origin_of(leaf))]
+        reduced = iter(self._combiner.reduce_all(op, origins, axis))
+
+        def one(leaf: Any) -> Any:
+            if origin_of(leaf):
+                return self._backend.to_tensor(next(reduced))
+            tensor = keras.ops.convert_to_tensor(leaf)
+            if axis is not None:
+                tensor = reduced_along(op, tensor, axis)
+            return tensor * self._replicas if op == "sum" else tensor
+
+        return keras.tree.pack_sequence_as(value, [None if leaf is None else one(leaf) for leaf in leaves])
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the values of all replicas of each leaf, joined along an axis."""
+
+        def gather(leaf: Any) -> Any:
+            if origin := origin_of(leaf):
+                return self._backend.to_tensor(self._combiner.gather(*origin, axis))
+            return keras.ops.concatenate([leaf] * self._replicas, axis)
+
+        return keras.tree.map_structure(gather, value)
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of this worker's replicas, a nest like `value` for each."""
+        leaves = keras.tree.flatten(value)
+        owned = next((leaf.owned for leaf in leaves if isinstance(leaf, PerReplica)), None)
+        if owned is None:
+            return (value,)
+        rows = ([self._leaf_of(leaf, replica) for leaf in leaves] for replica in owned)
+        return tuple(keras.tree.pack_sequence_as(value, row) for row in rows)
+
+    def per_replica(self, values: Values, store: ValueStore) -> list[Any]:
+        """Return one PerReplica for each leaf of `values`."""
+        return [PerReplica(values, leaf, self._rounds.owned) for leaf in range(len(values.specs))]
+
+    def _profile(self, function: Any) -> FunctionProfile:
+        """Return the profile of a function object; two functions with the same code have two profiles."""
+        key = (id(getattr(function, "__self__", None)), id(getattr(function, "__func__", function)))
+        found = self._profiles.pop(key, None) or FunctionProfile(function)
+        self._profiles[key] = found
+        if len(self._profiles) > _MAX_PROFILES:
+            self._profiles.popitem(last=False)
+        return found
+
+    def _compare(self, this: EagerExecution, what: str) -> None:
+        """Check, when an optimizer is first used, that all workers have equal weights.
+
+        In a loop that Lockstep drives, the loop compares them.
+        """
+        updates = [merge.update for merge in this.merges if merge.update]
+        new = [update for update in updates if update.optimizer not in self._compared]
+        if new and not self._job.driven and len(self._job.view.workers) > 1:
+            weights = [variable for update in new for variable in update.variables]
+            arrays = named_arrays(weights, [variable.value for variable in weights])
+            self._rounds.agree(what, state_facts(self._backend.to_numpy, arrays))
+        self._compared.update(update.optimizer for update in new)
+
+    def _apply(self, this: EagerExecution, totals: Sequence[Total]) -> None:
+        """Make the updates, and change the variables, from the totals."""
+        for merge, total in zip(this.merges, totals, strict=False):
+            if merge.update is not None:
+                self._backend.apply(merge.update, merge.leaves(total))
+        for name, variable in this.changed.items():
+            start = 0 if holds_new_value(name) else self._backend.to_numpy(variable._value)
+            variable.assign(np.array(start + totals[-1][name]))
+
+    def _returned(self, this: EagerExecution, last: Round, total: Total) -> Any:
+        """Return the function's result, with a PerReplica for each leaf that is not None."""
+        outputs = this.outputs
+        like = next(iter(outputs.values()))
+        empty = frozenset(replica for replica in self._rounds.owned if is_empty(this.inputs, replica))
+        columns: list[Mapping[int, Any]] = []
+        for i, leaf in enumerate(like):
+            column = {r: leaves[i] for r, leaves in outputs.items()}
+            if (bits := total.get(f"{SCALAR}{i}")) is not None:
+                dtype = self._backend.to_numpy(leaf).dtype
+                column = dict(enumerate(gathered_scalars(bits, dtype))) | column
+            columns.append(column)
+        specs = tuple(self._spec(leaf) for leaf in like)
+        values = (
+            ReturnedValues(specs, tuple(columns), empty)
+            if total or this.merges
+            else ReturnedValues(specs, tuple(columns), empty, last.check(()), self._recomputation(this))
+        )
+        return packed(this.nest, self.per_replica(values, self._store))
+
+    def _recomputation(self, this: EagerExecution) -> Callable[[int], Sequence[Any]]:
+        """Return what computes replicas of a `strategy.run` again, until any variable is assigned."""
+        count = assignments.count()
+
+        def recompute(replica: int) -> Sequence[Any]:
+            nonlocal count
+            if assignments.count() != count:
+                refuse_lost_value(replica)
+            if replica not in this.outputs:
+                self._replica.compute(this, (), replica)
+                count = assignments.count()
+            return this.outputs[replica]
+
+        return recompute
+
+    def _spec(self, leaf: Any) -> Spec:
+        array = self._backend.to_numpy(leaf) if is_array(leaf) else np.array(str(leaf))
+        return Spec("string" if array.dtype.kind in "OSU" else array.dtype.name, array.shape)
+
+    def _leaf_of(self, leaf: Any, replica: int) -> Any:
+        if not isinstance(leaf, PerReplica):
+            return leaf
+        return self._backend.to_tensor(leaf.source.leaf(leaf.leaf, replica))
+
+
+def _sources(arguments: Any) -> list[Values]:
+    """Return the values that the leaves of arguments belong to, each once."""
+    origins = [origin for leaf in keras.tree.flatten(arguments) if (origin := origin_of(leaf))]
+    return list({id(source): source for source, _ in origins}.values())

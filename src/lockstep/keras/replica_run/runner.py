@@ -1,0 +1,101 @@
+"""Runs functions of the script on replicas: the contract, its implementation for one replica, and the choice.
+
+On JAX and PyTorch functions run eagerly (`eager_runner`), on TensorFlow in graphs (`tf_runner`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import keras
+
+from lockstep.keras.per_replica import Values, ValueStore
+from lockstep.keras.replica_run import merges
+from lockstep.keras.replica_run.merges import Op, Replica, SingleReplicaMerger, computing_as
+from lockstep.keras.replica_run.run_rounds import reduced_along
+from lockstep.worker.job import Job
+
+
+class Runner(Protocol):
+    """Runs functions on the replicas of a job, and combines their results."""
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run `function` on each replica; return its result, with a PerReplica for each leaf.
+
+        Args:
+            function: the function of a replica; changes variables of Keras only as layers, metrics and
+                optimizers do.
+            args: its arguments. Each replica gets its own value of each PerReplica in them.
+            kwargs: its keyword arguments, likewise.
+
+        Raises:
+            ModelError: the changes that the function makes cannot be combined over replicas.
+            PeerLostError: a worker was lost in a loop that Lockstep does not drive.
+        """
+
+    def reduce(self, op: Op, value: Any, axis: int | None) -> Any:
+        """Return the sum or the mean over the replicas of each leaf of a nest."""
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the values of all replicas of each leaf of a nest, joined along an axis."""
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the values of this worker's replicas, a nest like `value` for each."""
+
+    def per_replica(self, values: Values, store: ValueStore) -> list[Any]:
+        """Return one PerReplica for each leaf of `values`, in the form that the backend's programs need.
+
+        Args:
+            values: the values of each replica.
+            store: keeps values of the same origin.
+        """
+
+
+class SingleReplicaRunner:
+    """The `Runner` of a job with one replica: nothing to split, and nothing to combine."""
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the function."""
+        with computing_as(Replica(0, SingleReplicaMerger())):
+            return function(*args, **kwargs)
+
+    def reduce(self, op: Op, value: Any, axis: int | None) -> Any:
+        """Return the value, or its sum or mean along an axis."""
+        if axis is None:
+            return value
+        return keras.tree.map_structure(lambda leaf: reduced_along(op, leaf, axis), value)
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Return the value."""
+        return value
+
+    def local_results(self, value: Any) -> tuple[Any, ...]:
+        """Return the value as the only one."""
+        return (value,)
+
+    def per_replica(self, values: Values, store: ValueStore) -> list[Any]:
+        """Return the leaves themselves."""
+        return [keras.ops.convert_to_tensor(leaf) for leaf in values.of(0)]
+
+
+_runners: list[Runner] = []
+
+
+def runner_of(job: Job) -> Runner:
+    """Return the runner of this process, created by the first call."""
+    merges.install()
+    if not _runners:
+        _runners.append(_new_runner(job))
+    return _runners[0]
+
+
+def _new_runner(job: Job) -> Runner:
+    if job.view.replicas == 1:
+        return SingleReplicaRunner()
+    if keras.backend.backend() == "tensorflow":
+        from lockstep.keras.replica_run.tf_runner import TensorFlowRunner
+
+        return TensorFlowRunner(job)
+    from lockstep.keras.replica_run.eager_runner import EagerRunner
+
+    eager: Runner = EagerRunner(job)
+    return eager

@@ -1,0 +1,31 @@
+"""Arithmetic of seeds: how facts become a seed, and the seed and key of each replica. Pure."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+GOLDEN = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: spreads consecutive replica ids over the seeds."""
+
+GOLDEN_32 = GOLDEN >> 32
+"""The same for keys whose words have 32 bits."""
+
+
+def seed_of(*facts: Any) -> int:
+    """Return 64 bits derived from `facts`, plain values."""
+    return xxhash.xxh3_64_intdigest(repr(facts).encode())
+
+
+def seed_of_replica(seed: int, replica: int) -> int:
+    """Return the seed of a replica that computes eagerly; replica 0 keeps the step's."""
+    return seed ^ replica * GOLDEN % 2**64
+
+
+def key_of_replica(key: npt.NDArray[Any], replica: int) -> npt.NDArray[Any]:
+    """Return a replica's state of a random generator whose own is `key`; replica 0 keeps it."""
+    own = np.array(key)
+    bits = own.view(f"u{own.itemsize}")
+    bits[0] ^= bits.dtype.type(replica * GOLDEN_32 % 2**32)
+    return own
