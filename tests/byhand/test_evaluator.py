@@ -2,11 +2,12 @@
 
 import ast
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-EXAMPLE = str(Path(__file__).parents[2] / "examples" / "evaluator.py")
-PROGRAM = str(Path(__file__).parent / "evaluating.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "evaluator.py"
+PROGRAM = Path(__file__).parent / "evaluating.py"
 
 
 def printed(text: str, mark: str) -> Any:
@@ -14,14 +15,18 @@ def printed(text: str, mark: str) -> Any:
     return ast.literal_eval(line.removeprefix(mark))
 
 
-def test_an_evaluator_evaluates_what_a_chief_and_a_worker_train(desk: Any) -> None:
+def test_an_evaluator_evaluates_what_a_chief_and_a_worker_train(
+    desk: Any, environment: dict[str, str], lean: Callable[..., dict[str, str]]
+) -> None:
+    def start(config: Any, program: Path, *arguments: str) -> Any:
+        variables = environment | {"KERAS_BACKEND": "jax"} | lean(program, "jax")
+        return desk.start(config, str(program), "saved", *arguments, **variables)
+
     cluster = {
         kind: [f"127.0.0.1:{port}"] for kind, port in zip(("chief", "worker"), desk.ports, strict=False)
     }
     evaluator, *trainers = [
-        desk.start(
-            desk.config(0, kind=kind, **cluster), EXAMPLE, "saved", "--epochs", "5", KERAS_BACKEND="jax"
-        )
+        start(desk.config(0, kind=kind, **cluster), EXAMPLE, "--epochs", "5")
         for kind in ("evaluator", "chief", "worker")
     ]
     for terminal in trainers:
@@ -30,7 +35,7 @@ def test_an_evaluator_evaluates_what_a_chief_and_a_worker_train(desk: Any) -> No
     assert "loss: " in trainers[0].text
     assert f"waits for a job that saves checkpoints in {desk.folder / 'saved'}" in text
     assert "restarts the script" not in text
-    alone = json.loads(desk.start(None, PROGRAM, "saved", KERAS_BACKEND="jax").end().splitlines()[-1])
+    alone = json.loads(start(None, PROGRAM).end().splitlines()[-1])
     steps, figures = printed(text, "steps: "), printed(text, "figures: ")
     newest = max(int(path.name.removeprefix("step-")) for path in (desk.folder / "saved").glob("step-*"))
     assert steps[-1] == newest == alone["step"]

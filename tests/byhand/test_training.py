@@ -20,7 +20,9 @@ Undisturbed = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, lean: Callable[..., Any]) -> Undisturbed:
+def undisturbed(
+    tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str], lean: Callable[..., Any]
+) -> Undisturbed:
     """What `lockstep run` comes to, to which nothing happens."""
 
     @cache
@@ -28,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, lean: Callable[..., An
         command = [sys.executable, "-m", "lockstep", "run", "-n", "2", "--backend", backend, PROGRAM, how]
         where = {
             "cwd": tmp_path_factory.mktemp("undisturbed"),
-            "env": {**os.environ, **lean(PROGRAM, backend)},
+            "env": environment | lean(PROGRAM, backend),
         }
         return digest(subprocess.run(command, **where, check=True, capture_output=True, text=True).stdout)
 
@@ -41,11 +43,11 @@ def digest(text: str) -> str:
 
 
 @pytest.fixture
-def start(desk: Any, lean: Callable[..., Any]) -> Callable[..., list[Any]]:
+def start(desk: Any, environment: dict[str, str], lean: Callable[..., Any]) -> Callable[..., list[Any]]:
     """Start the program as some tasks, each in a terminal of its own."""
 
     def started(how: str, backend: str, *tasks: int) -> list[Any]:
-        variables = {"KERAS_BACKEND": backend, **lean(PROGRAM, backend)}
+        variables = environment | {"KERAS_BACKEND": backend} | lean(PROGRAM, backend)
         return [desk.start(desk.config(task), str(PROGRAM), how, **variables) for task in tasks]
 
     return started

@@ -44,10 +44,6 @@ def main() -> None:
     for path in sorted(options.programs.glob("*.py")):
         if int(path.stem) >= options.first:
             line, out_of_step = run(path, options.save)
-            if not gc.get_freeze_count():
-                # What the first program has imported need not be looked through after each of the others.
-                gc.collect()
-                gc.freeze()
             print("program", path.stem, json.dumps(line), flush=True)
             # After an error, TensorFlow's own collectives fail in the programs that follow.
             broken = options.plain and BACKEND == "tensorflow" and "error" in line
@@ -73,8 +69,9 @@ def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:
 
 def begin() -> None:
     """Make every program begin alike, whatever there was before."""
-    gc.collect()
+    # This collects garbage. What is left, modules and compiled functions, need not be looked through again.
     keras.utils.clear_session()
+    gc.freeze()
     keras.config.set_dtype_policy("float32")
     random.seed(1)
     np.random.seed(1)

@@ -63,27 +63,22 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def environment(shared_folder: Path) -> dict[str, str]:
-    """JAX compiles what several tests need only once, and the person's own folder is left alone."""
-    return os.environ | {"XDG_CACHE_HOME": str(shared_folder)}
-
-
-@pytest.fixture(scope="session")
 def plain(
     environment: dict[str, str],
-    lean: Callable[[Path, str], dict[str, str]],
+    lean: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., str]:
-    """Run a script of this folder without the command; return what it printed."""
+    """Run a script of this folder without the command; return what it printed; `optimized` as in `lean`."""
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 
-    def run(script: str, *arguments: str, backend: str = "jax") -> str:
+    def run(script: str, *arguments: str, backend: str = "jax", optimized: bool = False) -> str:
         command = [sys.executable, str(HERE / script), *arguments]
-        variables = environment | lean(HERE / script, backend) | compiled | {"KERAS_BACKEND": backend}
+        variables = environment | lean(HERE / script, backend, optimized=optimized) | compiled
+        variables["KERAS_BACKEND"] = backend
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
         assert result.returncode == 0, result.stderr
         return result.stdout
@@ -94,16 +89,16 @@ def plain(
 @pytest.fixture(scope="session")
 def launch(
     environment: dict[str, str],
-    lean: Callable[[Path, str], dict[str, str]],
+    lean: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Run]:
-    """Run a script of this folder with `lockstep run`."""
+    """Run a script of this folder with `lockstep run`; `optimized` as in `lean`."""
 
-    def run(options: str, script: str, *arguments: str, backend: str = "jax") -> Run:
+    def run(options: str, script: str, *arguments: str, backend: str = "jax", optimized: bool = False) -> Run:
         folder = tmp_path_factory.mktemp("run")
         command = [sys.executable, "-m", "lockstep", "run", "--backend", backend, "--run-dir", str(folder)]
         command += [*options.split(), str(HERE / script), *arguments]
-        variables = environment | lean(HERE / script, backend)
+        variables = environment | lean(HERE / script, backend, optimized=optimized)
         result = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
         return Run(result.returncode, result.stdout, result.stderr, folder)
 
@@ -156,6 +151,18 @@ def thorough_backend(request: pytest.FixtureRequest) -> str:
 def published() -> list[Event]:
     """The events that this process's job has published for its agent."""
     return []
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiles_quickly(lean: Callable[..., dict[str, str]]) -> None:
+    """JAX reads XLA's flags once in a process; if no test has used it yet, it does now."""
+    if os.environ["KERAS_BACKEND"] != "jax":
+        return
+    import jax
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", lean(Path(__file__), "jax")["XLA_FLAGS"])
+        jax.jit(lambda number: number + 1)(1.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -72,9 +72,37 @@ class Context:
 def differentiated(model: Any, loss_of: Callable[[Any, Any], Any]) -> Step:
     """Return `step(x, y) -> (loss, outputs, gradients)` with the backend's automatic differentiation."""
     if BACKEND == "jax":
-        return jax_step(model, loss_of)
+        import jax
+
+        @jax.jit
+        def compute(trainable: Any, others: Any, x: Any, y: Any) -> Any:
+            def loss(trainable: Any) -> Any:
+                outputs, after = model.stateless_call(trainable, others, x, training=True)
+                return loss_of(y, outputs), (outputs, after)
+
+            return jax.value_and_grad(loss, has_aux=True)(trainable)
+
+        def jax_step(x: Any, y: Any) -> tuple[Any, Any, list[Any]]:
+            trainable, others = model.trainable_variables, model.non_trainable_variables
+            values = [[variable.value for variable in group] for group in (trainable, others)]
+            (loss, (outputs, after)), gradients = compute(*values, x, y)
+            for variable, value in zip(others, after, strict=True):
+                variable.assign(value)
+            return loss, outputs, gradients
+
+        return jax_step
     if BACKEND == "tensorflow":
-        return tensorflow_step(model, loss_of)
+        import tensorflow as tf
+
+        tf.config.run_functions_eagerly(True)
+
+        def tensorflow_step(x: Any, y: Any) -> tuple[Any, Any, list[Any]]:
+            with tf.GradientTape() as tape:
+                outputs = model(x, training=True)
+                loss = loss_of(y, outputs)
+            return loss, outputs, tape.gradient(loss, model.trainable_variables)
+
+        return tensorflow_step
 
     def step(x: Any, y: Any) -> tuple[Any, Any, list[Any]]:
         if context.plain:
@@ -84,42 +112,6 @@ def differentiated(model: Any, loss_of: Callable[[Any, Any], Any]) -> Step:
         loss = loss_of(y, outputs)
         loss.backward()
         return loss, outputs, [variable.value.grad for variable in model.trainable_variables]
-
-    return step
-
-
-def jax_step(model: Any, loss_of: Callable[[Any, Any], Any]) -> Step:
-    import jax
-
-    @jax.jit
-    def compute(trainable: Any, others: Any, x: Any, y: Any) -> Any:
-        def loss(trainable: Any) -> Any:
-            outputs, after = model.stateless_call(trainable, others, x, training=True)
-            return loss_of(y, outputs), (outputs, after)
-
-        return jax.value_and_grad(loss, has_aux=True)(trainable)
-
-    def step(x: Any, y: Any) -> tuple[Any, Any, list[Any]]:
-        trainable, others = model.trainable_variables, model.non_trainable_variables
-        values = [[variable.value for variable in group] for group in (trainable, others)]
-        (loss, (outputs, after)), gradients = compute(*values, x, y)
-        for variable, value in zip(others, after, strict=True):
-            variable.assign(value)
-        return loss, outputs, gradients
-
-    return step
-
-
-def tensorflow_step(model: Any, loss_of: Callable[[Any, Any], Any]) -> Step:
-    import tensorflow as tf
-
-    tf.config.run_functions_eagerly(True)
-
-    def step(x: Any, y: Any) -> tuple[Any, Any, list[Any]]:
-        with tf.GradientTape() as tape:
-            outputs = model(x, training=True)
-            loss = loss_of(y, outputs)
-        return loss, outputs, tape.gradient(loss, model.trainable_variables)
 
     return step
 
@@ -247,10 +239,12 @@ def gradient(function: Callable[[Any], Any], at: Any) -> Any:
             tape.watch(at)
             value = function(at)
         return tape.gradient(value, at)
-    import torch
+    if BACKEND == "torch":
+        import torch
 
-    at = at if at.requires_grad else at.detach().requires_grad_()
-    return torch.autograd.grad(function(at), at, create_graph=True)[0]
+        at = at if at.requires_grad else at.detach().requires_grad_()
+        return torch.autograd.grad(function(at), at, create_graph=True)[0]
+    raise NotImplementedError(BACKEND)
 
 
 def through() -> Any:

@@ -26,10 +26,12 @@ def gradients(loss: Any, variables: Any) -> Any:
         with tf.GradientTape() as tape:
             value = loss()
         return value, tape.gradient(value, variables)
-    import torch
+    if BACKEND == "torch":
+        import torch
 
-    value = loss()
-    return value, torch.autograd.grad(value, [variable.value for variable in variables])
+        value = loss()
+        return value, torch.autograd.grad(value, [variable.value for variable in variables])
+    raise NotImplementedError(BACKEND)
 
 
 class Gan(keras.Model):

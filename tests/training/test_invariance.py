@@ -15,6 +15,8 @@ TRAININGS = [
     *("cnn", "weighted", "callbacks", "mixed", "uncompiled", "eager", "several", "dataset", "nested"),
     *("tiny", "custom", "summed"),
 ]
+TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
+"""What one replica computes as plain Keras does, though XLA optimizes other functions."""
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 TOLERANCE = {"mixed": 1e-3}
 """How close replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
@@ -61,12 +63,18 @@ def assert_near(found: list[str], wanted: list[str]) -> None:
 
 @pytest.fixture(scope="session")
 def trained(launch: Launch) -> Trained:
-    """Run programs together on several workers; check that the workers agree; return the results of each."""
+    """Run programs together on several workers; check that the workers agree; return the results of each.
+
+    `optimized` as in `lean`.
+    """
 
     @functools.cache
-    def run(backend: str, workers: int, *programs: str, replicas: int = 4) -> list[list[str]]:
+    def run(
+        backend: str, workers: int, *programs: str, replicas: int = 4, optimized: bool = False
+    ) -> list[list[str]]:
         arguments = " -- ".join(programs).split()
-        done = launch(f"-n {workers} --replicas {replicas}", "together.py", *arguments, backend=backend)
+        options = f"-n {workers} --replicas {replicas}"
+        done = launch(options, "together.py", *arguments, backend=backend, optimized=optimized)
         assert done.status == 0, done.stderr
         parts = [divided(done.log(worker)) for worker in range(workers)]
         assert parts == [parts[0]] * workers
@@ -99,6 +107,16 @@ def alone(plain: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, b
     return found
 
 
+@pytest.fixture(scope="module")
+def optimized(plain: Callable[..., str], alone: Alone, backend: str) -> tuple[list[str], list[str]]:
+    """What plain Keras, and then a strategy by hand, come to with code that is optimized as a user's is."""
+    if backend != "jax":
+        return [line for line in alone.trainings if line.split()[1] in TO_THE_LAST_BIT], alone.by_hand
+    programs = f"program --plain --exact {' '.join(TO_THE_LAST_BIT)} -- program --exact cnn"
+    trainings, by_hand = divided(plain("together.py", *programs.split(), optimized=True).splitlines())
+    return trainings, by_hand
+
+
 class Replicas(NamedTuple):
     """What two workers with four replicas printed, and the place of their figures."""
 
@@ -119,11 +137,13 @@ def replicas(trained: Trained, tmp_path_factory: pytest.TempPathFactory, backend
 def test_four_replicas_give_the_same_bits_on_any_number_of_workers(trained: Trained, backend: str) -> None:
     # What a training draws may depend on the calls before it: the first is compared.
     (one,), (three,) = (trained(backend, n, f"program {' '.join(in_ci(backend))}") for n in (1, 3))
-    lines = {1: one[:1], 3: three[:1]}
-    if backend == "jax":
-        lines |= {workers: trained(backend, workers, "program cnn")[0] for workers in (2, 4)}
-    assert lines == dict.fromkeys(lines, lines[1])
-    assert results(lines[1], "cnn") == lines[1]
+    assert one[:1] == three[:1] == results(one, "cnn")
+
+
+def test_code_that_is_optimized_gives_the_same_bits_on_any_number_of_workers(trained: Trained) -> None:
+    found = [trained("jax", workers, "program cnn", optimized=True) for workers in (1, 2, 4)]
+    assert found == [found[0]] * 3
+    assert len(results(found[0][0], "cnn")) == 1
 
 
 def test_every_training_gives_the_same_bits_on_one_and_three_workers(
@@ -174,10 +194,13 @@ def test_several_updates_in_a_step_are_those_of_plain_keras(
     assert_near(replicas.rounds, alone.rounds)
 
 
-def test_one_replica_is_plain_keras_to_the_last_bit(alone: Alone, trained: Trained, backend: str) -> None:
-    some = ["cnn", "weighted", "dataset", "nested"]
-    expected = [line for line in alone.trainings if line.split()[1] in some]
-    assert trained(backend, 1, f"program --exact {' '.join(some)}", replicas=1) == [expected]
+def test_one_replica_is_plain_keras_to_the_last_bit(
+    optimized: tuple[list[str], list[str]], trained: Trained, backend: str
+) -> None:
+    expected, _ = optimized
+    assert [line.split()[1] for line in expected] == [*TO_THE_LAST_BIT]
+    program = f"program --exact {' '.join(TO_THE_LAST_BIT)}"
+    assert trained(backend, 1, program, replicas=1, optimized=True) == [expected]
 
 
 @pytest.mark.slow
@@ -187,6 +210,9 @@ def test_losses_and_rounds_with_one_replica_are_plain_keras_to_the_last_bit(
     assert trained(backend, 1, "losses", "rounds --exact", replicas=1) == [alone.losses, alone.rounds]
 
 
-def test_a_script_that_is_started_by_hand_is_plain_keras_too(alone: Alone) -> None:
-    assert alone.by_hand == results(alone.trainings, "cnn")
-    assert len(alone.by_hand) == 1
+def test_a_script_that_is_started_by_hand_is_plain_keras_too(
+    alone: Alone, optimized: tuple[list[str], list[str]]
+) -> None:
+    for trainings, by_hand in ((alone.trainings, alone.by_hand), optimized):
+        assert by_hand == results(trainings, "cnn")
+        assert len(by_hand) == 1

@@ -9,7 +9,7 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "program.py"
 
-Lean = Callable[[Path, str], dict[str, str]]
+Lean = Callable[..., dict[str, str]]
 
 
 def run(folder: Path, number: int, training: str = "cnn", **variables: str) -> tuple[list[str], list[str]]:
@@ -32,7 +32,7 @@ def kept(folder: Path) -> dict[str, bytes]:
 
 
 def test_what_was_compiled_before_computes_the_same_bits(tmp_path: Path, lean: Lean) -> None:
-    variables = lean(PROGRAM, "jax")
+    variables = lean(PROGRAM, "jax", optimized=True)
     without = run(tmp_path, 0, **variables, JAX_ENABLE_COMPILATION_CACHE="false")
     assert not kept(tmp_path / "cache")
     assert run(tmp_path, 1, **variables) == without

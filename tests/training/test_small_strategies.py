@@ -10,10 +10,14 @@ PROGRAM = "small_strategies.py"
 
 
 def test_a_script_is_started_again_once_a_device(
-    launch: Callable[..., Any], environment: dict[str, str], tmp_path: Path
+    launch: Callable[..., Any],
+    environment: dict[str, str],
+    lean: Callable[..., dict[str, str]],
+    tmp_path: Path,
 ) -> None:
-    command = [sys.executable, str(Path(__file__).parent / PROGRAM), "mirrored"]
-    variables = environment | {"KERAS_BACKEND": "jax"}
+    script = Path(__file__).parent / PROGRAM
+    command = [sys.executable, str(script), "mirrored"]
+    variables = environment | lean(script, "jax") | {"KERAS_BACKEND": "jax"}
     done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "MirroredStrategy on 2 CPUs (CPU:0, CPU:1): starting the script once per device" in done.stderr

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -44,9 +45,9 @@ Array = npt.NDArray[Any]
 
 
 @pytest.mark.skipif(HERE, reason="this is that process")
-def test_in_a_process_with_the_tensorflow_backend() -> None:
+def test_in_a_process_with_the_tensorflow_backend(lean: Callable[..., dict[str, str]]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = os.environ | {"KERAS_BACKEND": "tensorflow"} | lean(Path(__file__), "tensorflow")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout[-5000:]
 

@@ -7,8 +7,9 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -34,9 +35,9 @@ Y = X[:, :1]
 
 
 @pytest.mark.skipif(HERE or not find_spec("torch"), reason="this is that process, or there is no PyTorch")
-def test_in_a_process_with_the_pytorch_backend() -> None:
+def test_in_a_process_with_the_pytorch_backend(lean: Callable[..., dict[str, str]]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"KERAS_BACKEND": "torch", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    environment = os.environ | {"KERAS_BACKEND": "torch"} | lean(Path(__file__), "torch")
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200)
     assert result.returncode == 0, result.stdout[-5000:]
 
