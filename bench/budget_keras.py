@@ -41,8 +41,8 @@ from lockstep.collectives.shared.barrier import Barrier  # noqa: E402
 from lockstep.collectives.shared.communicator import SharedCommunicator  # noqa: E402
 from lockstep.collectives.shared.packed_reduce import PackedReduce  # noqa: E402
 from lockstep.collectives.shared.slice_reduce import SliceReduce  # noqa: E402
-from lockstep.keras.fit.replica_step import ReplicaStep  # noqa: E402
-from lockstep.keras.input.global_inputs import GlobalInput  # noqa: E402
+from lockstep.keras.fit.global_step import GlobalStep  # noqa: E402
+from lockstep.keras.input.fit_inputs import GlobalInput  # noqa: E402
 from models import MODELS  # noqa: E402
 
 ledger = Ledger(KERAS)
@@ -145,8 +145,8 @@ class Turn(keras.callbacks.Callback):
 
 for kind in GlobalInput.__subclasses__():
     replace(kind, "batches", wrap_input)
-replace(ReplicaStep, "__init__", wrap_exchange)
-replace(ReplicaStep, "advance", lambda advance: ledger.timed(LOCKSTEP, advance))
+replace(GlobalStep, "__init__", wrap_exchange)
+replace(GlobalStep, "advance", lambda advance: ledger.timed(LOCKSTEP, advance))
 parts = ReduceParts()
 replace(SharedCommunicator, "reduce", parts.reduce)
 for name in ("arrive_and_compare", "arrive_and_wait"):

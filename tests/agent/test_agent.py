@@ -23,7 +23,7 @@ from lockstep.observability.event_log import EventLog
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Failed, Finished, SharedMemory, Started, WaitReport
+from lockstep.protocol.worker import EventReport, Failed, Finished, SharedMemoryEndpoint, Started, WaitReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -90,7 +90,7 @@ class FakeExchange:
     """An exchange whose abort ends all workers."""
 
     def __init__(self, members: int, aborts: list[str], workers: list[FakeHandle]) -> None:
-        self.endpoint = SharedMemory(nothing())
+        self.endpoint = SharedMemoryEndpoint(nothing())
         self._aborts, self._workers = aborts, workers
 
     def post_notice(self, notice: int) -> None:

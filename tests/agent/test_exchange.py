@@ -16,7 +16,7 @@ from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import PeerLostError
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.worker import NewView, SharedMemory
+from lockstep.protocol.worker import NewView, SharedMemoryEndpoint
 from lockstep.topology import View, place
 from lockstep.transport.packet_channel import PacketDecoder, encode
 
@@ -29,7 +29,7 @@ class FakeExchange:
 
     def __init__(self, members: int) -> None:
         self._hub = Hub(ReducePlan.of(place(members, tuple(range(members)))))
-        self.endpoint = SharedMemory(Attachment.missing())
+        self.endpoint = SharedMemoryEndpoint(Attachment.missing())
         self.post_notice = self._hub.post_notice
         self.abort = self._hub.abort
 

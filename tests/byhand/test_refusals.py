@@ -179,7 +179,7 @@ def test_a_parameter_server_has_nothing_to_do(desk: Any) -> None:
 
 def test_who_trains_alone(desk: Any) -> None:
     tell = "from lockstep.worker import job\nown = job.current()\n"
-    tell += "print(own.context.task, own.view.replicas, job.is_worker())\n"
+    tell += "print(own.task, own.view.replicas, job.is_worker())\n"
     script = desk.script(MEET + tell)
     evaluator = desk.config(0, kind="evaluator", worker=TWO)
     assert desk.start(evaluator, script).end().splitlines()[-1] == "evaluator 1 False"

@@ -176,7 +176,9 @@ def test_a_killed_agent_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
     done = running.end()
     assert is_gone(processes, 0)
     assert done.status == 137
-    assert done.notes == [f"lockstep: the agent (process {agent}) was killed by SIGKILL, which ended the job"]
+    assert done.notes == [
+        f"lockstep: the coordinator (process {agent}) was killed by SIGKILL, which ended the job"
+    ]
 
 
 def test_workers_do_not_outlive_command_and_agent(lockstep: Any, is_gone: Gone) -> None:

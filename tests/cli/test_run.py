@@ -244,7 +244,8 @@ def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
 def test_events(lockstep: Any) -> None:
     text = (
         "from lockstep.observability.events import StrategyInstalled\n"
-        "job.current().events.publish(StrategyInstalled('none', {'x': '1'})); job.current().distributes()"
+        "job.current().events.publish(StrategyInstalled('none', {'x': '1'}))\n"
+        "job.current().note_distribution()"
     )
     done = lockstep.run(lockstep.script(text))
     assert done.notes == []

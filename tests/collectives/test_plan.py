@@ -88,7 +88,7 @@ def test_partials_of_other_members_raise() -> None:
     plan = plan_of(4, 2)
     for spans in ([Span(0, 4)], [Span(2, 4)], [Span(0, 1)], [], [Span(0, 2), Span(2, 3)]):
         with pytest.raises(InternalError):
-            plan.merges(0, spans)
+            plan.local_sums(0, spans)
 
 
 def test_the_plan_of_a_view() -> None:

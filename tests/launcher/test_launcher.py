@@ -15,7 +15,7 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.launcher import AgentChannel, Handle, Launch, Launcher, LocalLauncher
 from lockstep.protocol.channel import Attachment, PeerGone
-from lockstep.protocol.worker import Finished, NewView, SharedMemory, Started, Welcome
+from lockstep.protocol.worker import Finished, NewView, SharedMemoryEndpoint, Started, Welcome
 from lockstep.system.environment import WorkerConfig, job_environment, worker_environment
 from lockstep.system.paths import RunPaths
 from lockstep.system.prctl import adopt_orphans
@@ -63,7 +63,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         handles.append(handle)
         handle.channel.send(Welcome(Attachment(SharedPool.create().fd)))
         segment = ControlSegment.create(1)
-        handle.channel.send(NewView(1, (0,), SharedMemory(Attachment.copy_of(segment.fd))))
+        handle.channel.send(NewView(1, (0,), SharedMemoryEndpoint(Attachment.copy_of(segment.fd))))
         segment.close()
         return handle
 

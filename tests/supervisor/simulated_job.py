@@ -6,26 +6,22 @@ from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker, Worke
 
 from lockstep.observability.events import StopRequested, WorkerExited
 from lockstep.protocol.worker import Notice
-from lockstep.supervisor.decide import decide, refusal
-from lockstep.supervisor.events import (
+from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
     AskMembers,
-    DeadlinePassed,
     DumpStack,
-    Event,
     FinishJob,
     JobOutcome,
     KillWorker,
-    ScaleRequested,
     SendPosition,
     ShowMessage,
     SignalWorker,
     StartView,
     StartWorker,
-    StateGiven,
-    WorkerArrived,
 )
+from lockstep.supervisor.decide import decide, refusal
+from lockstep.supervisor.events import DeadlinePassed, Event, ScaleRequested, StateGiven, WorkerArrived
 from lockstep.supervisor.state import JobSize, Stage, State, TimeLimits
 from lockstep.topology import View, place
 

@@ -12,7 +12,7 @@ from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker
 
 from lockstep.observability.events import JoinRequested, StopRequested, WorkerExited
 from lockstep.protocol.worker import Notice
-from lockstep.supervisor import events
+from lockstep.supervisor import actions, events
 from lockstep.supervisor.decide import decide
 from lockstep.supervisor.state import Phase, Stage, State
 from lockstep.topology import View
@@ -137,37 +137,37 @@ class Watched(Job):
         there = len(state.present) + len(state.joiners)
         assert waits or there >= state.size.wanted, "workers are missing, and nobody is started"
 
-    def act(self, action: events.Action) -> None:
+    def act(self, action: actions.Action) -> None:
         state = self.state
         if self._was in ENDING:
             assert not isinstance(
                 action,
-                events.StartView
-                | events.StartWorker
-                | events.AskMembers
-                | events.SendPosition
-                | events.ShowMessage,
+                actions.StartView
+                | actions.StartWorker
+                | actions.AskMembers
+                | actions.SendPosition
+                | actions.ShowMessage,
             ), f"{action} at the end"
         match action:
-            case events.StartView(view, _):
+            case actions.StartView(view, _):
                 self._check_view(view)
-            case events.SendPosition(worker):
+            case actions.SendPosition(worker):
                 assert self.asks.pop(worker) is Notice.POSITION, "told where, and had not asked"
                 assert self.holds is not None, "told where, and nothing was given"
                 assert worker in state.joiners
-            case events.StartWorker(worker):
+            case actions.StartWorker(worker):
                 self.budget -= 1
                 self.happened += 1
                 assert worker not in self.workers, "two workers with one id"
                 assert self.budget >= 0, "more replacements than allowed"
                 assert not state.finished
-            case events.KillWorker(worker) if state.stage in GOING_ON:
+            case actions.KillWorker(worker) if state.stage in GOING_ON:
                 one = self.workers[worker]
                 assert worker in state.running
                 assert one.struck or (one.view is None and worker in state.leaving), "killed without need"
-            case events.SignalWorker(worker, _) | events.KillWorker(worker) | events.DumpStack(worker):
+            case actions.SignalWorker(worker, _) | actions.KillWorker(worker) | actions.DumpStack(worker):
                 assert worker in state.running
-            case events.FinishJob():
+            case actions.FinishJob():
                 self._check_end()
         super().act(action)
 

@@ -28,25 +28,27 @@ from lockstep.observability.events import (
     WorkerExited,
 )
 from lockstep.protocol.worker import Notice
-from lockstep.supervisor.decide import decide, refusal
-from lockstep.supervisor.events import (
+from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
     AskMembers,
-    DeadlinePassed,
     DumpStack,
-    Event,
     Evidence,
-    FailureReported,
     FinishJob,
     JobOutcome,
     KillWorker,
-    ScaleRequested,
     SendPosition,
     ShowMessage,
     SignalWorker,
     StartView,
     StartWorker,
+)
+from lockstep.supervisor.decide import decide, refusal
+from lockstep.supervisor.events import (
+    DeadlinePassed,
+    Event,
+    FailureReported,
+    ScaleRequested,
     StateGiven,
     ViewFailed,
     WorkerArrived,

@@ -1,4 +1,4 @@
-from lockstep.keras.consistency import describe_difference
+from lockstep.keras.worker_exchange import describe_difference
 
 
 def test_equal_facts_have_no_difference() -> None:

@@ -45,10 +45,10 @@ def model() -> keras.Model:
         ("keras/backends/losses.py", losses, "reduce_values"),
         ("keras/backends/losses.py", losses, "apply_mask"),
         ("keras/backends/losses.py", losses, "scale_loss_for_distribution"),
-        ("keras/input/global_inputs.py", array_slicing, "convert_to_sliceable"),
-        ("keras/input/global_inputs.py", array_slicing, "train_validation_split"),
-        ("keras/input/global_inputs.py", PyDatasetAdapter, "_standardize_batch"),
-        ("keras/input/global_inputs.py", PyDatasetAdapter, "_get_iterator"),
+        ("keras/input/fit_inputs.py", array_slicing, "convert_to_sliceable"),
+        ("keras/input/fit_inputs.py", array_slicing, "train_validation_split"),
+        ("keras/input/fit_inputs.py", PyDatasetAdapter, "_standardize_batch"),
+        ("keras/input/fit_inputs.py", PyDatasetAdapter, "_get_iterator"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_save_model"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_should_save_model"),
         ("keras/fit/callbacks.py", keras.callbacks.ModelCheckpoint, "_get_file_path"),
@@ -159,7 +159,7 @@ def test_layers_list_their_random_generators() -> None:
 def test_the_array_adapter_keeps_its_inputs() -> None:
     adapter = ArrayDataAdapter(np.zeros((5, 2)), np.zeros(5), batch_size=2)
     parts = adapter._num_samples, adapter._batch_size, len(adapter._inputs)
-    assert parts == (5, 2, 2), CHANGED.format("keras/input/global_inputs.py", "ArrayDataAdapter")
+    assert parts == (5, 2, 2), CHANGED.format("keras/input/fit_inputs.py", "ArrayDataAdapter")
     assert can_convert_arrays((np.zeros(3), None, None))
 
 

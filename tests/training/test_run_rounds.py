@@ -12,7 +12,8 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, ModelError
 from lockstep.keras.per_replica import ReturnedValues, Spec
-from lockstep.keras.replica_run.run_rounds import ResultCombiner, RunRounds
+from lockstep.keras.replica_run.results import ResultCombiner
+from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import gathered_scalars, spread
 from lockstep.observability.bus import Bus
 from lockstep.system.clock import SystemClock

@@ -14,7 +14,7 @@ from lockstep.collectives.loopback import Hub
 from lockstep.collectives.plan import ReducePlan
 from lockstep.errors import DisagreementError, LockstepError, ModelError, PeerLostError
 from lockstep.keras.backends.contract import Total
-from lockstep.keras.replica_run.run_rounds import tree_sum
+from lockstep.keras.replica_run.results import tree_sum
 from lockstep.keras.synchronization import (
     GATHERED,
     SCALAR,

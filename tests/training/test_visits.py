@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import show_input
-from lockstep.keras.input.global_inputs import global_input
+from lockstep.keras.input.fit_inputs import global_input
 from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed
 from lockstep.keras.randomness import script_seeds
 

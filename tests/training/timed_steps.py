@@ -16,7 +16,7 @@ from lockstep.observability.events import StepEnded
 from lockstep.worker import job
 
 OWN = job.current()
-OWN.context.policy.report_every = 0.2
+OWN.policy.report_every = 0.2
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(40, 6)).astype("float32")
 HELD = 1

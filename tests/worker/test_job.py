@@ -1,6 +1,6 @@
 """A job's calls of the exchange where workers differ: which continue, and which end."""
 
-from dataclasses import FrozenInstanceError, dataclass, field, replace
+from dataclasses import FrozenInstanceError, dataclass, field
 from typing import NoReturn
 
 import pytest
@@ -29,7 +29,7 @@ class Agent(Alone):
         view = place(4, (0,), 2)
         return view, by_itself(view)
 
-    def leave(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError) -> NoReturn:
         self.calls.append(differs)
         raise Ended
 
@@ -89,18 +89,20 @@ def test_otherwise_a_difference_is_an_error_everywhere(
 
 def test_a_process_by_itself_has_nobody_to_leave() -> None:
     with pytest.raises(DisagreementError, match=r"^they differ$"):
-        Alone().leave(DisagreementError("they differ", (1,)))
+        Alone().end_differing(DisagreementError("they differ", (1,)))
 
 
 def test_what_a_worker_knows_of_its_job_cannot_be_changed() -> None:
     job, _ = job_of(worker=0, began_with=4)
     with pytest.raises(FrozenInstanceError):
         job.context.seed = 1  # type: ignore[misc]
-    before = job.context
-    job.take_task("evaluator")
+
+
+def test_a_process_with_the_task_of_an_evaluator_evaluates() -> None:
+    job, _ = job_of(worker=0, began_with=4)
+    assert not job.evaluates
+    job.task = "evaluator"
     assert job.evaluates
-    assert before.task == "worker"
-    assert job.context == replace(before, task="evaluator")
 
 
 def test_a_block_aside_computes_all_replicas_and_comes_back() -> None:
@@ -127,6 +129,6 @@ def test_events_of_the_first_time_are_reported_once() -> None:
     events.subscribe(lambda entry: published.append(entry.event), *WORKER_EVENTS)
     job = Job(JobContext(0, 0, 1, events), (view, by_itself(view)))
     for _ in range(2):
-        job.distributes()
-        job.stepped()
+        job.note_distribution()
+        job.note_step()
     assert published == [DistributionBegan(), FirstStepEnded()]

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.worker import Endpoint, SharedMemory
+from lockstep.protocol.worker import Endpoint, SharedMemoryEndpoint
 
 
 class HostExchange(Protocol):
@@ -37,11 +37,11 @@ Raises:
 
 
 class SharedExchange:
-    """An exchange in the memory of this host; an `HostExchange`."""
+    """An exchange in the memory of this host; a `HostExchange`."""
 
     def __init__(self, segment: ControlSegment) -> None:
         self._segment = segment
-        self.endpoint: Endpoint = SharedMemory(Attachment.copy_of(segment.fd))
+        self.endpoint: Endpoint = SharedMemoryEndpoint(Attachment.copy_of(segment.fd))
         self.post_notice = segment.post_notice
         self.abort = segment.abort
         self.close = segment.close

@@ -90,7 +90,7 @@ def common_layout(plan: ReducePlan, position: int, partials: Mapping[Span, Leave
         InternalError: the layouts differ, or the partials do not cover the span that the member owns.
         ModelError: the leaves cannot be summed.
     """
-    plan.merges(position, partials)
+    plan.local_sums(position, partials)
     layout, *others = map(Layout.of, partials.values())
     if any(other is not layout for other in others):
         raise InternalError("the partials of a member differ in the shapes or dtypes of their leaves")

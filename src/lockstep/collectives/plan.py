@@ -164,17 +164,17 @@ class ReducePlan:
         """
         return Sum.of(self.whole, [*partials, *self.foreign(position)])
 
-    def merges(self, position: int, partials: Collection[Span]) -> tuple[Sum, ...]:
+    def local_sums(self, position: int, partials: Collection[Span]) -> tuple[Sum, ...]:
         """Plan the sum of each span that a member publishes, from its `partials`.
 
         Raises:
             InternalError: `partials` do not cover the span that the member owns.
         """
-        return _merges(self.owned[position], self.published[position], tuple(partials))
+        return _local_sums(self.owned[position], self.published[position], tuple(partials))
 
 
 @lru_cache(maxsize=256)
-def _merges(owned: Span, published: tuple[Span, ...], partials: tuple[Span, ...]) -> tuple[Sum, ...]:
+def _local_sums(owned: Span, published: tuple[Span, ...], partials: tuple[Span, ...]) -> tuple[Sum, ...]:
     for span in partials:
         if not owned.start <= span.start < span.stop <= owned.stop:
             raise InternalError(f"the owner of {_text([owned])} passed a partial over {_text([span])}")

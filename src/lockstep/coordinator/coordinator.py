@@ -69,6 +69,7 @@ from lockstep.protocol.worker import (
     Started,
     WaitReport,
 )
+from lockstep.supervisor import actions
 from lockstep.supervisor import events as job_events
 from lockstep.supervisor.decide import decide, refusal
 from lockstep.supervisor.state import Stage, State
@@ -124,7 +125,7 @@ class Coordinator:
     _admin_descriptor: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _stops: deque[tuple[int, float]] = field(default_factory=deque)
-    _outcome: job_events.JobOutcome | None = None
+    _outcome: actions.JobOutcome | None = None
     _ended: HostEnded | None = None
     _doing: str = ""
     _progress: Progress | None = None
@@ -210,29 +211,29 @@ class Coordinator:
         self.events.publish(event)
         self._decide(event)
 
-    def _act(self, action: job_events.Action) -> None:
+    def _act(self, action: actions.Action) -> None:
         match action:
-            case job_events.AbortExchange(reason):
+            case actions.AbortExchange(reason):
                 self.agent.send(EndExchange(reason))
-            case job_events.StartView(view, reason):
+            case actions.StartView(view, reason):
                 self._begin_view(view, reason)
-            case job_events.StartWorker(worker):
+            case actions.StartWorker(worker):
                 self.agent.send(StartProcess(worker, joins=True, yielding=tuple(self.state.leaving)))
-            case job_events.AskMembers(request):
+            case actions.AskMembers(request):
                 self.agent.send(PostNotice(request))
-            case job_events.SendPosition(worker):
+            case actions.SendPosition(worker):
                 self.agent.send(DeliverPosition(worker))
-            case job_events.SignalWorker(worker, number):
+            case actions.SignalWorker(worker, number):
                 self.agent.send(SignalProcess(worker, number))
-            case job_events.KillWorker(worker):
+            case actions.KillWorker(worker):
                 # Killing a joiner that is no longer needed does not make the end of the job abnormal.
                 self._killed = self._killed or worker in self.state.members
                 self.agent.send(SignalProcess(worker, signal.SIGKILL))
-            case job_events.DumpStack(worker):
+            case actions.DumpStack(worker):
                 self.agent.send(TakeStack(worker))
-            case job_events.ShowMessage(text):
+            case actions.ShowMessage(text):
                 self.console.say(text)
-            case job_events.FinishJob(outcome):
+            case actions.FinishJob(outcome):
                 self._outcome = outcome
 
     def _begin_view(self, view: View, reason: str) -> None:
@@ -355,7 +356,7 @@ class Coordinator:
                 self._ended = report
             case PeerGone() | Unreadable():
                 self._ended = HostEnded()
-                self._outcome = self._outcome or job_events.JobOutcome(1, "the agent of this host has ended")
+                self._outcome = self._outcome or actions.JobOutcome(1, "the agent of this host has ended")
 
     def _take_failed_start(self, worker: int, joins: bool, why: str) -> None:
         message = f"cannot start worker {worker}: {why}"
@@ -363,11 +364,11 @@ class Coordinator:
             self._warn(message)
             self._decide(run_events.WorkerExited(worker, 1))
         else:
-            self._outcome = job_events.JobOutcome(1, message)
+            self._outcome = actions.JobOutcome(1, message)
 
     def _take_refused_view(self, number: int, why: str) -> None:
         if number == self.spec.view.number:
-            self._outcome = job_events.JobOutcome(1, why)
+            self._outcome = actions.JobOutcome(1, why)
         elif number == self._view.number:
             self._decide(job_events.ViewFailed(f"{self._view.reason}, but {why}"))
 
@@ -468,7 +469,7 @@ class Coordinator:
 
     # The end.
 
-    def _conclude(self, outcome: job_events.JobOutcome) -> int:
+    def _conclude(self, outcome: actions.JobOutcome) -> int:
         normal = self.state.stage is Stage.FINISHED and not self._killed
         ended = self._end_host(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers))
         # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.protocol.host import WorkerEvidence
-from lockstep.supervisor.events import Evidence, JobOutcome
+from lockstep.supervisor.actions import Evidence, JobOutcome
 from lockstep.system.prose import count
 
 

@@ -29,7 +29,7 @@ class NumberedCall:
         passes: number of passes over its examples that have begun.
         states: the random states at the beginning of the last pass.
         inner: number of calls within it that have begun, by method.
-        leaves: returns the result to record when it ends, if that is not its return value.
+        result_of: returns the result to record when it ends, if that is not its return value.
         logs: of its last step.
         processed: the step whose end callbacks had processed when the restored state was taken; None if they
             had not.
@@ -50,7 +50,7 @@ class NumberedCall:
     passes: int = 0
     states: Mapping[str, Any] = field(default_factory=dict)
     inner: dict[str, int] = field(default_factory=dict)
-    leaves: "Callable[[NumberedCall], Any] | None" = None
+    result_of: "Callable[[NumberedCall], Any] | None" = None
     logs: Any = None
     processed: int | None = None
 

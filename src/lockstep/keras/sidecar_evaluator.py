@@ -13,7 +13,7 @@ from lockstep.checkpoint.checkpoint_watch import CheckpointWatch, FolderState
 from lockstep.checkpoint.store import Store
 from lockstep.checkpoint.store_lock import is_training, last_activity
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.keras.input.global_inputs import split_validation
+from lockstep.keras.input.fit_inputs import split_validation
 from lockstep.keras.state.checkpoint_callback import asked_in, take_out
 from lockstep.keras.state.loading import load_into
 from lockstep.system.clock import Clock, SystemClock

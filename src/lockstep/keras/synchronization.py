@@ -173,7 +173,7 @@ class Synchronization(Protocol):
         """
 
 
-class Exchange(Protocol):
+class ExchangeCall(Protocol):
     """Makes a call between the workers of a view, and repeats it in the next view; see `Job.exchange`."""
 
     def __call__(
@@ -191,7 +191,7 @@ class AllReduce:
     replicas that it did not own before.
     """
 
-    def __init__(self, exchange: Exchange, worker: int) -> None:
+    def __init__(self, exchange: ExchangeCall, worker: int) -> None:
         self._exchange = exchange
         self._worker = worker
 

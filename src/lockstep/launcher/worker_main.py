@@ -111,14 +111,13 @@ def _enter_job(config: WorkerConfig, client: AgentClient, events: Bus) -> None:
         config.threads,
         events,
         config.run_dir,
-        policy,
         config.workers,
     )
     checkpoints = open_checkpoints(config, events, job.is_chief)
-    job.enter(job.Job(context, (view, communicator), membership, checkpoints, joins=config.joins))
+    job.enter(job.Job(context, (view, communicator), membership, checkpoints, policy, joins=config.joins))
     if config.adopts:
         when_imported({"keras": _adopt})
-    os.register_at_fork(after_in_child=job.leave)
+    os.register_at_fork(after_in_child=job.become_alone)
 
 
 def _adopt(_: object) -> None:
@@ -140,7 +139,7 @@ def _run(script: Script, client: AgentClient, has_log: bool) -> None:
             client.finished()
             job.current().end()
         else:
-            # The agent did not start this process, so it does not see the exit status.
+            # An agent cannot see the exit status of a process that a user started.
             client.finished(leaving.code if isinstance(leaving.code, int) else 1)
         raise
     except BaseException as error:

@@ -139,12 +139,12 @@ class _Watch:
         if not in_time and self._stopped_by is not None:
             name = signal_name(self._stopped_by)
             note(
-                f"stopped by {name}; the agent (process {self._process}) did not respond in time and was "
-                "killed"
+                f"stopped by {name}; the coordinator (process {self._process}) did not respond in time and "
+                "was killed"
             )
             return 128 + self._stopped_by
         if status < 0:
-            note(f"the agent (process {self._process}) {describe_exit(status)}, which ended the job")
+            note(f"the coordinator (process {self._process}) {describe_exit(status)}, which ended the job")
         return shell_status(status)
 
 

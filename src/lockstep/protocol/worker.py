@@ -85,7 +85,7 @@ class StateReply(msgspec.Struct, frozen=True, tag="given"):
     failure: str = ""
 
 
-class SharedMemory(msgspec.Struct, frozen=True, tag="shared memory"):
+class SharedMemoryEndpoint(msgspec.Struct, frozen=True, tag="shared memory"):
     """An exchange in memory, for members that are processes of one host.
 
     Attributes:
@@ -95,7 +95,7 @@ class SharedMemory(msgspec.Struct, frozen=True, tag="shared memory"):
     control: Attachment
 
 
-Endpoint = SharedMemory
+Endpoint = SharedMemoryEndpoint
 """How a member reaches the exchange of a view; a union of one until a view has members on several hosts."""
 
 

@@ -95,7 +95,7 @@ def _follow(config: TaskConfig, text: str) -> None:
         note("a parameter server has nothing to do: the workers hold the whole state")
         sys.exit(0)
     if config.task_type not in TRAINING:
-        job.current().take_task(config.task_type)
+        job.current().task = config.task_type
     elif _has_others(config):
         _become_worker(config, text)
 

@@ -69,7 +69,7 @@ class Strategy:
             PeerLostError: a worker was lost, and Lockstep does not drive the loop.
         """
         _refuse_within_replica("run")
-        self._job.distributes()
+        self._job.note_distribution()
         with self._entered():
             return self._runner.run(fn, args, kwargs or {})
 
@@ -93,7 +93,7 @@ class Strategy:
             InputError: a part of the state cannot be transferred.
             CheckpointError: the saved state has different parts.
         """
-        self._job.distributes()
+        self._job.note_distribution()
         return self._methods.step_loops.steps(count, state, checkpoint)
 
     def reduce(self, reduce_op: Any, value: Any, axis: int | None = None) -> Any:
@@ -129,7 +129,7 @@ class Strategy:
         Every worker reads the dataset, and all must read the same. See
         `lockstep.keras.input.distribution`.
         """
-        self._job.distributes()
+        self._job.note_distribution()
         return distribute(self._job, self._runner, dataset)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
@@ -138,7 +138,7 @@ class Strategy:
         There is one pipeline per replica; the worker that computes the replica reads it. Random operations in
         the pipelines start from equal seeds, so a pipeline can shuffle before it shards.
         """
-        self._job.distributes()
+        self._job.note_distribution()
         return distribute_from_function(
             self._job, self._runner, dataset_fn, lambda: self._methods.next_seed()
         )
@@ -149,7 +149,7 @@ class Strategy:
         The context has `replica_id_in_sync_group` and `num_replicas_in_sync`. Leaves are arrays or numbers of
         equal shapes and dtypes.
         """
-        self._job.distributes()
+        self._job.note_distribution()
         return values_from_function(self._job, self._runner, value_fn)
 
     @contextmanager

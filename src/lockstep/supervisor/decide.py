@@ -11,7 +11,7 @@ sends the state, and the next view begins with the joiner.
 
 When the job ends, the workers that still run get the abort of their exchange, then SIGTERM, then SIGKILL.
 
-Each event has one function, in the order of `Event`; consequences that several events share come last.
+`decide` has one case per event, in the order of `Event`; consequences that several events share come last.
 """
 
 import signal
@@ -32,24 +32,26 @@ from lockstep.observability.events import (
     WorkerExited,
 )
 from lockstep.protocol.worker import Notice
-from lockstep.supervisor.events import (
+from lockstep.supervisor.actions import (
     AbortExchange,
     Action,
     AskMembers,
-    DeadlinePassed,
     DumpStack,
-    Event,
     Evidence,
-    FailureReported,
     FinishJob,
     JobOutcome,
     KillWorker,
-    ScaleRequested,
     SendPosition,
     ShowMessage,
     SignalWorker,
     StartView,
     StartWorker,
+)
+from lockstep.supervisor.events import (
+    DeadlinePassed,
+    Event,
+    FailureReported,
+    ScaleRequested,
     StateGiven,
     ViewFailed,
     WorkerArrived,

@@ -1,4 +1,7 @@
-"""The state of supervision. A job is RUNNING until its `JobOutcome` is decided."""
+"""The state of supervision.
+
+A job is RUNNING until its `JobOutcome` is decided; while it is LOOKING, the outcome is provisional.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,7 +9,7 @@ from enum import Enum, auto
 
 from lockstep.protocol.job_spec import GRACE
 from lockstep.protocol.worker import Notice
-from lockstep.supervisor.events import Action, JobOutcome
+from lockstep.supervisor.actions import Action, JobOutcome
 from lockstep.topology import View
 
 

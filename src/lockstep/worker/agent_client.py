@@ -25,7 +25,7 @@ _PATIENCE = 1.0
 
 
 class AgentClient:
-    """Reports to the agent what happens in this worker, from any thread, and receives its decisions.
+    """Reports to the agent what happens in this worker, from any thread, and receives its messages.
 
     Reports never raise, and never block longer than a second: a worker does not depend on their delivery.
     """
@@ -38,7 +38,7 @@ class AgentClient:
         self._channel.send(Started(), _PATIENCE)
 
     def report(self, published: PublishedEvent) -> None:
-        """Forward an event of this worker, which the agent publishes again."""
+        """Forward an event of this worker, which the coordinator publishes on the bus of the run."""
         assert isinstance(published.event, WorkerEvent)
         self._channel.send(EventReport(published.event), _PATIENCE)
 
@@ -73,7 +73,7 @@ class AgentClient:
         self._channel.send(reply, _PATIENCE)
 
     def next_view(self, seconds: float) -> AgentMessage | None:
-        """Wait for the agent's decision after a view has ended; for the main thread.
+        """Wait for the coordinator's decision after a view has ended; for the main thread.
 
         Returns:
             The newest view, the end of the job, or a request to leave; None without a message in `seconds`.

@@ -84,7 +84,7 @@ def open_checkpoints(config: WorkerConfig, events: Bus, is_chief: Callable[[], b
     announce(asked.folder)
     every = Every(asked.steps, asked.seconds)
     opened = open_scheduler(Store(asked.folder, asked.keep), every, events.publish)
-    # The agent kills a chief that never reaches the end of a step.
+    # The coordinator has a chief killed that never reaches the end of a step.
     end_at_a_step(opened, is_chief)
     resumes = asked.resume is not None and not config.joins
     resumed = load(asked.resume) if asked.resume is not None and resumes else None

@@ -1,4 +1,4 @@
-"""Reports of files that a script opens for writing; the agent detects conflicts between workers.
+"""Reports of files that a script opens for writing; the coordinator detects conflicts between workers.
 
 Only files opened by Python are reported, not those opened by libraries in C (HDF5, TensorFlow's own files).
 """

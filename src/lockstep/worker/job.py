@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, Protocol, TypeVar
 
@@ -29,7 +29,7 @@ Place = tuple[View, Communicator]
 
 
 class Membership(Protocol):
-    """How a worker gets from view to view, as the agent decides."""
+    """How a worker gets from view to view, as the coordinator decides."""
 
     def next_place(self, lost: PeerLostError) -> Place:
         """Wait for the view after the one that ended with `lost`, and enter it.
@@ -38,7 +38,7 @@ class Membership(Protocol):
             PeerLostError: none follows; `lost` itself, or one with another reason.
         """
 
-    def leave(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError) -> NoReturn:
         """End this process at once, because it computes different results from the others.
 
         Raises:
@@ -73,7 +73,7 @@ class Alone:
         """Raise `lost`: no view follows."""
         raise lost
 
-    def leave(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError) -> NoReturn:
         """Raise `differs`: there are no other workers."""
         raise differs
 
@@ -94,7 +94,7 @@ class Alone:
 
 @dataclass(frozen=True)
 class JobContext:
-    """What a worker knows of its job; it does not change.
+    """What a worker knows of its job and what never changes.
 
     Attributes:
         worker: this process's worker id.
@@ -102,10 +102,7 @@ class JobContext:
         threads: number of threads that compute one replica.
         events: the bus on which this worker publishes.
         folder: of the run, where workers share files; None without one.
-        policy: how this worker waits for others.
         began_with: the number of workers with which the job began; None if no worker can join.
-        task: the type of this process's task in `TF_CONFIG`: "worker", also for a chief, or "evaluator",
-            which does not belong to the workers' job.
     """
 
     worker: int
@@ -113,9 +110,7 @@ class JobContext:
     threads: int
     events: Bus
     folder: Path | None = None
-    policy: WaitPolicy = field(default_factory=WaitPolicy)
     began_with: int | None = None
-    task: str = "worker"
 
 
 class Job:
@@ -129,7 +124,13 @@ class Job:
         place: the first view, and this worker's end of its exchange.
         membership: gets the next view.
         checkpoints: of this worker.
+        policy: how this worker waits for others.
         joins: whether this worker is not yet in a view of the job.
+
+    Attributes:
+        task: the type of this process's task in `TF_CONFIG`: "worker", also for a chief, or "evaluator",
+            which does not belong to the workers' job.
+        policy: as given.
     """
 
     def __init__(
@@ -138,11 +139,14 @@ class Job:
         place: Place,
         membership: Membership | None = None,
         checkpoints: WorkerCheckpoints | None = None,
+        policy: WaitPolicy | None = None,
         *,
         joins: bool = False,
     ) -> None:
         self.membership: Membership = membership or Alone()
         self.checkpoints = checkpoints or WorkerCheckpoints()
+        self.policy = policy or WaitPolicy()
+        self.task = "worker"
         self._context = context
         self._place = place
         self._joins = joins
@@ -192,27 +196,23 @@ class Job:
     @property
     def evaluates(self) -> bool:
         """Whether this process is an evaluator, which is alone in a job of its own."""
-        return self._context.task == "evaluator"
+        return self.task == "evaluator"
 
     @property
     def is_chief(self) -> bool:
         """Whether this worker is the one that writes and prints in the current view."""
         return self.worker == self.view.chief and not self.joins
 
-    def take_task(self, task: str) -> None:
-        """Set the type of this process's task, from `TF_CONFIG`."""
-        self._context = replace(self._context, task=task)
-
     def set_timeout(self, timeout: float) -> None:
         """Set the seconds after which a worker that others wait for is stuck; all workers call this."""
-        self._context.policy.timeout = timeout + GRACE_FOR_AGENT
+        self.policy.timeout = timeout + GRACE_FOR_AGENT
         self.events.publish(TimeoutSet(timeout))
 
-    def stepped(self) -> None:
+    def note_step(self) -> None:
         """Note that a step has been computed and summed; publish the first one."""
         self._publish_once(FirstStepEnded())
 
-    def distributes(self) -> None:
+    def note_distribution(self) -> None:
         """Publish, once, that the script has given the replicas something to compute or to read."""
         self._publish_once(DistributionBegan())
 
@@ -266,7 +266,7 @@ class Job:
                 if not self._have_joined(differs.workers):
                     raise
                 if self.worker in differs.workers:
-                    self.membership.leave(differs)
+                    self.membership.end_differing(differs)
                 self._enter_next(PeerLostError(str(differs)), catching_up)
             except PeerLostError as lost:
                 self._enter_next(lost, catching_up)
@@ -275,10 +275,10 @@ class Job:
                 return result
 
     def between_steps(self, take: Callable[[bool], Contents]) -> None:
-        """Let workers join and leave, if the agent has requested it.
+        """Let workers join and leave, if the coordinator has requested it.
 
         All workers call this at the same places: at the end of a training step, in the same state, and after
-        the same last call of the exchange, which gave all of them the same notice of the agent.
+        the same last call of the exchange, which gave all of them the same notice.
 
         Args:
             take: returns the state of the training; with False, only its position.
@@ -296,7 +296,7 @@ class Job:
                 if self.is_chief:
                     self.membership.hand_over(take(True), whole=True)
                 else:
-                    # The chief never arrives: the agent ends this view when it has the state.
+                    # The chief never arrives: the coordinator ends this view when it has the state.
                     self.communicator.barrier(what="the change of workers")
             except PeerLostError as over:
                 lost = over
@@ -402,7 +402,7 @@ def alone() -> Job:
     return Job(JobContext(worker=0, seed=0, threads=0, events=Bus(SystemClock(), 0)), (view, by_itself(view)))
 
 
-def leave() -> None:
+def become_alone() -> None:
     """Give this process, a child that a script has forked, a job of its own: it is not a worker."""
     context, view = current().context, place(1, (0,))
     enter(Job(JobContext(0, context.seed, context.threads, Bus(SystemClock(), 0)), (view, by_itself(view))))

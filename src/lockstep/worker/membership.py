@@ -42,10 +42,10 @@ def wait_policy(timeout: float) -> WaitPolicy:
 
 
 class AgentMembership:
-    """The `Membership` of a worker with an agent: enters the views that the agent decides.
+    """The `Membership` of a worker with an agent, which passes on the decisions of the coordinator.
 
-    This worker waits for the agent as long as for a stuck worker: the agent may itself wait until enough
-    workers have joined.
+    This worker waits for a decision as long as for a stuck worker: the coordinator may itself wait until
+    enough workers have joined.
 
     Args:
         config: of this worker.
@@ -95,7 +95,7 @@ class AgentMembership:
             raise PeerLostError(f"{lost}; the agent has not announced the next view within {patience:.0f} s")
         return self._place(answer)
 
-    def leave(self, differs: DisagreementError) -> NoReturn:
+    def end_differing(self, differs: DisagreementError) -> NoReturn:
         """Report to the agent why this worker ends, and end the process; the others continue without it."""
         differs.add_note(_ADVICE)
         text = "".join(traceback.format_exception(differs))

@@ -72,13 +72,13 @@ class PackedReduce:
     Attributes:
         packers: one for each stretch.
         given: for each of its partials, where it is packed: published, or private and then merged.
-        merges: sums of its own partials, written before the barrier.
+        local_sums: sums of its own partials, written before the barrier.
         total: sums of the partials of all members, written after the barrier.
     """
 
     packers: tuple[StretchPacker, ...]
     given: Mapping[Span, PackedPartial]
-    merges: tuple[_StretchSum, ...]
+    local_sums: tuple[_StretchSum, ...]
     total: tuple[_StretchSum, ...]
 
     @classmethod
@@ -109,20 +109,20 @@ class PackedReduce:
             span: published[span] if span in published else _packed(layout, allocate(layout.size))
             for span in given
         }
-        merges = []
-        for span, merge in zip(plan.published[position], plan.merges(position, given), strict=True):
-            if merge.steps:
-                merges += _sums(merge, own, published[span])
+        local_sums = []
+        for span, local_sum in zip(plan.published[position], plan.local_sums(position, given), strict=True):
+            if local_sum.steps:
+                local_sums += _sums(local_sum, own, published[span])
         everything = _sums(Sum.of(plan.whole, spans), published, _packed(layout, total))
         packers = tuple(StretchPacker.of(layout, stretch) for stretch in layout.stretches)
-        return cls(packers, own, tuple(merges), tuple(everything))
+        return cls(packers, own, tuple(local_sums), tuple(everything))
 
     def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
-        """Pack this member's partials, flat leaves, and merge them."""
+        """Pack this member's partials, flat leaves, and add up those that it publishes as one."""
         for span, leaves in partials.items():
             for packer, out in zip(self.packers, self.given[span], strict=True):
                 packer.pack(leaves, out)
-        _run(self.merges, adder)
+        _run(self.local_sums, adder)
 
     def sum(self, adder: Adder) -> None:
         """Write the total; call this once all members have published."""

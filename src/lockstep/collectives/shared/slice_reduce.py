@@ -75,11 +75,11 @@ class SliceReduce:
     """One member's part in a reduce, for partials over certain spans, in certain memory.
 
     Attributes:
-        merges: sums of its own partials that other members need, written before the barrier.
+        local_sums: sums of its own partials that other members need, written before the barrier.
         total: sums of all partials in its own slice, written after the barrier.
     """
 
-    merges: tuple[_SliceSum, ...]
+    local_sums: tuple[_SliceSum, ...]
     total: tuple[_SliceSum, ...]
 
     @classmethod
@@ -117,14 +117,16 @@ class SliceReduce:
                 arrays.append(outside[first : first + size].view(dtype))
             return arrays
 
-        merges = []
+        local_sums = []
         for other in range(plan.members):
             if other != position:
                 pieces = layout.pieces(*placement.bounds[other])
-                for span, merge in zip(plan.published[position], plan.merges(position, given), strict=True):
-                    own = (None,) * len(merge.operands)
+                for span, local_sum in zip(
+                    plan.published[position], plan.local_sums(position, given), strict=True
+                ):
+                    own = (None,) * len(local_sum.operands)
                     for piece, out in zip(pieces, place(other, span, pieces), strict=True):
-                        merges.append(_SliceSum(merge, piece, own, out))
+                        local_sums.append(_SliceSum(local_sum, piece, own, out))
         pieces = layout.pieces(*placement.bounds[position])
         everything = plan.total(position, given)
         foreign = {span: place(position, span, pieces) for span in plan.foreign(position)}
@@ -134,14 +136,14 @@ class SliceReduce:
                 foreign[span][index] if span in foreign else None for span in everything.operands
             )
             totals.append(_SliceSum(everything, piece, operands, flat[piece.leaf][piece.start : piece.stop]))
-        return cls(tuple(merges), tuple(totals))
+        return cls(tuple(local_sums), tuple(totals))
 
     def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
         """Write the sums of this member's `partials`, flat leaves, that other members need.
 
         The caller silences NumPy's floating-point warnings (`np.errstate`).
         """
-        _run(self.merges, partials, adder)
+        _run(self.local_sums, partials, adder)
 
     def sum(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
         """Write this member's slice of the total; call this once all members have published.

@@ -1,4 +1,4 @@
-"""Chooses the adapter of the backend on which Keras runs."""
+"""Chooses the `Backend` and the `EagerBackend` for the backend on which Keras runs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

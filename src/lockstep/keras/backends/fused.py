@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from lockstep.keras.backends.steps import replaced
+from lockstep.keras.backends.common import replaced
 
 Kernel = Callable[[Any, Sequence[Any], Sequence[Any], Any], None]
 """Replaces `_backend_update_step` of Keras's optimizers; its arguments begin with the optimizer."""

@@ -18,17 +18,17 @@ import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import ModelError
-from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
-from lockstep.keras.backends.eager_contract import Tensors
-from lockstep.keras.backends.logs import LogTemplate, MetricResults
-from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
-from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update
-from lockstep.keras.backends.steps import (
+from lockstep.keras.backends.common import (
     build_by_call,
     refuse_integer_state,
     refuse_overwriting_gradients,
     replaced,
 )
+from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
+from lockstep.keras.backends.eager_contract import Tensors
+from lockstep.keras.backends.logs import LogTemplate, MetricResults
+from lockstep.keras.backends.losses import by_density, divided, replica_step, weighted_gradients
+from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update
 from lockstep.keras.randomness import random_numbers
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.variables import named_arrays, refuse_misfits, seed_positions

@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from lockstep.keras.backends.steps import replaced
+from lockstep.keras.backends.common import replaced
 
 _Path = tuple[str, ...]
 

@@ -9,8 +9,8 @@ import keras
 from keras.src.losses import loss as keras_loss
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.logs import MetricResults, recorded_results
-from lockstep.keras.backends.steps import replaced
 
 _MEANS = ("mean", "sum_over_batch_size")
 _WEIGHTED_MEAN = "mean_with_sample_weight"

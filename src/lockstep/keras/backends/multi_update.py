@@ -13,8 +13,8 @@ from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from lockstep.errors import ModelError
+from lockstep.keras.backends.common import replaced
 from lockstep.keras.backends.fused import Kernel, fused, kernel_of
-from lockstep.keras.backends.steps import replaced
 
 
 class EndOfRound(BaseException):

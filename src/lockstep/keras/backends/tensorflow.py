@@ -19,6 +19,12 @@ from tensorflow.python.eager import context
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import tf_random_ops
+from lockstep.keras.backends.common import (
+    build_by_call,
+    has_own_step,
+    refuse_overwriting_gradients,
+    without_effects,
+)
 from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate
@@ -35,12 +41,6 @@ from lockstep.keras.backends.multi_update import (
     UpdateRecorder,
     hidden,
     refuse_own_update,
-)
-from lockstep.keras.backends.steps import (
-    build_by_call,
-    has_own_step,
-    refuse_overwriting_gradients,
-    without_effects,
 )
 from lockstep.keras.backends.tf_graphs import (
     AssignedVariables,

@@ -21,10 +21,10 @@ from tensorflow.python.framework import auto_control_deps_utils
 
 from lockstep.errors import LockstepError, ModelError
 from lockstep.keras import tf_random_ops
+from lockstep.keras.backends.common import refuse_integer_state
 from lockstep.keras.backends.contract import Kind
 from lockstep.keras.backends.multi_update import Update, refuse_own_update
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
-from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.seeds import GOLDEN_32
 from lockstep.keras.tf_random_ops import is_counter
 from lockstep.keras.variables import seed_positions

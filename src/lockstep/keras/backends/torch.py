@@ -21,6 +21,7 @@ import torch
 from lockstep.data.batch import Share
 from lockstep.errors import ModelError
 from lockstep.keras import randomness
+from lockstep.keras.backends.common import build_by_call, refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.backends.contract import Kind, Partial, Total, TrainFunctionCall
 from lockstep.keras.backends.eager_contract import Tensors
 from lockstep.keras.backends.logs import LogTemplate, MetricResults, mapped
@@ -33,7 +34,6 @@ from lockstep.keras.backends.multi_update import (
     hidden,
     refuse_own_update,
 )
-from lockstep.keras.backends.steps import build_by_call, refuse_integer_state, refuse_overwriting_gradients
 from lockstep.keras.backends.torch_tensors import (
     borrowed,
     copied,

@@ -1,1 +1,1 @@
-"""What replaces the methods of `keras.Model`, `fit` and the like, on replicas; nothing of `strategy.run`."""
+"""What replaces the methods of `keras.Model`, and the loops within; never the replicas of `strategy.run`."""

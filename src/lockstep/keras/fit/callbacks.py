@@ -1,6 +1,6 @@
 """Keras's own callbacks that write: on the current chief only.
 
-This is the only file that uses private parts of Keras's callbacks.
+Only this file and `lockstep.keras.state.callback_states` use private parts of Keras's callbacks.
 """
 
 from collections.abc import Sequence

@@ -13,13 +13,12 @@ from typing import Any
 import keras
 
 from lockstep.errors import ScopeError
-from lockstep.keras.backends.contract import Backend, Kind
-from lockstep.keras.backends.steps import (
+from lockstep.keras.backends.common import (
     refuse_other_weights,
     refuse_stateful_layers,
     refuse_synchronized_normalization,
 )
-from lockstep.keras.consistency import Facts, agree, chiefs_decision, setting_facts, state_facts
+from lockstep.keras.backends.contract import Backend, Kind
 from lockstep.keras.fit.callbacks import has_batch_methods, on_chief, writes
 from lockstep.keras.fit.exactness import (
     introduction,
@@ -27,9 +26,9 @@ from lockstep.keras.fit.exactness import (
     per_replica_parts,
     refuse_metrics_that_do_not_add,
 )
-from lockstep.keras.fit.replica_step import ReplicaStep, TrackedTrainFunction
+from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
 from lockstep.keras.input.distribution import explain_sharding
-from lockstep.keras.input.global_inputs import GlobalInput, global_input, split_validation
+from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
@@ -47,6 +46,7 @@ from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.settings import settings_of_call, settings_of_model
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import model_state
+from lockstep.keras.worker_exchange import Facts, agree, chiefs_decision, setting_facts, state_facts
 from lockstep.observability.events import CallStarted, TrainingEnded
 from lockstep.observability.step_timer import StepTimer
 from lockstep.system.notes import note
@@ -141,7 +141,7 @@ class ModelMethods:
         if model not in self._adopted:
             self._refuse_outsider(model)
             return original(model, *args, **kwargs)
-        self._job.distributes()
+        self._job.note_distribution()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         if self._job.evaluates:
@@ -184,7 +184,7 @@ class ModelMethods:
         call = self._calls.current
         if call.callback_hashes:
             call.callback_hashes.append(attribute_hashes(call.callbacks))
-            call.leaves = _callbacks_of
+            call.result_of = _callbacks_of
 
     def trained(self) -> TrainingEnded:
         """Return the number of training steps, and the name and digest of the model that was trained last."""
@@ -220,7 +220,7 @@ class ModelMethods:
         """Evaluate on global batches; every worker returns the global figures."""
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
-        self._job.distributes()
+        self._job.note_distribution()
         if kwargs.get("_use_cached_eval_dataset"):
             if self.forwarding:
                 return {}
@@ -245,7 +245,7 @@ class ModelMethods:
         """Predict on global batches; every worker returns all rows, in their order."""
         if model not in self._adopted or self._plain:
             return original(model, *args, **kwargs)
-        self._job.distributes()
+        self._job.note_distribution()
         bound = bind(original, model, args, kwargs)
         given = bound.arguments
         with self._resumable.call("predict") as call:
@@ -271,7 +271,7 @@ class ModelMethods:
             if method == "train_on_batch":
                 self._refuse_outsider(model)
             return original(model, *args, **kwargs)
-        self._job.distributes()
+        self._job.note_distribution()
         kind = _KINDS[method]
         if kind == "train":
             self._last.trains(model)
@@ -334,7 +334,7 @@ class ModelMethods:
             refuse_synchronized_normalization(model)
             refuse_stateful_layers(model)
             self._trained[model] = model.trainable_variables
-            step = ReplicaStep(
+            step = GlobalStep(
                 self._job, self._backend, model, kind, self._calls, self._snapshots, self._timer
             )
             setattr(model, attribute, self._backend.function(model, step.take, kind))

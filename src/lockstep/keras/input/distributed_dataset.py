@@ -6,7 +6,7 @@ from math import inf
 from typing import Any, NamedTuple
 
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import Pass, Source
+from lockstep.keras.input.sources import Pass, Source
 from lockstep.keras.input.streams import Form
 from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import Values, ValueStore

@@ -8,9 +8,9 @@ import keras
 
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import GlobalBatchSource, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.sources import GlobalBatchSource, Source
 from lockstep.keras.input.streams import array_of, is_tensorflow, spec_of
 from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
 from lockstep.keras.replica_run.runner import Runner

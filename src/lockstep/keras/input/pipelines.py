@@ -12,7 +12,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import Element, count_examples
+from lockstep.keras.input.sources import Element, count_examples
 from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
 from lockstep.keras.nests import Nest, leaves_of, packed
 from lockstep.keras.per_replica import Spec

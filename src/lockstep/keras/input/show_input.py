@@ -10,8 +10,8 @@ import keras
 from lockstep.data.input_table import InputTable, Rows, input_table
 from lockstep.data.order import Indices, Shuffle
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import GlobalBatchSource, count_examples
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.sources import GlobalBatchSource, count_examples
 from lockstep.keras.input.streams import Stream
 from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
 from lockstep.keras.nests import leaves_of

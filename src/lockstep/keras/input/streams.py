@@ -1,4 +1,4 @@
-"""Datasets of any kind, read as nests of arrays on the host."""
+"""Datasets of any kind as streams of nests of arrays on the host, for distributed datasets."""
 
 import sys
 from collections.abc import Callable, Iterator

@@ -14,8 +14,8 @@ import tensorflow as tf
 
 from lockstep.errors import DataError, LockstepError
 from lockstep.keras.backends.tf_graphs import call_python
-from lockstep.keras.input.batches import GlobalBatchPass, GlobalBatchSource, Pass, Source
 from lockstep.keras.input.distributed_dataset import DistributedDataset, DistributedIterator
+from lockstep.keras.input.sources import GlobalBatchPass, GlobalBatchSource, Pass, Source
 from lockstep.keras.input.streams import Form, array_of
 from lockstep.keras.nests import leaves_of, packed
 from lockstep.keras.per_replica import Registry, Spec, ValueStore

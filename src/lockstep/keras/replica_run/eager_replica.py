@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from lockstep.errors import ModelError
 from lockstep.keras.assignments import observed_by
+from lockstep.keras.backends.common import refuse_integer_state
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.eager_contract import EagerBackend
 from lockstep.keras.backends.losses import scaled_losses
 from lockstep.keras.backends.multi_update import EndOfRound, RoundCount, UnknownValue, Update, hidden
 from lockstep.keras.backends.state_changes import KERAS_SEED, StateKind, contribution, declared_kind
-from lockstep.keras.backends.steps import refuse_integer_state
 from lockstep.keras.per_replica import DistributedValues, Values, is_empty
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
 from lockstep.keras.seeds import key_of_replica, seed_of_replica

@@ -19,7 +19,6 @@ from lockstep.keras import assignments
 from lockstep.keras.backends.adapter import adapter
 from lockstep.keras.backends.contract import Total
 from lockstep.keras.backends.state_changes import holds_new_value
-from lockstep.keras.consistency import state_facts
 from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import (
     PerReplica,
@@ -38,9 +37,11 @@ from lockstep.keras.replica_run.eager_replica import (
     origin_of,
 )
 from lockstep.keras.replica_run.merges import Op
-from lockstep.keras.replica_run.run_rounds import ResultCombiner, RunRounds, reduced_along
+from lockstep.keras.replica_run.results import ResultCombiner, reduced_along
+from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.synchronization import SCALAR, Round, gathered_scalars
 from lockstep.keras.variables import named_arrays
+from lockstep.keras.worker_exchange import state_facts
 from lockstep.worker.job import Job
 
 _MAX_PROFILES = 32

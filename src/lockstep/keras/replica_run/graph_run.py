@@ -36,7 +36,6 @@ from lockstep.keras.backends.tf_graphs import (
     traced,
     with_custom_gradient,
 )
-from lockstep.keras.consistency import CHECK_EVERY, state_facts
 from lockstep.keras.nests import packed
 from lockstep.keras.per_replica import ReturnedValues, Spec, Values, ValueStore, is_empty
 from lockstep.keras.replica_run.merges import Merge, Replica, RoundMerger, computing_as
@@ -44,6 +43,7 @@ from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.replica_run.tf_merged_variables import is_merged, refuse_other_changes
 from lockstep.keras.synchronization import GATHERED, SCALAR, Round, gathered_scalars
 from lockstep.keras.tf_per_replica import SymbolicPerReplica, spec_of, symbolic
+from lockstep.keras.worker_exchange import CHECK_EVERY, state_facts
 from lockstep.worker.job import Job
 
 Partial = dict[str, Any]

@@ -11,7 +11,7 @@ import keras
 from lockstep.keras.per_replica import Values, ValueStore
 from lockstep.keras.replica_run import merges
 from lockstep.keras.replica_run.merges import Op, Replica, SingleReplicaMerger, computing_as
-from lockstep.keras.replica_run.run_rounds import reduced_along
+from lockstep.keras.replica_run.results import reduced_along
 from lockstep.worker.job import Job
 
 

@@ -11,13 +11,13 @@ import numpy.typing as npt
 
 from lockstep.errors import CheckpointError, InputError
 from lockstep.keras.backends.contract import Backend
-from lockstep.keras.consistency import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.state.checkpoint_callback import Checkpoint, ScriptCheckpoints
 from lockstep.keras.state.settings import settings_of_parts
 from lockstep.keras.state.snapshots import Snapshots
 from lockstep.keras.variables import named_arrays, refuse_misfits
+from lockstep.keras.worker_exchange import CHECK_EVERY, Facts, agree, setting_facts, state_facts
 from lockstep.observability.events import CallStarted
 from lockstep.worker.job import Job
 
@@ -71,7 +71,7 @@ class StepLoops:
                     yield from self._replay(loop, finished.kept)
                 finished.raise_error()
                 return
-            call.leaves = lambda call: {"steps": call.steps, "positions": loop.positions}
+            call.result_of = lambda call: {"steps": call.steps, "positions": loop.positions}
             try:
                 with self._job.driving():
                     if self._resumable.behind:

@@ -18,7 +18,8 @@ from lockstep.keras.replica_run import tf_merged_variables
 from lockstep.keras.replica_run.eager_runner import EagerRunner
 from lockstep.keras.replica_run.graph_run import GraphRun
 from lockstep.keras.replica_run.merges import Op
-from lockstep.keras.replica_run.run_rounds import ResultCombiner, RunRounds, dtype_of, reduced_along
+from lockstep.keras.replica_run.results import ResultCombiner, dtype_of, reduced_along
+from lockstep.keras.replica_run.run_rounds import RunRounds
 from lockstep.keras.tf_per_replica import SymbolicPerReplica, per_replica, to_numpy
 from lockstep.worker.job import Job
 

@@ -30,9 +30,9 @@ from lockstep.checkpoint.store_lock import FolderLock, announce
 from lockstep.checkpoint.values import plain
 from lockstep.collectives.contract import Communicator
 from lockstep.errors import ConfigError, LockstepError, ScopeError
-from lockstep.keras.consistency import agree
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.snapshots import Snapshots
+from lockstep.keras.worker_exchange import agree
 from lockstep.observability.events import CheckpointsConfigured
 from lockstep.system.notes import note
 from lockstep.topology import View

@@ -13,10 +13,10 @@ from typing import Any
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.checkpoint.values import unpack
 from lockstep.errors import CheckpointError, DisagreementError, LockstepError
-from lockstep.keras.consistency import ADVICE_ON_CALLS
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.state.journal import FinishedCall, Journal, failure_of
+from lockstep.keras.worker_exchange import ADVICE_ON_CALLS
 from lockstep.worker.job import Job
 
 _PARTS: Mapping[str, type] = {
@@ -294,7 +294,7 @@ class ResumableCalls:
         call = self._calls.current
         if self._resumption is not None:
             raise CheckpointError(self._not_reached(call, f"it has ended after {call.steps}"))
-        kept = result if call.leaves is None else call.leaves(call)
+        kept = result if call.result_of is None else call.result_of(call)
         self._journal.add(kept, self._calls.methods, self._calls.taken)
         if self._job.checkpoints.scheduler is not None:
             self._job.checkpoints.scheduler.end_call()
@@ -345,7 +345,7 @@ class ResumableCalls:
         """Record the error that ends the call in progress: the script may catch it."""
         if self._resumption is None:
             if len(self._journal) < self._calls.outermost:
-                kept = None if call.leaves is None else call.leaves(call)
+                kept = None if call.result_of is None else call.result_of(call)
                 self._journal.add(kept, self._calls.methods, self._calls.taken, failure_of(error, call.name))
         elif self._calls.outermost > len(self._resumption.journal) or isinstance(error, Exception):
             if isinstance(error, LockstepError) and error is not self._again:

@@ -1,4 +1,7 @@
-"""Checks that all workers are about to compute the same thing, and reports which ones differ."""
+"""What workers tell each other besides partials: facts that must be equal, decisions of the chief, results.
+
+A comparison that fails names the workers that differ, and the cause.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence

@@ -17,10 +17,9 @@ import xxhash
 from lockstep.collectives.contract import Communicator
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import CheckpointError
+from lockstep.keras.backends.common import misfits_explained
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
-from lockstep.keras.backends.steps import misfits_explained
-from lockstep.keras.consistency import CHECK_EVERY, agree, gather, state_facts
-from lockstep.keras.input.global_inputs import whole_batch
+from lockstep.keras.input.fit_inputs import whole_batch
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots
@@ -33,6 +32,7 @@ from lockstep.keras.synchronization import (
     pack,
     unpack,
 )
+from lockstep.keras.worker_exchange import CHECK_EVERY, agree, gather, state_facts
 from lockstep.observability.step_timer import StepTimer
 from lockstep.topology import View
 from lockstep.worker.job import Job
@@ -42,7 +42,7 @@ _ADVICE = (
 )
 
 
-class ReplicaStep:
+class GlobalStep:
     """The steps of one model, of one kind, in one job."""
 
     def __init__(
@@ -180,7 +180,7 @@ class ReplicaStep:
         self._timer.lap("compute")
 
     def _next_step(self, logs: Any, state: Any) -> None:
-        self._job.stepped()
+        self._job.note_step()
         call = self._calls.current
         call.steps += 1
         call.logs = logs

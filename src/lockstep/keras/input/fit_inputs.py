@@ -31,9 +31,9 @@ from lockstep.data.batch import GlobalBatch, JoinedBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
-from lockstep.keras.input.batches import Element
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.sources import Element
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of

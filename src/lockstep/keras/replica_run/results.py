@@ -1,0 +1,166 @@
+"""Values of all replicas combined into one: `strategy.reduce` and `strategy.gather`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.contract import Span
+from lockstep.collectives.plan import halves
+from lockstep.errors import DataError
+from lockstep.keras.per_replica import ReturnedValues, Values, refuse_lost_value
+from lockstep.keras.replica_run.merges import Op, refuse_sum_of_booleans
+from lockstep.keras.replica_run.run_rounds import RunRounds
+from lockstep.keras.synchronization import GATHERED, Round
+
+Array = npt.NDArray[Any]
+
+
+class ResultCombiner:
+    """Combines values of all replicas into one: sums, means and joined rows.
+
+    Args:
+        rounds: between the workers.
+        to_numpy: returns an array of the backend as NumPy sees it.
+        replicas: R.
+    """
+
+    def __init__(self, rounds: RunRounds, to_numpy: Any, replicas: int) -> None:
+        self._rounds = rounds
+        self._to_numpy = to_numpy
+        self._replicas = replicas
+
+    def reduce(self, op: Op, source: Values, leaf: int, axis: int | None) -> Array:
+        """Return the sum or the mean over the replicas of one leaf, and over one of its axes.
+
+        Without an axis, the mean divides by the number of replicas; with one, by the number of values.
+
+        Raises:
+            PeerLostError: a worker that had some of the values was lost, and the loop ends.
+            DataError: a worker that had some of the values was lost, and the loop continues.
+            ModelError: the sum is one of booleans.
+        """
+        return self.reduce_all(op, [(source, leaf)], axis)[0]
+
+    def reduce_all(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: int | None) -> list[Array]:
+        """Reduce several leaves like `reduce`, with one round at most."""
+        known = [self._known(source, leaf) for source, leaf in leaves]
+        unknown = [origin for origin, one in zip(leaves, known, strict=True) if len(one) < self._replicas]
+        totals = iter(self._summed(op, unknown, axis))
+        reduced = []
+        for (source, leaf), one in zip(leaves, known, strict=True):
+            if len(one) < self._replicas:
+                total, count = next(totals), next(totals)
+            else:
+                parts = [_sum_and_count(op, one[replica], axis) for replica in range(self._replicas)]
+                total, count = (tree_sum([part[j] for part in parts]) for j in (0, 1))
+            divisor = self._replicas if axis is None else int(count)
+            dtype = dtype_of(op, source.specs[leaf].dtype)
+            reduced.append(total if op == "sum" else np.asarray(total / divisor).astype(dtype))
+        return reduced
+
+    def gather(self, source: Values, leaf: int, axis: int) -> Array:
+        """Return one leaf of all replicas, joined along an axis in the replicas' order.
+
+        Raises:
+            PeerLostError: a worker that had some of the values was lost, and the loop ends.
+            DataError: the leaf is a single number; or a worker that had some of the values was lost, and the
+                loop continues.
+        """
+        if not source.specs[leaf].shape:
+            raise DataError("strategy.gather joins values along an axis; single numbers have none")
+        known = self._known(source, leaf)
+        if len(known) == self._replicas:
+            return np.concatenate([known[replica] for replica in sorted(known)], axis=axis)
+        name = f"{GATHERED}{axis}/0"
+        this = Round(
+            "strategy.gather", lambda replica: {name: self._owned(source, leaf, replica)}, np.asarray
+        )
+        return self._rounds.synchronize(this)[name]
+
+    def _summed(self, op: Op, leaves: Sequence[tuple[Values, int]], axis: int | None) -> list[Array]:
+        """Return the sums of leaves that are on several workers, each followed by the number of values."""
+        if not leaves:
+            return []
+
+        def compute(replica: int) -> dict[str, Array]:
+            pairs = (_sum_and_count(op, self._owned(*origin, replica), axis) for origin in leaves)
+            return {str(i): array for i, array in enumerate(array for pair in pairs for array in pair)}
+
+        sources = list({id(source): source for source, _ in leaves}.values())
+        total = self._rounds.synchronize(self._rounds.round("strategy.reduce", compute, sources))
+        return [total[str(i)].copy() for i in range(2 * len(leaves))]
+
+    def _owned(self, source: Values, leaf: int, replica: int) -> Array:
+        """Return one leaf of a replica that this worker owns."""
+        if isinstance(source, ReturnedValues):
+            array: Array = self._to_numpy(source.owned_leaf(leaf, replica))
+            return array
+        if replica not in (known := self._known(source, leaf)):
+            refuse_lost_value(replica)
+        return known[replica]
+
+    def _known(self, source: Values, leaf: int) -> Mapping[int, Array]:
+        known = {}
+        for replica in range(self._replicas):
+            try:
+                known[replica] = self._to_numpy(source.leaf(leaf, replica))
+            except DataError:
+                continue
+        return known
+
+
+def tree_sum(parts: list[Array]) -> Array:
+    """Sum one array a replica along the tree along which workers sum."""
+
+    def total(span: Span) -> Array:
+        if span.stop - span.start == 1:
+            return parts[span.start]
+        left, right = halves(span)
+        return np.asarray(total(left) + total(right))
+
+    return total(Span(0, len(parts)))
+
+
+def dtype_of(op: Op, dtype: str) -> str:
+    """Return the dtype of the sum or the mean of values of `dtype`.
+
+    Raises:
+        ModelError: the sum is one of booleans.
+    """
+    if op == "sum" and dtype == "bool":
+        refuse_sum_of_booleans("strategy.reduce")
+    if op == "sum" or not _is_exact(dtype):
+        return dtype
+    return "float64" if keras.backend.backend() == "tensorflow" else str(keras.config.floatx())
+
+
+def reduced_along(op: Op, tensor: Any, axis: int) -> Any:
+    """Return the sum or the mean of one tensor along an axis."""
+    tensor = keras.ops.convert_to_tensor(tensor)
+    dtype = str(keras.backend.standardize_dtype(tensor.dtype))
+    tensor = keras.ops.cast(tensor, dtype_of(op, dtype))
+    return keras.ops.cast((keras.ops.sum if op == "sum" else keras.ops.mean)(tensor, axis), tensor.dtype)
+
+
+def _is_exact(dtype: str) -> bool:
+    return dtype == "bool" or dtype.startswith(("int", "uint"))
+
+
+def _sum_and_count(op: Op, value: Array, axis: int | None) -> tuple[Array, Array]:
+    """Return the sum of an array along an axis, of a dtype for a mean, and the number of its values.
+
+    Raises:
+        DataError: the array has no such axis.
+        ModelError: the sum is one of booleans.
+    """
+    dtype_of(op, value.dtype.name)
+    if op == "mean" and _is_exact(value.dtype.name):
+        value = value.astype("float64")
+    if axis is None:
+        return value, np.array(1, "int64")
+    if not -value.ndim <= axis < value.ndim:
+        raise DataError(f"strategy.reduce over axis {axis} of a value of shape {list(value.shape)}")
+    return np.asarray(value.sum(axis=axis, dtype=value.dtype)), np.array(value.shape[axis], "int64")

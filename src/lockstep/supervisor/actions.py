@@ -1,0 +1,123 @@
+"""What supervision decides to do: actions, which the coordinator carries out, and the outcome of a job."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from lockstep.protocol.worker import Notice
+from lockstep.topology import View
+
+
+class Evidence(Enum):
+    """What a message about a worker shows as evidence."""
+
+    NONE = auto()
+    LOG = auto()
+    LOG_NAME = auto()
+    STACK = auto()
+
+
+@dataclass(frozen=True)
+class AbortExchange:
+    """End the exchange between the workers."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartView:
+    """End the view, for `reason`, and begin `view`.
+
+    New members get the state that the chief sent; running members of the last view that are not in `view`
+    must leave.
+    """
+
+    view: View
+    reason: str
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    """Start a worker that will join."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class AskMembers:
+    """Post a notice to the members of the view; it replaces the one before."""
+
+    notice: Notice
+
+
+@dataclass(frozen=True)
+class SendPosition:
+    """Send a joiner the position from the chief."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class SignalWorker:
+    """Send `signal` to the main process of a worker."""
+
+    worker: int
+    signal: int
+
+
+@dataclass(frozen=True)
+class KillWorker:
+    """Kill the main process of a worker."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class DumpStack:
+    """Request a worker's Python stack."""
+
+    worker: int
+
+
+@dataclass(frozen=True)
+class ShowMessage:
+    """Show the user a message."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class JobOutcome:
+    """How the job ends.
+
+    Attributes:
+        status: the exit status of the job.
+        message: why, in one line; empty on success.
+        workers: the workers whose evidence the message shows.
+        evidence: which evidence.
+    """
+
+    status: int
+    message: str = ""
+    workers: tuple[int, ...] = ()
+    evidence: Evidence = Evidence.NONE
+
+
+@dataclass(frozen=True)
+class FinishJob:
+    """Kill the remaining processes, show the outcome, and exit with its status."""
+
+    outcome: JobOutcome
+
+
+Action = (
+    AbortExchange
+    | StartView
+    | StartWorker
+    | AskMembers
+    | SendPosition
+    | SignalWorker
+    | KillWorker
+    | DumpStack
+    | ShowMessage
+    | FinishJob
+)
