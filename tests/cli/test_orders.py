@@ -1,4 +1,4 @@
-"""From another terminal: `lockstep list`, `lockstep scale` and `lockstep stop`, with real jobs."""
+"""`lockstep list`, `lockstep scale` and `lockstep stop` from another terminal, on real jobs."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def order(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def listed(name: str) -> list[str]:
-    """The lines of `lockstep list` about one job: others may run on this machine."""
+    """Return the lines of `lockstep list` about one job; other jobs may run on this machine."""
     done = order("list")
     assert done.returncode == 0
     return [line for line in done.stdout.splitlines() if line.split()[0] == name]
@@ -30,7 +30,7 @@ def listed(name: str) -> list[str]:
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name that no other job of this user has."""
+    """A job name that is unique for this user."""
     return f"orders-{os.getpid()}-{request.node.name.replace('/', '-')[:40]}"
 
 
@@ -60,7 +60,7 @@ def test_stop_ends_a_job_as_sigterm_does(lockstep: Any, is_gone: Gone, name: str
     assert listed(name) == []
 
 
-def test_stop_kills_the_deaf(lockstep: Any, is_gone: Gone, name: str) -> None:
+def test_stop_kills_workers_that_ignore_sigterm(lockstep: Any, is_gone: Gone, name: str) -> None:
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS
     running, workers = begin(lockstep, name, text=deaf)
     assert order("stop", name).returncode == 0
@@ -79,7 +79,7 @@ def test_more_workers_than_replicas_are_refused(lockstep: Any, is_gone: Gone, na
     assert running.end().status == 143
 
 
-def test_a_job_that_was_killed_has_no_name(lockstep: Any, is_gone: Gone, name: str) -> None:
+def test_a_killed_job_is_not_listed(lockstep: Any, is_gone: Gone, name: str) -> None:
     running, workers = begin(lockstep, name)
     agent = os.pidfd_open(running.agent())
     signal.pidfd_send_signal(agent, signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_job_that_was_killed_has_no_name(lockstep: Any, is_gone: Gone, name: s
     assert order("stop", name).returncode == 2
 
 
-def test_two_jobs_of_one_name_are_told_apart(lockstep: Any, is_gone: Gone, name: str) -> None:
+def test_two_jobs_with_one_name_are_distinguished(lockstep: Any, is_gone: Gone, name: str) -> None:
     first, workers = begin(lockstep, name)
     second, others = begin(lockstep, f"elsewhere/{name}")
     assert order("stop", f"{name}-2").returncode == 0

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker, Workers
+from simulated_workers import AS_JOINER, AS_MEMBER, FATES, STEPS, Worker, Workers
 
 from lockstep.observability.events import StopRequested, WorkerExited
 from lockstep.protocol.worker import Notice
@@ -72,8 +72,8 @@ class Job(Workers):
         fate = self.dice.choice(FATES) if self.dice.random() < harm else "well"
         moment = "computing" if self.dice.random() < 0.2 else self.dice.choice(AS_MEMBER)
         if view is None and self.dice.random() < 0.5:
-            moment = self.dice.choice(AS_RECRUIT)
-            if moment in ("starting", "knowing where") and self.dice.random() < 0.1:
+            moment = self.dice.choice(AS_JOINER)
+            if moment in ("starting", "after the position") and self.dice.random() < 0.1:
                 fate = "ends"
         one = Worker(number, view, fate, moment, self.dice.randrange(STEPS))
         self.workers[number] = one

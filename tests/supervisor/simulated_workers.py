@@ -22,12 +22,12 @@ AS_MEMBER = (
     "after the step",
     "giving the position",
     "position given",
-    "giving the state",
+    "reporting the state",
     "state given",
     "waiting for the change",
     "told of the next view",
 )
-AS_RECRUIT = ("starting", "asking where", "knowing where", "asking to be let in")
+AS_JOINER = ("starting", "asking for the position", "after the position", "asking to join")
 
 Act = Callable[["Worker"], None]
 
@@ -283,7 +283,7 @@ class Workers:
             self._go_on(one)
 
     def _give_state(self, one: Worker) -> None:
-        if self.strikes(one, "giving the state", self._give_state):
+        if self.strikes(one, "reporting the state", self._give_state):
             return
         self._give(one, whole=True)
         if not self.strikes(one, "state given", self._wait):
@@ -299,14 +299,14 @@ class Workers:
             return
         self.send(one, StrategyInstalled("jax"))
         self.send(one, JoinRequested(one.number, whole=False))
-        if not self.strikes(one, "asking where", self._wait):
+        if not self.strikes(one, "asking for the position", self._wait):
             self._wait(one)
 
     def _ask_to_be_let_in(self, one: Worker) -> None:
-        if self.strikes(one, "knowing where", self._ask_to_be_let_in):
+        if self.strikes(one, "after the position", self._ask_to_be_let_in):
             return
         self.send(one, JoinRequested(one.number, whole=True))
-        if not self.strikes(one, "asking to be let in", self._wait):
+        if not self.strikes(one, "asking to join", self._wait):
             self._wait(one)
 
     def _wait(self, one: Worker) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from simulated_job import Job
-from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker
+from simulated_workers import AS_JOINER, AS_MEMBER, FATES, STEPS, Worker
 
 from lockstep.observability.events import JoinRequested, StopRequested, WorkerExited
 from lockstep.protocol.worker import Notice
@@ -264,8 +264,8 @@ def test_the_simulation_meets_every_fate_at_every_moment() -> None:
         job = Job(seed)
         job.run()
         seen += job.seen
-    fates = {f"killed {moment}" for moment in (*AS_MEMBER, *AS_RECRUIT)}
-    fates |= {f"{fate} {moment}" for fate in FATES for moment in ("computing", "state given", *AS_RECRUIT)}
+    fates = {f"killed {moment}" for moment in (*AS_MEMBER, *AS_JOINER)}
+    fates |= {f"{fate} {moment}" for fate in FATES for moment in ("computing", "state given", *AS_JOINER)}
     others = {
         "came",
         "scaled",

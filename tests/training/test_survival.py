@@ -9,7 +9,7 @@ import pytest
 
 Launch = Callable[..., Any]
 PROGRAM = Path(__file__).parents[1] / "chaos" / "survival.py"
-SOME = ("0:7:halfway through publishing", "1:12:after apply", "2:12:told of a loss")
+SOME = ("0:7:halfway through publishing", "1:12:after apply", "2:12:before the next view")
 """The chief, and two more of four, one of them during the recovery from the loss of the other."""
 REST = (
     ("1:3:before publishing", "0:9:published"),
