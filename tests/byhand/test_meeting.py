@@ -173,7 +173,7 @@ def test_a_worker_that_arrives_as_a_job_ends_begins_the_next_job(host: Any) -> N
         assert "all workers are connected" in terminal.end()
 
 
-def order(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *arguments], capture_output=True, text=True, timeout=600
     )
@@ -184,18 +184,18 @@ def test_list_scale_and_stop_find_the_job(host: Any, is_gone: Gone) -> None:
     terminals = [host.start(host.config(index), script) for index in range(2)]
     for terminal in terminals:
         terminal.until("waiting")
-    (line,) = [line for line in order("list").stdout.splitlines() if str(host.ports[0]) in line]
+    (line,) = [line for line in command("list").stdout.splitlines() if str(host.ports[0]) in line]
     assert line.split()[1:5] == ["2", "of", "2", "2"]
     name = line.split()[0]
-    assert "3 workers cannot share 2 replicas" in order("scale", name, "3").stderr
+    assert "3 workers cannot share 2 replicas" in command("scale", name, "3").stderr
     terminals[1].stop()
     terminals[0].until(
         "worker 1 ended (exit status unknown); start it again and it joins; worker 0 continues (view 2)"
     )
-    refused = order("scale", name, "2")
+    refused = command("scale", name, "2")
     assert refused.returncode == 2
     assert "the workers of this job are started by hand: start another one to add a worker" in refused.stderr
     coordinators = host.coordinators()
-    assert order("stop", name).stdout.splitlines()[-1] == f"{name} has ended"
+    assert command("stop", name).stdout.splitlines()[-1] == f"{name} has ended"
     assert terminals[0].status() == -signal.SIGTERM
     assert is_gone(coordinators, 300)

@@ -3,7 +3,7 @@
     launched_training.py
     launched_training.py launch
 
-Launched, worker 0 dies in `fit`, and worker 1 waits until a replacement has joined.
+Launched, worker 0 kills itself in `fit`, and worker 1 waits until a replacement has joined.
 """
 
 import os

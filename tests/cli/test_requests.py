@@ -15,7 +15,7 @@ Gone = Callable[[list[int], float], bool]
 STAYS = "announce('worker'); stay()"
 
 
-def order(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *arguments], capture_output=True, text=True, timeout=600
     )
@@ -23,7 +23,7 @@ def order(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def listed(name: str) -> list[str]:
     """Return the lines of `lockstep list` about one job; other jobs may run on this machine."""
-    done = order("list")
+    done = command("list")
     assert done.returncode == 0
     return [line for line in done.stdout.splitlines() if line.split()[0] == name]
 
@@ -31,7 +31,7 @@ def listed(name: str) -> list[str]:
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
     """A job name that is unique for this user."""
-    return f"orders-{os.getpid()}-{request.node.name.replace('/', '-')[:40]}"
+    return f"requests-{os.getpid()}-{request.node.name.replace('/', '-')[:40]}"
 
 
 def begin(lockstep: Any, name: str, *options: str, text: str = STAYS) -> tuple[Any, list[int]]:
@@ -52,7 +52,7 @@ def test_a_job_is_listed_until_it_ends(lockstep: Any, is_gone: Gone, name: str) 
 
 def test_stop_ends_a_job_as_sigterm_does(lockstep: Any, is_gone: Gone, name: str) -> None:
     running, workers = begin(lockstep, name)
-    done = order("stop", name)
+    done = command("stop", name)
     assert is_gone(workers, 0)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"{name} has ended"
@@ -63,14 +63,14 @@ def test_stop_ends_a_job_as_sigterm_does(lockstep: Any, is_gone: Gone, name: str
 def test_stop_kills_workers_that_ignore_sigterm(lockstep: Any, is_gone: Gone, name: str) -> None:
     deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS
     running, workers = begin(lockstep, name, text=deaf)
-    assert order("stop", name).returncode == 0
+    assert command("stop", name).returncode == 0
     assert is_gone(workers, 0)
     assert running.end().status == 143
 
 
 def test_more_workers_than_replicas_are_refused(lockstep: Any, is_gone: Gone, name: str) -> None:
     running, workers = begin(lockstep, name, "--replicas", "4")
-    done = order("scale", name, "5")
+    done = command("scale", name, "5")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("lockstep: ")
     assert "4" in done.stderr
@@ -87,16 +87,16 @@ def test_a_killed_job_is_not_listed(lockstep: Any, is_gone: Gone, name: str) -> 
     assert is_gone([*workers, agent], 300)
     running.end()
     assert listed(name) == []
-    assert order("stop", name).returncode == 2
+    assert command("stop", name).returncode == 2
 
 
 def test_two_jobs_with_one_name_are_distinguished(lockstep: Any, is_gone: Gone, name: str) -> None:
     first, workers = begin(lockstep, name)
     second, others = begin(lockstep, f"elsewhere/{name}")
-    assert order("stop", f"{name}-2").returncode == 0
+    assert command("stop", f"{name}-2").returncode == 0
     assert second.end().status == 143
     assert is_gone(others, 0)
     assert len(listed(name)) == 1
-    assert order("stop", name).returncode == 0
+    assert command("stop", name).returncode == 0
     assert first.end().status == 143
     assert is_gone(workers, 0)
