@@ -1,8 +1,8 @@
-"""Two calls of `fit` read one endless generator: a process that skips the first call is elsewhere in it.
+"""Two calls of `fit` read one endless generator: a process that skips the first call reads other elements.
 
     differing.py [killed]
 
-With "killed", worker 1 dies in the second call, and the chief lets its replacement join.
+With "killed", worker 1 is lost in the second call, and the chief lets its replacement join.
 """
 
 import os

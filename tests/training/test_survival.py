@@ -48,7 +48,7 @@ def test_the_result_is_that_of_an_undisturbed_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faults", REST, ids=" and ".join)
-def test_wherever_workers_are_lost(
+def test_workers_may_be_lost_at_every_point(
     launch: Launch,
     backend: str,
     undisturbed: tuple[set[str], dict[str, str]],
