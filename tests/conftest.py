@@ -12,13 +12,13 @@ os.environ.setdefault("KERAS_BACKEND", "jax")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 _LONG = ("training", "byhand", "notebook", "fuzz")
-"""Folders whose files take minutes: processes that share the tests begin with them, and end together."""
+"""Folders whose files take minutes: they run first, so that the test processes end at the same time."""
 
 _HERE = Path(__file__).parent
 _EXAMPLES = _HERE.parent / "examples"
 _BACKENDS = ("jax", "tensorflow", "torch")
 _OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
-"""Packages that Keras or a backend imports where they are installed, whether they are needed or not."""
+"""Packages that Keras or a backend imports if they are installed, even if they are not needed."""
 _QUICK = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
 
 

@@ -154,7 +154,7 @@ def is_gone() -> Callable[[Sequence[int], float], bool]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _signals_arrive() -> Iterator[None]:
+def _ctrl_c_interrupts() -> Iterator[None]:
     """A shell without job control starts background jobs that ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -25,9 +25,9 @@ SURVIVAL = HERE.parent / "training" / "survival.py"
 BACKENDS = ("jax", "tensorflow", "torch")
 FUZZ = HERE.parent / "fuzz" / "fuzz.py"
 FIRST_SEED = 1000
-"""Of the random programs: `make test` runs those of lower ones."""
+"""The first seed of the random programs: `make test` runs lower ones."""
 FIRST = "2:3:after apply"
-"""The first loss of a job, which others are to recover from."""
+"""The first loss of a job, from which the other workers recover."""
 
 
 @dataclass

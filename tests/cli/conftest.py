@@ -48,7 +48,7 @@ class Running:
         self._pending = pending
         self._text = b""
 
-    def born(self, count: int) -> dict[str, list[int]]:
+    def announced(self, count: int) -> dict[str, list[int]]:
         """Wait until `count` processes have called `announce`; return their pidfds by name."""
         deadline = time.monotonic() + PATIENCE
         while self._text.count(b"\n") < count:
@@ -89,9 +89,9 @@ from lockstep.worker import job
 me = job.current().worker
 barrier = job.current().communicator.barrier
 def announce(name):
-    births = os.open(os.environ["BIRTHS"], os.O_WRONLY)
-    os.write(births, f"{name} {os.getpid()}\\n".encode())
-    os.close(births)
+    announcements = os.open(os.environ["ANNOUNCEMENTS"], os.O_WRONLY)
+    os.write(announcements, f"{name} {os.getpid()}\\n".encode())
+    os.close(announcements)
 def stay():
     while True:
         signal.pause()
@@ -127,7 +127,7 @@ class Lockstep:
         self, *arguments: str, run: str = "run", process_group: int | None = None, **environment: str
     ) -> Running:
         """Start `lockstep run`."""
-        variables = {**os.environ, "BIRTHS": str(self.folder / "births"), **environment}
+        variables = {**os.environ, "ANNOUNCEMENTS": str(self.folder / "announcements"), **environment}
         command = [sys.executable, "-m", "lockstep", "run", "--run-dir", run, *arguments]
         process = subprocess.Popen(
             command,
@@ -153,8 +153,8 @@ class Lockstep:
 
 @pytest.fixture
 def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
-    os.mkfifo(tmp_path / "births")
-    pending = os.open(tmp_path / "births", os.O_RDWR)
+    os.mkfifo(tmp_path / "announcements")
+    pending = os.open(tmp_path / "announcements", os.O_RDWR)
     made = Lockstep(tmp_path, pending)
     yield made
     made.close()
@@ -167,7 +167,7 @@ def is_gone() -> Callable[[list[int], float], bool]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _signals_arrive() -> Iterator[None]:
+def _ctrl_c_interrupts() -> Iterator[None]:
     """A shell without job control starts background jobs that ignore Ctrl-C; the command respects that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield

@@ -23,9 +23,9 @@ SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 def begin(lockstep: Any, text: str) -> tuple[Any, list[int]]:
     """Start two workers, each with a detached grandchild; return the run and all pidfds."""
     running = lockstep.start("-n", "2", lockstep.script(text))
-    born = running.born(4)
-    assert {name: len(pidfds) for name, pidfds in born.items()} == {"worker": 2, "grandchild": 2}
-    return running, born["worker"] + born["grandchild"]
+    announced = running.announced(4)
+    assert {name: len(pidfds) for name, pidfds in announced.items()} == {"worker": 2, "grandchild": 2}
+    return running, announced["worker"] + announced["grandchild"]
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
@@ -42,7 +42,7 @@ def test_a_signal_ends_all_processes(lockstep: Any, is_gone: Gone, number: int, 
 
 def test_the_workers_get_the_same_signal(lockstep: Any) -> None:
     running = lockstep.start("-n", "2", lockstep.script("try: announce('w'); stay()\nfinally: print('bye')"))
-    running.born(2)
+    running.announced(2)
     running.process.send_signal(signal.SIGINT)
     done = running.end()
     assert (done.status, done.out) == (130, "bye\n")
@@ -55,7 +55,7 @@ def test_a_signal_after_the_scripts_have_finished_keeps_the_success(
 ) -> None:
     script = "import atexit; atexit.register(stay); atexit.register(announce, 'worker'); print('digest')"
     running = lockstep.start("-n", "2", *keeping, lockstep.script(script))
-    processes = running.born(2)["worker"]
+    processes = running.announced(2)["worker"]
     running.process.send_signal(signal.SIGTERM)
     done = running.end()
     assert is_gone(processes, 0)
@@ -77,10 +77,10 @@ def test_workers_that_ignore_signals_are_killed_within_five_seconds(
 
 
 def test_a_second_signal_kills_all_processes_at_once(lockstep: Any, is_gone: Gone) -> None:
-    name = "signal.signal(signal.SIGTERM, lambda *_: announce('told'))\n" + OBEYS
+    name = "signal.signal(signal.SIGTERM, lambda *_: announce('signaled'))\n" + OBEYS
     running, processes = begin(lockstep, name)
     running.process.send_signal(signal.SIGTERM)
-    for pidfd in running.born(2)["told"]:
+    for pidfd in running.announced(2)["signaled"]:
         os.close(pidfd)
     start = time.monotonic()
     running.process.send_signal(signal.SIGTERM)
@@ -111,9 +111,9 @@ def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone:
     name = lockstep.script(STEP)
     os.mkfifo(lockstep.folder / "step")
     first = lockstep.start("-n", "2", "--checkpoint", "kept", name)
-    held = first.born(2)["worker"]
+    held = first.announced(2)["worker"]
     second = lockstep.start("-n", "2", "--checkpoint", "other", "--grace", "1s", name, run="second")
-    late = second.born(2)["worker"]
+    late = second.announced(2)["worker"]
     for running in (first, second):
         running.process.send_signal(signal.SIGTERM)
     done = second.end()
@@ -145,7 +145,7 @@ def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone:
 def test_a_paused_reader_does_not_prevent_the_checkpoint(lockstep: Any, is_gone: Gone) -> None:
     step = STEP.replace('os.close(os.open("step", os.O_RDONLY))', "for n in range(64): print('x' * 65535)")
     running = lockstep.start("-n", "2", "--checkpoint", "kept", lockstep.script(step))
-    workers = running.born(2)["worker"]
+    workers = running.announced(2)["worker"]
     running.process.send_signal(signal.SIGTERM)
     # No process reads the chief's output until the chief has ended.
     assert is_gone(workers, 300)
@@ -185,7 +185,7 @@ def test_no_process_remains_after_a_killed_agent(lockstep: Any, is_gone: Gone) -
 
 def test_workers_do_not_outlive_command_and_agent(lockstep: Any, is_gone: Gone) -> None:
     running = lockstep.start("-n", "2", lockstep.script("announce('worker'); stay()"))
-    workers, agent = running.born(2)["worker"], running.agent()
+    workers, agent = running.announced(2)["worker"], running.agent()
     below = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
     assert len(below) == 3, "the workers and their fork server"
     running.process.send_signal(signal.SIGSTOP)
@@ -207,7 +207,7 @@ def test_workers_end_though_the_agent_is_stopped(lockstep: Any, is_gone: Gone) -
 def test_workers_end_though_the_terminal_is_not_read(lockstep: Any, is_gone: Gone) -> None:
     flood = "if me == 0:\n announce('flood')\n while True: os.write(1, b'x' * 65536)\n"
     running = lockstep.start("-n", "2", lockstep.script(flood + "announce('worker'); stay()"))
-    processes = [pidfd for pidfds in running.born(2).values() for pidfd in pidfds]
+    processes = [pidfd for pidfds in running.announced(2).values() for pidfd in pidfds]
     processes.append(os.pidfd_open(running.agent()))
     running.process.kill()
     assert is_gone(processes, 300)
@@ -218,7 +218,7 @@ def test_processes_that_a_script_leaves_end_with_the_job(
     lockstep: Any, is_gone: Gone, text: str, status: int
 ) -> None:
     running = lockstep.start("-n", "1", lockstep.script(text))
-    left = running.born(1)["grandchild"]
+    left = running.announced(1)["grandchild"]
     assert running.end().status == status
     assert is_gone(left, 0)
 
@@ -227,7 +227,7 @@ def test_existing_children_of_the_command_survive(lockstep: Any, is_gone: Gone) 
     """A shell may start a process and then exec the command."""
     name = lockstep.script("escape()")
     shell = f"sleep 1000 & echo $!; exec {sys.executable} -m lockstep run -n 1 --run-dir run {name}"
-    environment = {**os.environ, "BIRTHS": str(lockstep.folder / "births")}
+    environment = {**os.environ, "ANNOUNCEMENTS": str(lockstep.folder / "announcements")}
     with subprocess.Popen(
         ["bash", "-c", shell], cwd=lockstep.folder, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -242,6 +242,6 @@ def test_existing_children_of_the_command_survive(lockstep: Any, is_gone: Gone) 
 def test_no_process_remains_after_a_killed_process_group(lockstep: Any, is_gone: Gone) -> None:
     """As a shell's `kill -9 %1` and some schedulers do: the agent is in another session."""
     running = lockstep.start("-n", "2", lockstep.script(IGNORES_SIGNALS), process_group=0)
-    processes = [pidfd for pidfds in running.born(4).values() for pidfd in pidfds]
+    processes = [pidfd for pidfds in running.announced(4).values() for pidfd in pidfds]
     os.killpg(running.process.pid, signal.SIGKILL)
     assert is_gone(processes, 300)

@@ -114,7 +114,7 @@ def test_a_stuck_worker_that_ignores_signals_is_killed(
 ) -> None:
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce('w')\nif me == 1: blocked()\nbarrier()"
     running = lockstep.start("--timeout", "1", lockstep.script(BLOCK + text))
-    workers = running.born(2)["w"]
+    workers = running.announced(2)["w"]
     assert running.end().status == 1
     assert is_gone(workers, 0)
 

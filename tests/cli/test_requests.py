@@ -36,7 +36,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def begin(lockstep: Any, name: str, *options: str, text: str = STAYS) -> tuple[Any, list[int]]:
     running = lockstep.start("-n", "2", *options, lockstep.script(text), run=name)
-    return running, running.born(2)["worker"]
+    return running, running.announced(2)["worker"]
 
 
 def test_a_job_is_listed_until_it_ends(lockstep: Any, is_gone: Gone, name: str) -> None:
@@ -61,8 +61,8 @@ def test_stop_ends_a_job_as_sigterm_does(lockstep: Any, is_gone: Gone, name: str
 
 
 def test_stop_kills_workers_that_ignore_sigterm(lockstep: Any, is_gone: Gone, name: str) -> None:
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS
-    running, workers = begin(lockstep, name, text=deaf)
+    ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS
+    running, workers = begin(lockstep, name, text=ignores)
     assert command("stop", name).returncode == 0
     assert is_gone(workers, 0)
     assert running.end().status == 143

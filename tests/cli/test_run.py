@@ -90,7 +90,7 @@ while written < 2**25 and select.select([], [1], [], 0.5)[1]:
 announce(written)
 """
     running = lockstep.start("-n", "1", lockstep.script(text))
-    ((written, (pidfd,)),) = running.born(1).items()
+    ((written, (pidfd,)),) = running.announced(1).items()
     os.close(pidfd)
     assert int(written) < 2**22
     done = running.end()
@@ -320,7 +320,7 @@ def test_two_runs_at_once(lockstep: Any) -> None:
 def test_the_folder_of_a_live_run_is_refused(lockstep: Any) -> None:
     name = lockstep.script("announce('worker'); stay()")
     running = lockstep.start("-n", "1", name)
-    running.born(1)
+    running.announced(1)
     refused = lockstep.run("-n", "1", name)
     assert refused.status == 2
     assert refused.err == "lockstep: another run uses run; wait for it to end, or give another --run-dir\n"

@@ -37,7 +37,7 @@ from fuzz_text import text
 
 REPLICAS = 3
 CHUNK = 100
-"""Programs that one process runs: what it keeps of them grows."""
+"""Programs that one process runs: its memory grows with their number."""
 
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 

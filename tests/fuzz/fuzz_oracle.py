@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 Line = Mapping[str, Any]
-"""What a worker says of a program: {"found": digests by name}, {"refused": ...} or {"error": ...}."""
+"""A worker's line on a program: {"found": digests by name}, {"refused": ...} or {"error": ...}."""
 
 
 @dataclass(frozen=True)

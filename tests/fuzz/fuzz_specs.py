@@ -155,7 +155,7 @@ RANDOM_LAYERS = (
     "Moving()",
     "Summed()",
 )
-"""Layers of one axis whose result replicas and one process need not share."""
+"""Layers on one axis whose results may differ between replicas and one process."""
 
 EXACT_LAYERS = (
     "layers.Dense(4, activation='tanh')",
@@ -277,7 +277,7 @@ OPTIMIZERS = {
     "Lamb": (),
     "Lion": (),
 }
-"""Optimizers and the options that only they have."""
+"""Optimizers and their specific options."""
 
 OPTIMIZER_OPTIONS = (
     "clipnorm=0.3",

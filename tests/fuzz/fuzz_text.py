@@ -149,7 +149,7 @@ def part(data, start, stop):
 }
 
 EPSILON = ("Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Lamb")
-"""Optimizers that divide by what may be zero up to rounding: a large epsilon keeps that from growing."""
+"""Optimizers that may divide by rounding errors: a large epsilon keeps the quotients small."""
 
 
 def text(spec: Spec, backend: str, *, plain: bool = False) -> str:

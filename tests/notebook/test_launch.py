@@ -180,18 +180,18 @@ STAY = """
 import os, signal, subprocess, sys
 def f():
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    births = os.open("births", os.O_WRONLY)
-    os.write(births, f"{os.getpid()} {child.pid} {os.getppid()}\\n".encode())
+    announcements = os.open("announcements", os.O_WRONLY)
+    os.write(announcements, f"{os.getpid()} {child.pid} {os.getppid()}\\n".encode())
     signal.pause()
 """
 
 
-class Born:
+class StartedProcesses:
     """Receives from two workers that run `STAY` the process ids of each, its child and its agent."""
 
     def __init__(self) -> None:
-        os.mkfifo("births")
-        self._pending = os.open("births", os.O_RDWR)
+        os.mkfifo("announcements")
+        self._pending = os.open("announcements", os.O_RDWR)
 
     def wait(self) -> list[int]:
         text = b""
@@ -207,10 +207,10 @@ def all_end(pidfds: list[int]) -> bool:
 
 
 def test_an_interrupt_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
-    born, processes = Born(), list[int]()
+    started, processes = StartedProcesses(), list[int]()
 
     def interrupt() -> None:
-        processes.extend(born.wait())
+        processes.extend(started.wait())
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -224,10 +224,10 @@ def test_an_interrupt_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_no_process_remains_after_a_killed_caller() -> None:
-    born = Born()
+    started = StartedProcesses()
     Path("caller.py").write_text(f"import lockstep\n{STAY}\nlockstep.launch(f)\n")
     caller = subprocess.Popen([sys.executable, "caller.py"], stderr=subprocess.DEVNULL)
-    processes = born.wait()
+    processes = started.wait()
     caller.kill()
     caller.wait()
     assert all_end(processes)

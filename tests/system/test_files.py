@@ -74,7 +74,7 @@ def test_the_end_of_a_run_removes_only_its_lock_and_its_markers(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "saved"]
     assert not note.exists()
     own.unlink()
-    (tmp_path / "lock").write_text("a person's own")
+    (tmp_path / "lock").write_text("of the user")
     leave_folder(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "lock"]
 
@@ -99,7 +99,7 @@ def test_a_lock_that_is_removed_while_it_is_acquired_is_acquired_again(
 
 
 def test_files_of_a_run_are_neither_links_nor_pipes(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / "other").write_text("of another user")
     for name in ("lock", "events.jsonl", "worker-0.log", "worker-0.stack"):
         file = tmp_path / name
         file.symlink_to("other")
@@ -107,7 +107,7 @@ def test_files_of_a_run_are_neither_links_nor_pipes(tmp_path: Path) -> None:
         file.unlink()
         os.mkfifo(file)
         assert opened(file) in ("", f"{name} is not a regular file")
-    assert (tmp_path / "other").read_text() == "of somebody else"
+    assert (tmp_path / "other").read_text() == "of another user"
 
 
 def opened(file: Path) -> str:

@@ -37,7 +37,7 @@ def _backends() -> list[str]:
 BACKENDS = _backends()
 REPLICAS_IN_PROCESS = 3
 PATIENCE = 1200.0
-"""Seconds that a process may take on a machine that others use too."""
+"""The time limit of a process, in seconds, on a shared machine."""
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def job_of_one_worker(published: list[Event]) -> Job:
     view = place(REPLICAS_IN_PROCESS, (0,))
     hub = Hub(ReducePlan.of(view))
     events = Bus(SystemClock(), 0)
-    events.subscribe(lambda heard: published.append(heard.event), *WORKER_EVENTS)
+    events.subscribe(lambda entry: published.append(entry.event), *WORKER_EVENTS)
     context = JobContext(0, 0, 1, events)
     entered = Job(context, (view, hub.member(0)))
     job.enter(entered)

@@ -21,7 +21,7 @@ from lockstep.worker import job
 ENTERED = job.current()
 FIRST, SECOND = 5, 40
 WAITS = {4: "false", 24: "true"}
-"""After which steps of the second call the chief waits for which request of the replacement."""
+"""By step of the second call: the request of the replacement for which the chief waits after it."""
 
 
 def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -20,7 +20,7 @@ import numpy as np
 import lockstep
 
 STEPS = 10
-"""That `train` takes."""
+"""The number of steps of `train`."""
 MODULE = sys.argv[-1] == "module" and sys.argv.pop()
 
 random = np.random.default_rng(0)

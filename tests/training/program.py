@@ -34,7 +34,7 @@ class Trained:
     batch_size: int = 50
     weight: Any = None
     noted: dict[str, Any] = field(default_factory=dict)
-    """Further figures and arrays that have to be equal."""
+    """Further values and arrays that must be equal."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Context:
     folder: Path | None = None
 
     def random(self, *some: keras.Layer) -> list[keras.Layer]:
-        """The layers, unless replicas and plain Keras have to agree."""
+        """Return the layers, unless replicas and plain Keras must agree."""
         return [] if self.exact else list(some)
 
 

@@ -16,10 +16,10 @@ TRAININGS = [
     *("tiny", "custom", "summed"),
 ]
 TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
-"""What one replica computes as plain Keras does, though XLA optimizes other functions."""
+"""Trainings in which one replica has the bits of plain Keras, although XLA optimizes other functions."""
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 TOLERANCE = {"mixed": 1e-3}
-"""How close replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
+"""The relative distance of replicas from plain Keras, in norm; half precision rounds differently."""
 LOSSES, ROUNDS = ["masked", "weighted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
 ROUNDS["torch"] = ROUNDS["tensorflow"]
 

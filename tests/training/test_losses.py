@@ -14,7 +14,7 @@ from lockstep.topology import split_evenly
 
 ops = keras.ops
 REPLICAS = 3
-"""Of the job that this process is in."""
+"""The number of replicas of the job that this process belongs to."""
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(10, 4, 1)).astype("float32")
 

@@ -23,7 +23,7 @@ QUICK = {
 RANDOM = {"noisy"}
 """Trainings that one process cannot reproduce."""
 TOLERANCE = 1e-5
-"""How close replicas are to plain Keras, relative in norm."""
+"""The relative distance of replicas from plain Keras, in norm."""
 
 
 def train(

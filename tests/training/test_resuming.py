@@ -13,7 +13,7 @@ Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
 WEIGHTS = {"fit 1": ("weights 1", "weights 2"), "fit 2": ("weights 2",), "batch": ()}
-"""The weights that a script sees when it resumes there: those of finished calls are not saved."""
+"""The weights that a script has when it resumes there: those of finished calls are not saved."""
 
 
 def results(run: Any, place: str, worker: int = 0) -> list[str]:
