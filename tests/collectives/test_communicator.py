@@ -181,9 +181,8 @@ def test_a_surplus_release_is_an_error(world: World) -> None:
         for _ in range(2):
             control.release(1)
 
-    calls = [("barrier", {}), None]
     with pytest.raises(AssertionError, match=r"member 1 was released \d+ times, but waited 1 times"):
-        world.run(plan_of(2, 2), call, calls, settings=Settings(quick_reports()), listen=listen)
+        world.run(plan_of(2, 2), wait_for_the_last, settings=Settings(quick_reports()), listen=listen)
 
 
 # Disagreement.

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-import numpy.typing as npt
+if TYPE_CHECKING:
+    # The agent opens exchanges and needs no NumPy, whose import takes a part of each launch.
+    import numpy.typing as npt
 
-Leaves = Sequence[npt.NDArray[Any]]
+Leaves = Sequence["npt.NDArray[Any]"]
 """The arrays of one partial or total, in an order that all members share."""
 
 
