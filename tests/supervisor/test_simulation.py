@@ -234,13 +234,13 @@ class CheckedJob(Job):
             self._check_told()
 
     def _check_told(self) -> None:
-        told = "\n".join(self.notices)
+        notes = "\n".join(self.notices)
         for worker in self.lost:
             named = rf"\bworkers? ([\d, ]|and )*\b{worker}\b"
-            assert re.search(named, told), f"no note names the lost worker {worker}"
+            assert re.search(named, notes), f"no note names the lost worker {worker}"
         if self.state.size.wanted < self.target and not self.state.admission.unreported and not self.mute:
             what = "start it again" if self.state.size.by_hand else " replaced ("
-            assert what in told, f"no note says: {what}"
+            assert what in notes, f"no note says: {what}"
 
 
 def check_job(seed: int) -> CheckedJob:
