@@ -164,7 +164,7 @@ def holds_a_lock() -> Callable[[], Any]:
         (print, (1, lock), "args[1], of type lock ("),
     ],
 )
-def test_what_cannot_be_pickled_is_named(function: Any, args: tuple[Any, ...], name: str) -> None:
+def test_values_that_cannot_be_pickled_are_named(function: Any, args: tuple[Any, ...], name: str) -> None:
     expected = re.escape(f"lockstep.launch cannot send this to its workers: {name}")
     with pytest.raises(InputError, match=f"^{expected}TypeError: cannot pickle"):
         lockstep.launch(function, args)

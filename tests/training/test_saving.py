@@ -16,7 +16,7 @@ def saved(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) 
     return run, folder
 
 
-def test_every_worker_loads_what_was_saved(saved: tuple[Any, Path]) -> None:
+def test_every_worker_loads_the_saved_files(saved: tuple[Any, Path]) -> None:
     for worker in range(2):
         assert saved[0].marked(worker, "loaded ") == [
             "loaded whole.keras True",

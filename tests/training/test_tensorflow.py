@@ -157,7 +157,7 @@ def test_computing_changes_nothing(kind: str, options: dict[str, Any]) -> None:
 
 
 @here
-def test_only_what_a_step_assigns_is_part_of_a_partial() -> None:
+def test_a_partial_has_only_the_variables_that_a_step_assigns() -> None:
     frozen = keras.layers.BatchNormalization()
     frozen.trainable = False
     model = layers(
