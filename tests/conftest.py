@@ -8,17 +8,17 @@ import pytest
 
 # Before anything imports Keras.
 os.environ.setdefault("KERAS_BACKEND", "jax")
-# What TensorFlow writes when it is imported has times and process numbers.
+# TensorFlow's output during its import has times and process ids.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 _LONG = ("training", "byhand", "notebook", "fuzz")
-"""Folders whose files take minutes: processes that share the tests begin with them, and end together."""
+"""Folders whose files take minutes: they run first, so that the test processes end at the same time."""
 
 _HERE = Path(__file__).parent
 _EXAMPLES = _HERE.parent / "examples"
 _BACKENDS = ("jax", "tensorflow", "torch")
 _OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
-"""Packages that Keras or a backend imports where they are installed, whether they are needed or not."""
+"""Packages that Keras or a backend imports if they are installed, even if they are not needed."""
 _QUICK = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
 
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that all processes of a test run have."""
+    """A folder that all processes of a test run share."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -37,7 +37,7 @@ def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(shared_folder: Path) -> dict[str, str]:
-    """JAX compiles what several tests need only once, and the person's own folder is left alone."""
+    """Variables that let tests share compiled code of JAX, outside of the user's own cache."""
     return os.environ | {"XDG_CACHE_HOME": str(shared_folder)}
 
 
@@ -45,8 +45,8 @@ def environment(shared_folder: Path) -> dict[str, str]:
 def lean() -> Callable[..., dict[str, str]]:
     """Variables for a script; one of the tests or examples finds only the optional packages that it imports.
 
-    The others cost seconds in each process. Unless `optimized`, XLA optimizes little for JAX, which
-    takes a third of the time: what is compared must be compiled alike.
+    Importing other packages takes seconds in each process. Unless `optimized`, XLA optimizes little for JAX,
+    which takes a third of the time: results that are compared must be compiled alike.
     """
 
     def variables(script: Path, backend: str, *, optimized: bool = False) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The import table: which package may import which. Dependencies point one way."""
+"""The import table: the packages that each package may import. Dependencies point one way."""
 
 import ast
 import subprocess
@@ -162,7 +162,7 @@ def test_layers_of_the_keras_room_import_only_layers_above_them() -> None:
         assert not above or own == "__init__", f"{path.relative_to(ROOT)} imports {above}"
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other() -> None:
     paths = {module_name(path): path for path in ROOT.rglob("*.py")}
     graph = {name: imported(path) & paths.keys() - {name, "lockstep"} for name, path in paths.items()}
     TopologicalSorter(graph).prepare()
@@ -173,7 +173,7 @@ def test_the_root_holds_rooms_and_public_modules_only() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("__init__.py")), ids=lambda path: path.parent.name)
-def test_each_room_says_in_one_sentence_what_is_in_it(path: Path) -> None:
+def test_the_docstring_of_each_room_is_one_sentence(path: Path) -> None:
     tree = ast.parse(path.read_text())
     if path.parent != ROOT:
         assert len(tree.body) == 1

@@ -1,4 +1,4 @@
-"""Every parser and decoder gives a value or the error that it documents, at once, whatever it is given."""
+"""Every parser and decoder returns a value or raises its documented error, at once, for any input."""
 
 import json
 import os
@@ -190,7 +190,7 @@ def ask_resolver(text: str) -> None:
 
 
 def find_jobs(data: bytes, folder: Path) -> None:
-    # Listening sockets of the kind, with any names that the kernel takes.
+    # Listening sockets of this kind, with any names that the kernel accepts.
     lines = [line[:80] for line in data.split(b"\n")]
     start = b"0000000000000000: 00000002 00000000 00010000 0005 01 1 @" + address("").removeprefix(b"\0")
     (folder / "unix").write_bytes(b"\n".join([*lines, *(start + line for line in lines)]))
@@ -251,7 +251,7 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_input_gives_a_value_or_the_error_that_is_documented(name: str) -> None:
+def test_any_input_is_a_value_or_a_documented_error(name: str) -> None:
     strategy, parse, errors = CASES[name]
 
     @quick
@@ -270,16 +270,16 @@ def test_files_of_any_content(strategy: Any, read: Callable[[Any, Path], None], 
     quick(given(strategy)(lambda value: read(value, tmp_path)))()
 
 
-def test_sockets_of_others_whose_names_are_no_text(tmp_path: Path) -> None:
+def test_sockets_of_other_programs_with_names_that_are_no_text(tmp_path: Path) -> None:
     find_jobs(b"\xff" * 80, tmp_path)
 
 
-def test_a_backend_in_keras_json_that_is_no_name(tmp_path: Path) -> None:
+def test_a_backend_in_keras_json_that_is_not_a_string(tmp_path: Path) -> None:
     read_settings(b'{"backend": ["jax"]}', tmp_path)
     read_settings(DEEP[0].encode(), tmp_path)
 
 
-def test_arrays_that_a_parcel_has_no_room_for_take_no_memory() -> None:
+def test_arrays_beyond_the_size_of_a_parcel_allocate_no_memory() -> None:
     for kind, shape in (("float32", (2**40,)), ("float32", (-1, -1)), ("nix", (1,)), ("float32", (2**63, 0))):
         header = parcel_header(kind, shape)
         with pytest.raises(CheckpointError, match="cannot read the state from another worker"):

@@ -1,4 +1,4 @@
-"""docs/porting.md is true: it has every name of `tf.distribute`, and what it names is there."""
+"""docs/porting.md has every name of `tf.distribute`, and every name in it exists."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ TEXT = (ROOT / "docs" / "porting.md").read_text()
 
 
 def rows() -> dict[str, str]:
-    """What the table says serves each name, "" for nothing."""
+    """Return the replacement of each name in the table, "" for none."""
     found = ROW.findall(TEXT)
     assert len({name for name, _, _ in found}) == len(found)
     assert all(server or reason.strip() for _, server, reason in found)
@@ -44,18 +44,18 @@ def at(module: Any, name: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> ModuleType:
+def tf_distribute() -> ModuleType:
     import tensorflow
 
     return tensorflow.distribute
 
 
-def test_the_table_has_every_name_in_order(theirs: ModuleType) -> None:
-    assert list(rows()) == sorted(public_names(theirs))
+def test_the_table_has_every_name_in_order(tf_distribute: ModuleType) -> None:
+    assert list(rows()) == sorted(public_names(tf_distribute))
 
 
-def test_what_serves_a_name_is_what_the_option_sets(theirs: ModuleType) -> None:
-    served = tf_distribute_shim.DistributeModule(theirs, "")
+def test_the_table_agrees_with_the_option(tf_distribute: ModuleType) -> None:
+    served = tf_distribute_shim.DistributeModule(tf_distribute, "")
     for name, server in rows().items():
         found = at(served, name)
         if server:
@@ -65,18 +65,18 @@ def test_what_serves_a_name_is_what_the_option_sets(theirs: ModuleType) -> None:
             with pytest.raises(ConfigError, match=re.escape(f"tf.distribute.{name} is not supported")):
                 found()
         else:
-            assert found is at(theirs, name), name
+            assert found is at(tf_distribute, name), name
 
 
 @pytest.mark.parametrize(
     "module", ["keras.src.losses.loss", "tensorflow.python.data", "lockstep.keras.backends.tensorflow"]
 )
-def test_keras_and_tensorflow_find_tensorflows_own(theirs: ModuleType, module: str) -> None:
-    served = tf_distribute_shim.DistributeModule(theirs, "")
+def test_keras_and_tensorflow_find_the_names_of_tensorflow(tf_distribute: ModuleType, module: str) -> None:
+    served = tf_distribute_shim.DistributeModule(tf_distribute, "")
     ask = eval("lambda module, name: getattr(module, name)", {"__name__": module})
     for name in ("get_strategy", "MultiWorkerMirroredStrategy"):
-        assert ask(served, name) is getattr(theirs, name)
-    assert ask(served.experimental, "CommunicationOptions") is theirs.experimental.CommunicationOptions
+        assert ask(served, name) is getattr(tf_distribute, name)
+    assert ask(served.experimental, "CommunicationOptions") is tf_distribute.experimental.CommunicationOptions
 
 
 def test_every_trap_has_tests_that_exist() -> None:

@@ -16,14 +16,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "run-folder.md"
 
 
 def described(part: str) -> dict[str, set[str]]:
-    """The fields of each event, as the tables in a part of the page have them."""
+    """Return the fields of each event in the tables of a part of the page."""
     rows = re.findall(r"^\| `([a-z ]+)` \| ?([a-z_, ]*) \|", part, re.MULTILINE)
     assert len({name for name, _ in rows}) == len(rows)
     return {name: set(re.findall(r"\w+", names)) for name, names in rows}
 
 
 def defined(kinds: tuple[type, ...]) -> dict[str, set[str]]:
-    """The fields of each event, as its class has them."""
+    """Return the fields of each event class."""
     infos = [msgspec.inspect.type_info(kind) for kind in kinds]
     return {str(info.tag): {field.encode_name for field in info.fields} for info in infos}
 
@@ -34,7 +34,7 @@ def test_every_event_is_described_with_its_fields() -> None:
     assert described(of_workers) == defined(WORKER_EVENTS)
 
 
-def test_the_first_and_the_last_event_have_all_that_is_known_of_a_job() -> None:
+def test_the_first_and_the_last_event_describe_the_whole_job() -> None:
     asked = {field.name for field in fields(JobSpec)} | set(provenance(Script("a.py", False)))
     assert set(JobStarted.__struct_fields__) == {"format"} | asked
     ended = JobSummary().fields(0.0).keys() | {"status", "message", "workers"}

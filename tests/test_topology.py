@@ -22,7 +22,7 @@ def test_a_worker_that_owns_nothing_has_an_empty_range() -> None:
     assert list(place(2, (0, 1)).replicas_of(7)) == []
 
 
-def test_more_workers_than_replicas_is_an_error_that_says_what_to_ask_for() -> None:
+def test_more_workers_than_replicas_is_an_error_with_a_remedy() -> None:
     with pytest.raises(ConfigError, match=r"3 workers cannot share 2 replicas.*ask for 2 workers or fewer"):
         place(2, (0, 1, 2))
 

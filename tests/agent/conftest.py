@@ -1,4 +1,4 @@
-"""The launcher without processes, which the tests of the launcher's contract share."""
+"""The path of the fake launcher, which these tests share with those of the launcher."""
 
 import sys
 from pathlib import Path

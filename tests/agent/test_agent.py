@@ -1,4 +1,4 @@
-"""The coordinator and the agent with workers that the test plays."""
+"""The coordinator and the agent with fake workers."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ QUICK = TimeLimits(timeout=60, blame=0.01, look=0.01, abort=0.01, term=0.01, kil
 
 @dataclass
 class FakeDescendants:
-    """The workers that a test plays, not the processes of the test."""
+    """The fake workers of a test."""
 
     workers: list[FakeHandle]
     graces: list[float] = field(default_factory=list)
@@ -77,7 +77,7 @@ Connect = Callable[[], tuple[Any, Any]]
 
 
 def packet_channels() -> tuple[Any, Any]:
-    """Connect coordinator and agent as if they were two processes."""
+    """Connect coordinator and agent like two processes."""
     one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     return PacketChannel(one, HostReport), PacketChannel(other, Instruction)
 
@@ -107,7 +107,7 @@ class FakeExchange:
 
 @dataclass
 class Stage:
-    """Runs the agent with workers that do what `plays` say; the last ones join, if any do."""
+    """Runs the agent with workers that follow `plays`; the last `joining` ones are joiners."""
 
     folder: Path
     connect: Connect
@@ -187,19 +187,19 @@ def stage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Stage]:
 
 
 def well(worker: FakeHandle) -> None:
-    worker.say(Started())
-    worker.say(EventReport(run_events.StrategyInstalled("jax")))
-    worker.say(EventReport(run_events.DistributionBegan()))
+    worker.send(Started())
+    worker.send(EventReport(run_events.StrategyInstalled("jax")))
+    worker.send(EventReport(run_events.DistributionBegan()))
     worker.write(stdout=f"out {worker.launch.worker}\n".encode(), stderr=b"err\n")
-    worker.say(Finished())
+    worker.send(Finished())
     worker.end(0)
 
 
 def waits(worker: FakeHandle) -> None:
-    worker.say(Started())
+    worker.send(Started())
 
 
-def test_a_good_run(stage: Stage) -> None:
+def test_a_run_that_succeeds(stage: Stage) -> None:
     outcome = stage.run(well, well)
     assert (outcome.status, outcome.stdout, outcome.stderr) == (0, "out 0\n", "err\n")
     assert [(stage.folder / f"worker-{n}.log").read_text() for n in (0, 1)] == [
@@ -220,14 +220,14 @@ def test_a_good_run(stage: Stage) -> None:
     assert outcome.graces == [0.5, 0]
 
 
-def test_the_last_line_says_what_the_job_has_done(stage: Stage) -> None:
+def test_the_last_line_summarizes_the_job(stage: Stage) -> None:
     def trains(worker: FakeHandle) -> None:
-        worker.say(EventReport(run_events.StrategyInstalled("jax")))
-        worker.say(EventReport(run_events.CheckpointWritten("kept/step-3", 3, 0.1)))
-        worker.say(Finished())
-        # Only the chief's word counts.
+        worker.send(EventReport(run_events.StrategyInstalled("jax")))
+        worker.send(EventReport(run_events.CheckpointWritten("kept/step-3", 3, 0.1)))
+        worker.send(Finished())
+        # Only the chief's report counts.
         steps = 3 + worker.launch.worker
-        worker.say(EventReport(run_events.TrainingEnded(steps, "small", "1f3c")))
+        worker.send(EventReport(run_events.TrainingEnded(steps, "small", "1f3c")))
         worker.end(0)
 
     outcome = stage.run(trains, trains)
@@ -235,19 +235,19 @@ def test_the_last_line_says_what_the_job_has_done(stage: Stage) -> None:
     assert line.startswith("lockstep: finished in ")
     assert line.endswith(" s: 3 steps on 2 workers; 2 checkpoints; digest 1f3c of model 'small'")
     (finished,) = outcome.events_of("finished")
-    told = {"lost": 0, "joined": 0, "checkpoints": 2, "before": 0, "steps": 3, "model": "small"}
-    assert finished.items() >= {**told, "digest": "1f3c"}.items()
+    expected = {"lost": 0, "joined": 0, "checkpoints": 2, "before": 0, "steps": 3, "model": "small"}
+    assert finished.items() >= {**expected, "digest": "1f3c"}.items()
 
 
-def test_all_lines_with_their_worker(stage: Stage) -> None:
+def test_tee_all_prefixes_each_line_with_its_worker(stage: Stage) -> None:
     outcome = stage.run(well, well, tee="all")
     assert sorted(outcome.stdout.splitlines()) == ["[worker 0] out 0", "[worker 1] out 1"]
 
 
-def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
+def test_output_and_messages_before_a_workers_end_are_kept(stage: Stage) -> None:
     def fails(worker: FakeHandle) -> None:
         worker.write(stderr=b"Traceback: no good\n")
-        worker.say(Failed(1, "ValueError: no good", "Traceback", False))
+        worker.send(Failed(1, "ValueError: no good", "Traceback", False))
         worker.end(1)
 
     outcome = stage.run(waits, fails)
@@ -263,10 +263,10 @@ def test_what_the_worker_was_sent_before_its_end_is_kept(stage: Stage) -> None:
     ]
 
 
-def test_a_traceback_that_says_nothing_more_is_in_the_log_only(stage: Stage) -> None:
+def test_a_redundant_traceback_is_in_the_log_only(stage: Stage) -> None:
     def refused(worker: FakeHandle) -> None:
         worker.write(stdout=b"epoch 1\n")
-        worker.say(Failed(1, "ScopeError: no (a.py:3)", "Traceback\n", blames=False, prints=False))
+        worker.send(Failed(1, "ScopeError: no (a.py:3)", "Traceback\n", blames=False, prints=False))
         worker.end(1)
 
     outcome = stage.run(refused, waits)
@@ -277,23 +277,23 @@ def test_a_traceback_that_says_nothing_more_is_in_the_log_only(stage: Stage) -> 
     assert (stage.folder / "worker-0.log").read_text() == "epoch 1\nTraceback\n"
 
 
-def test_reports_that_were_sent_before_an_end_do_not_count_against_it(stage: Stage) -> None:
+def test_waits_reported_before_the_end_of_a_worker_are_no_early_exit(stage: Stage) -> None:
     def reports_then_ends(worker: FakeHandle) -> None:
         for seconds in (0.5, 1.0, 1.5):
-            worker.say(WaitReport("barrier", (0,), seconds))
+            worker.send(WaitReport("barrier", (0,), seconds))
         well(worker)
 
     assert stage.run(well, reports_then_ends).status == 0
 
 
-def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
+def test_a_worker_that_exited_early_is_named(stage: Stage) -> None:
     started: list[FakeHandle] = []
 
     def wait_in_vain(event: run_events.Event) -> None:
         if isinstance(event, run_events.WorkerExited) and started:
             worker = started.pop()
             for seconds in (0.5, 1.0):
-                worker.say(WaitReport("barrier", (0,), seconds))
+                worker.send(WaitReport("barrier", (0,), seconds))
 
     outcome = stage.run(well, started.append, on_event=wait_in_vain)
     message = "worker 0 exited with status 0 while worker 1 waited for it in barrier"
@@ -302,18 +302,18 @@ def test_a_worker_that_left_early_is_named(stage: Stage) -> None:
     assert outcome.stderr == f"err\nlockstep: {message}\n  log: {stage.folder}/worker-0.log\n"
 
 
-def test_a_notice_is_shown(stage: Stage) -> None:
+def test_a_long_wait_is_shown(stage: Stage) -> None:
     def waits_long(worker: FakeHandle) -> None:
-        worker.say(WaitReport("step 3", (0,), 12.0))
+        worker.send(WaitReport("step 3", (0,), 12.0))
         well(worker)
 
     outcome = stage.run(well, waits_long)
     assert outcome.stderr.splitlines().count("lockstep: worker 1 has waited 12 s for worker 0 in step 3") == 1
 
 
-def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> None:
+def test_a_wait_of_several_workers_for_a_download_is_shown_once(stage: Stage) -> None:
     def waits_for_file(worker: FakeHandle) -> None:
-        worker.say(EventReport(run_events.DownloadAwaited("a.npz", "worker 0", 5)))
+        worker.send(EventReport(run_events.DownloadAwaited("a.npz", "worker 0", 5)))
         well(worker)
 
     outcome = stage.run(well, waits_for_file, waits_for_file)
@@ -324,9 +324,9 @@ def test_a_wait_for_a_download_is_shown_once_for_all_who_wait(stage: Stage) -> N
 @pytest.mark.parametrize(
     "packet", [b'{"type": "nix"}', b'{"type": "report", "event": {"event": "of a newer version"}}']
 )
-def test_what_is_not_understood_is_noted_and_ignored(stage: Stage, packet: bytes) -> None:
+def test_an_unknown_message_is_logged_and_ignored(stage: Stage, packet: bytes) -> None:
     def babbles(worker: FakeHandle) -> None:
-        worker.say_raw(packet)
+        worker.send_packet(packet)
         well(worker)
 
     outcome = stage.run(well, babbles)
@@ -355,8 +355,8 @@ def test_workers_that_ignore_a_stop_are_killed(stage: Stage) -> None:
     assert outcome.graces == [0, 0]
 
 
-def test_the_end_of_a_worker_behind_the_end_of_the_job_says_nothing(stage: Stage) -> None:
-    """The agent has ended the worker itself by then, and has no other status of it."""
+def test_the_end_of_a_worker_after_the_job_is_not_logged(stage: Stage) -> None:
+    """The agent has killed the worker and has no other status of it."""
     stage.command.send(Stop(signal.SIGINT))
     outcome = stage.run(waits, waits, react=lambda worker, number: None)
     assert outcome.status == 130
@@ -364,13 +364,13 @@ def test_the_end_of_a_worker_behind_the_end_of_the_job_says_nothing(stage: Stage
     assert outcome.graces == [0, 0]
 
 
-def test_the_kill_of_a_worker_that_was_to_join_takes_no_time_from_what_scripts_left_behind(
+def test_killing_a_joiner_leaves_the_grace_of_remaining_processes(
     stage: Stage,
 ) -> None:
     members: list[FakeHandle] = []
 
     def trains(worker: FakeHandle) -> None:
-        worker.say(EventReport(run_events.StrategyInstalled("jax")))
+        worker.send(EventReport(run_events.StrategyInstalled("jax")))
         members.append(worker)
 
     outcome = stage.run(trains, lambda joins: well(members[0]), joining=1)
@@ -379,7 +379,7 @@ def test_the_kill_of_a_worker_that_was_to_join_takes_no_time_from_what_scripts_l
     assert outcome.graces == [0.5, 0]
 
 
-def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
+def test_the_end_of_the_command_ends_all_processes_at_once(stage: Stage) -> None:
     stage.command.close()
     outcome = stage.run(waits, waits)
     assert outcome.status == 137
@@ -388,14 +388,14 @@ def test_without_its_command_it_ends_everything_at_once(stage: Stage) -> None:
     assert (finished["status"], finished["message"]) == (137, "the command was killed")
 
 
-def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_note_explains_silence_before_the_first_step(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     for pause in ("_QUIET", "_EVERY"):
         monkeypatch.setattr(f"lockstep.coordinator.startup_progress.{pause}", 0.0)
 
     def compiles(worker: FakeHandle) -> None:
-        worker.say(Started())
-        worker.say(EventReport(run_events.StrategyInstalled("jax")))
-        worker.say(EventReport(run_events.CallStarted("fit 1")))
+        worker.send(Started())
+        worker.send(EventReport(run_events.StrategyInstalled("jax")))
+        worker.send(EventReport(run_events.CallStarted("fit 1")))
 
     def stop(event: run_events.Event) -> None:
         if isinstance(event, run_events.CallStarted):
@@ -403,16 +403,16 @@ def test_silence_before_the_first_step_is_explained(stage: Stage, monkeypatch: p
 
     outcome = stage.run(waits, compiles, on_event=stop)
     assert outcome.status == 130
-    told = "; worker 1: compiling and computing the first step of fit 1\n"
-    assert told in outcome.stderr
+    expected = "; worker 1: compiling and computing the first step of fit 1\n"
+    assert expected in outcome.stderr
 
 
-def test_a_kill_for_want_of_memory_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kill_for_lack_of_memory_is_named(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     kills = iter([3, 4])
     monkeypatch.setattr("lockstep.agent.agent.memory_kills", lambda: next(kills))
 
     def killed(worker: FakeHandle) -> None:
-        worker.say(Started())
+        worker.send(Started())
         worker.end(-signal.SIGKILL)
 
     outcome = stage.run(killed)
@@ -423,7 +423,7 @@ def test_a_kill_for_want_of_memory_is_named(stage: Stage, monkeypatch: pytest.Mo
     )
 
 
-def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
+def test_a_note_reports_a_run_without_a_strategy(stage: Stage) -> None:
     def alone(worker: FakeHandle) -> None:
         worker.end(0)
 
@@ -432,9 +432,9 @@ def test_a_run_without_strategy_is_mentioned(stage: Stage) -> None:
     assert stage.run(alone, alone).stderr == line
 
 
-def test_a_strategy_that_distributes_nothing_is_mentioned(stage: Stage) -> None:
+def test_a_note_reports_a_strategy_that_distributes_nothing(stage: Stage) -> None:
     def by_itself(worker: FakeHandle) -> None:
-        worker.say(EventReport(run_events.StrategyInstalled("jax")))
+        worker.send(EventReport(run_events.StrategyInstalled("jax")))
         worker.end(0)
 
     said = stage.run(by_itself, by_itself).stderr

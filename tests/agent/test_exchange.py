@@ -1,4 +1,4 @@
-"""Every exchange keeps the same promises to the agent that opens it, and to the members that it reaches."""
+"""The contract of each exchange with the agent that opens it and with its members."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ Kind = tuple[Callable[[int], HostExchange], Enter]
 
 
 class FakeExchange:
-    """An exchange between threads, which meet without any memory of their own."""
+    """An exchange between threads, without shared memory."""
 
     def __init__(self, members: int) -> None:
         self._hub = Hub(ReducePlan.of(place(members, tuple(range(members)))))
@@ -41,7 +41,7 @@ class FakeExchange:
 
 
 def enter_shared(exchange: HostExchange, view: View, position: int) -> Communicator:
-    """Enter as a worker does: with the endpoint that a message has brought."""
+    """Enter as a worker does, with an endpoint from a message."""
     attachments: list[Attachment] = []
     packet = encode(NewView(1, view.workers, exchange.endpoint), attachments)
     own = [Attachment.copy_of(attachment.descriptor) for attachment in attachments]
@@ -68,7 +68,7 @@ def opened(kind: Kind) -> tuple[HostExchange, list[Communicator]]:
     return exchange, [kind[1](exchange, view, position) for position in (0, 1)]
 
 
-def test_members_meet_where_the_endpoint_leads(kind: Kind) -> None:
+def test_an_endpoint_connects_the_members(kind: Kind) -> None:
     exchange, members = opened(kind)
     with ThreadPoolExecutor(2) as pool:
         results = list(pool.map(lambda at: members[at].gather(b"%d" % at), (0, 1)))
@@ -86,7 +86,7 @@ def test_a_notice_reaches_all_members_in_the_same_call(
     assert [member.notice for member in members] == [2, 2]
 
 
-def test_an_abort_wakes_who_waits_and_stops_who_comes(
+def test_an_abort_ends_the_current_and_all_later_calls(
     kind: Kind,
 ) -> None:
     exchange, members = opened(kind)
@@ -99,7 +99,7 @@ def test_an_abort_wakes_who_waits_and_stops_who_comes(
         members[1].barrier()
 
 
-def test_members_meet_though_the_agent_has_closed_its_end(
+def test_members_exchange_after_the_agent_has_closed_its_end(
     kind: Kind,
 ) -> None:
     exchange, members = opened(kind)

@@ -1,4 +1,4 @@
-"""Processes that a person starts in terminals of their own, each with its `TF_CONFIG`."""
+"""Processes started by hand, each with its own terminal and `TF_CONFIG`."""
 
 import json
 import os
@@ -21,7 +21,7 @@ Config = dict[str, Any]
 
 
 class Terminal:
-    """One process, and what its terminal shows."""
+    """A process and the output on its terminal."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", shown: Path) -> None:
         self.process = process
@@ -29,7 +29,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """All that it shows so far."""
+        """The output so far."""
         return self._shown.read_text()
 
     def until(self, text: str) -> None:
@@ -41,23 +41,23 @@ class Terminal:
             time.sleep(0.01)
 
     def status(self) -> int:
-        """Wait for its end; return the exit status, negative for a signal."""
+        """Wait for the process to exit; return its status, negative for a signal."""
         return self.process.wait(PATIENCE)
 
     def end(self) -> str:
-        """Wait for its end, which has to be good; return all that it shows."""
+        """Wait for the process to exit with status 0; return its output."""
         assert self.status() == 0, self.text
         return self.text
 
     def stop(self, number: int = signal.SIGKILL) -> None:
-        """Send a signal, and wait for the end."""
+        """Send a signal and wait for the process to exit."""
         self.process.send_signal(number)
         self.process.wait(PATIENCE)
 
 
 @dataclass
-class Desk:
-    """Where a person sits: a folder, terminals, and addresses that nobody else uses."""
+class Host:
+    """A folder, terminals, and addresses that no other process uses."""
 
     folder: Path
     ports: list[int]
@@ -73,7 +73,7 @@ class Desk:
         return name
 
     def start(self, config: Config | str | None, *command: str, **environment: str) -> Terminal:
-        """Start `python command...` in a terminal of its own."""
+        """Start `python command...` in a new terminal."""
         variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment}
         variables.pop("TF_CONFIG", None)
         if config is not None:
@@ -92,7 +92,7 @@ class Desk:
         return self.started[-1]
 
     def events(self) -> str:
-        """What the events of the only job say."""
+        """The text of the only job's event log."""
         (folder,) = (self.folder / "runs").iterdir()
         return (folder / "events.jsonl").read_text()
 
@@ -116,13 +116,13 @@ class Desk:
         for terminal in self.started:
             terminal.stop()
         for coordinator in self.coordinators():
-            assert select.select([coordinator], [], [], PATIENCE)[0], "a coordinator is left behind"
+            assert select.select([coordinator], [], [], PATIENCE)[0], "a coordinator still runs"
             os.close(coordinator)
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    made = Desk(tmp_path, free_ports(3))
+def host(tmp_path: Path) -> Iterator[Host]:
+    made = Host(tmp_path, free_ports(3))
     yield made
     made.close()
 
@@ -139,7 +139,7 @@ def free_ports(count: int) -> list[int]:
 
 @pytest.fixture
 def is_gone() -> Callable[[Sequence[int], float], bool]:
-    """Whether all processes end within so many seconds; closes the pidfds."""
+    """Return whether all processes exit within some seconds; close their pidfds."""
 
     def gone(pidfds: Sequence[int], within: float) -> bool:
         deadline = time.monotonic() + within
@@ -154,8 +154,8 @@ def is_gone() -> Callable[[Sequence[int], float], bool]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _signals_arrive() -> Iterator[None]:
-    """A shell without job control starts background jobs deaf to Ctrl-C."""
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """A shell without job control starts background jobs that ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,8 +1,8 @@
-"""What an evaluator is besides `fit`: evaluates, predicts and saves alone.
+"""An evaluator without `fit`: it evaluates, predicts and saves by itself.
 
     evaluating.py FOLDER
 
-The folder has checkpoints of examples/evaluator.py.
+FOLDER has checkpoints of examples/evaluator.py.
 """
 
 import json
@@ -19,7 +19,7 @@ folder = sys.argv[1]
 (x, y), held_out = load_digits()
 model = build_and_compile_model()
 loaded = lockstep.load_checkpoint(model, folder)
-# No strategy has been made: this is plain Keras.
+# Without a strategy this is plain Keras.
 plain = model.evaluate(*held_out, batch_size=64, verbose=0, return_dict=True)
 
 cluster = {"worker": ["localhost:20000", "localhost:20001"]}

@@ -1,4 +1,4 @@
-"""A loop of the program's own ends for all with one of them, and goes on from the program's checkpoint."""
+"""A custom loop ends on all workers when one is lost, and resumes from the program's checkpoint."""
 
 import re
 import signal
@@ -6,27 +6,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PROGRAM = Path(__file__).parent / "dying_loop.py"
+PROGRAM = Path(__file__).parent / "killed_chief.py"
 
 
-def test_all_go_on_where_the_chief_has_kept_a_checkpoint(
-    desk: Any, lean: Callable[..., dict[str, str]]
+def test_restarted_workers_resume_from_the_chiefs_checkpoint(
+    host: Any, lean: Callable[..., dict[str, str]]
 ) -> None:
     variables = {"KERAS_BACKEND": "tensorflow", **lean(PROGRAM, "tensorflow")}
 
     def start(index: int) -> Any:
-        cluster = {"chief": [f"127.0.0.1:{desk.ports[0]}"], "worker": [f"127.0.0.1:{desk.ports[1]}"]}
+        cluster = {"chief": [f"127.0.0.1:{host.ports[0]}"], "worker": [f"127.0.0.1:{host.ports[1]}"]}
         kind = "worker" if index else "chief"
-        return desk.start(desk.config(0, kind=kind, **cluster), str(PROGRAM), "saved", **variables)
+        return host.start(host.config(0, kind=kind, **cluster), str(PROGRAM), "saved", **variables)
 
     chief, other = start(0), start(1)
     assert chief.status() == -signal.SIGKILL
     assert other.status() == 1
-    (told,) = [
+    (note,) = [
         line for line in other.text.splitlines() if line.endswith("; the job ends: restart all workers")
     ]
-    assert "so no new worker can join: restart the job to resume from the program's checkpoint" in told
-    assert "and it joins" not in told
+    assert "so no new worker can join: restart the job to resume from the program's checkpoint" in note
+    assert "and it joins" not in note
 
     again = [start(1), start(0)]
     shown = [terminal.end() for terminal in again]
@@ -37,4 +37,4 @@ def test_all_go_on_where_the_chief_has_kept_a_checkpoint(
     digests = [re.findall("digest: .*", text) for text in shown]
     assert digests[0] == digests[1]
     assert len(digests[0]) == 1
-    assert [path.name for path in (desk.folder / "saved").glob("of_worker_*")] == []
+    assert [path.name for path in (host.folder / "saved").glob("of_worker_*")] == []

@@ -1,4 +1,4 @@
-"""An evaluator beside a chief and a worker, which run the same script."""
+"""An evaluator, a chief and a worker that run the same script."""
 
 import ast
 import json
@@ -16,28 +16,28 @@ def printed(text: str, mark: str) -> Any:
 
 
 def test_an_evaluator_evaluates_what_a_chief_and_a_worker_train(
-    desk: Any, environment: dict[str, str], lean: Callable[..., dict[str, str]]
+    host: Any, environment: dict[str, str], lean: Callable[..., dict[str, str]]
 ) -> None:
     def start(config: Any, program: Path, *arguments: str) -> Any:
         variables = environment | {"KERAS_BACKEND": "jax"} | lean(program, "jax")
-        return desk.start(config, str(program), "saved", *arguments, **variables)
+        return host.start(config, str(program), "saved", *arguments, **variables)
 
     cluster = {
-        kind: [f"127.0.0.1:{port}"] for kind, port in zip(("chief", "worker"), desk.ports, strict=False)
+        kind: [f"127.0.0.1:{port}"] for kind, port in zip(("chief", "worker"), host.ports, strict=False)
     }
     evaluator, *trainers = [
-        start(desk.config(0, kind=kind, **cluster), EXAMPLE, "--epochs", "5")
+        start(host.config(0, kind=kind, **cluster), EXAMPLE, "--epochs", "5")
         for kind in ("evaluator", "chief", "worker")
     ]
     for terminal in trainers:
         assert "step " not in terminal.end().replace("step-", "")
     text = evaluator.end()
     assert "loss: " in trainers[0].text
-    assert f"waits for a job that saves checkpoints in {desk.folder / 'saved'}" in text
+    assert f"waits for a job that saves checkpoints in {host.folder / 'saved'}" in text
     assert "restarts the script" not in text
     alone = json.loads(start(None, PROGRAM).end().splitlines()[-1])
     steps, figures = printed(text, "steps: "), printed(text, "figures: ")
-    newest = max(int(path.name.removeprefix("step-")) for path in (desk.folder / "saved").glob("step-*"))
+    newest = max(int(path.name.removeprefix("step-")) for path in (host.folder / "saved").glob("step-*"))
     assert steps[-1] == newest == alone["step"]
     assert text.count("\nstep ") == len(steps)
     assert figures["val_accuracy"][-1] > 0.85

@@ -1,4 +1,4 @@
-"""Processes find each other, and become the workers of one job; no framework is needed for that."""
+"""Processes find each other and become the workers of one job, without importing a framework."""
 
 import json
 import os
@@ -24,54 +24,54 @@ me = job.current()
 TELL = """
 import json
 own = f"{me.worker} of {len(me.view.workers)}".encode()
-told = me.exchange(lambda view, communicator: communicator.gather(own))
+gathered = me.exchange(lambda view, communicator: communicator.gather(own))
 names = "PYTHONHASHSEED", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE", "OWN", "NPROC"
 print(json.dumps({
     "worker": me.worker, "replicas": me.view.replicas, "seed": me.context.seed, "threads": me.context.threads,
-    "told": [text.decode() for text in told],
+    "gathered": [text.decode() for text in gathered],
     "arguments": sys.argv[1:], "here": os.path.basename(__file__), "pid": os.getpid(),
     "variables": [os.environ.get(name) for name in names],
     "task": json.loads(os.environ["TF_CONFIG"])["task"]["index"], "warned": sys.warnoptions,
 }), flush=True)
 """
-STAY = """
+WAIT = """
 from lockstep.observability.events import StrategyInstalled
 me.events.publish(StrategyInstalled("none"))
-print("stays", flush=True)
+print("waiting", flush=True)
 import signal
 while True:
     signal.pause()
 """
 
 
-def told(text: str) -> dict[str, Any]:
+def printed(text: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(text.splitlines()[-1])
     return found
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_processes_become_workers_in_any_order(desk: Any, is_gone: Gone, order: tuple[int, int]) -> None:
-    script = desk.script(MEET + TELL)
+def test_processes_become_workers_in_any_order(host: Any, is_gone: Gone, order: tuple[int, int]) -> None:
+    script = host.script(MEET + TELL)
     first, last = order
     terminals = {}
     command = ("-W", "error", script, "--epochs", "3")
     environment = {"CUDA_VISIBLE_DEVICES": "-1", "OWN": "x"}
-    terminals[first] = desk.start(desk.config(first), *command, **environment)
-    terminals[first].until(f"lockstep: worker {first} waits for worker {last} (127.0.0.1:{desk.ports[last]})")
-    terminals[last] = desk.start(desk.config(last), *command, **environment)
-    coordinators = desk.coordinators()
+    terminals[first] = host.start(host.config(first), *command, **environment)
+    terminals[first].until(f"lockstep: worker {first} waits for worker {last} (127.0.0.1:{host.ports[last]})")
+    terminals[last] = host.start(host.config(last), *command, **environment)
+    coordinators = host.coordinators()
     cores = len(os.sched_getaffinity(0))
     for index, terminal in terminals.items():
         text = terminal.end()
         assert text.count("first line") == 2
         assert f"lockstep: all workers are connected; worker {index} restarts the script" in text
         assert text.count("lockstep: 2 workers, 2 replicas, ") == 1
-        assert told(text) == {
+        assert printed(text) == {
             "worker": index,
             "replicas": 2,
             "seed": 0,
             "threads": max(1, cores // 2),
-            "told": ["0 of 2", "1 of 2"],
+            "gathered": ["0 of 2", "1 of 2"],
             "arguments": ["--epochs", "3"],
             "here": script,
             "pid": terminal.process.pid,
@@ -81,59 +81,59 @@ def test_processes_become_workers_in_any_order(desk: Any, is_gone: Gone, order: 
         }
     assert len(coordinators) == 1
     assert is_gone(coordinators, 300)
-    assert '"event":"finished","status":0' in desk.events().splitlines()[-1]
+    assert '"event":"finished","status":0' in host.events().splitlines()[-1]
 
 
-def test_the_chief_comes_first_and_the_script_may_set_its_task(desk: Any) -> None:
-    cluster = {"worker": [f"localhost:{desk.ports[1]}"], "chief": [f"127.0.0.1:{desk.ports[0]}"]}
+def test_the_chief_is_worker_0_and_a_script_may_set_its_own_task(host: Any) -> None:
+    cluster = {"worker": [f"localhost:{host.ports[1]}"], "chief": [f"127.0.0.1:{host.ports[0]}"]}
     own = "import json, os, sys\nos.environ['TF_CONFIG'] = sys.argv[1]\n"
-    script = desk.script(own + MEET + TELL)
-    tasks = [desk.config(0, kind=kind, **cluster) for kind in ("worker", "chief")]
+    script = host.script(own + MEET + TELL)
+    tasks = [host.config(0, kind=kind, **cluster) for kind in ("worker", "chief")]
 
     def start(task: Any) -> Any:
-        return desk.start(None, script, json.dumps(task), CUDA_VISIBLE_DEVICES="1")
+        return host.start(None, script, json.dumps(task), CUDA_VISIBLE_DEVICES="1")
 
     texts = [terminal.end() for terminal in [start(task) for task in tasks]]
-    assert [told(text)["worker"] for text in texts] == [1, 0]
-    # Both see one GPU: none takes all of its memory.
-    assert [told(text)["variables"][1:3] for text in texts] == [["1", "false"]] * 2
+    assert [printed(text)["worker"] for text in texts] == [1, 0]
+    # Both see one GPU: neither reserves all of its memory.
+    assert [printed(text)["variables"][1:3] for text in texts] == [["1", "false"]] * 2
     assert "lockstep: all workers are connected; chief 0 restarts the script" in texts[1]
     assert "ignoring the TF_CONFIG" not in texts[0] + texts[1]
 
 
-def test_a_process_that_leaves_is_waited_for_again(desk: Any, is_gone: Gone) -> None:
-    script = desk.script(MEET + TELL)
-    first = desk.start(desk.config(0, 3), script)
+def test_the_others_wait_again_for_a_process_that_exits(host: Any, is_gone: Gone) -> None:
+    script = host.script(MEET + TELL)
+    first = host.start(host.config(0, 3), script)
     first.until("waits for worker 1")
-    second = desk.start(desk.config(2, 3), script)
+    second = host.start(host.config(2, 3), script)
     second.until("lockstep: worker 2 waits for worker 1")
     first.stop(signal.SIGINT)
     assert "KeyboardInterrupt" in first.text
-    second.until(f"waits for worker 0 (127.0.0.1:{desk.ports[0]}), worker 1 (127.0.0.1:{desk.ports[1]}), ")
-    coordinators = desk.coordinators()
+    second.until(f"waits for worker 0 (127.0.0.1:{host.ports[0]}), worker 1 (127.0.0.1:{host.ports[1]}), ")
+    coordinators = host.coordinators()
     second.stop()
     assert is_gone(coordinators, 300)
-    assert not (desk.folder / "runs").exists()
+    assert not (host.folder / "runs").exists()
 
 
-def test_nothing_is_left_when_all_are_killed(desk: Any, is_gone: Gone) -> None:
-    script = desk.script(MEET + STAY)
-    terminals = [desk.start(desk.config(index), script) for index in range(2)]
+def test_no_process_remains_when_all_workers_are_killed(host: Any, is_gone: Gone) -> None:
+    script = host.script(MEET + WAIT)
+    terminals = [host.start(host.config(index), script) for index in range(2)]
     for terminal in terminals:
-        terminal.until("stays")
-    coordinators = desk.coordinators()
+        terminal.until("waiting")
+    coordinators = host.coordinators()
     for terminal in terminals:
         terminal.process.kill()
     assert is_gone(coordinators, 300)
-    assert f"at/127.0.0.1:{desk.ports[0]}" not in Path("/proc/net/unix").read_text()
+    assert f"at/127.0.0.1:{host.ports[0]}" not in Path("/proc/net/unix").read_text()
 
 
-def test_workers_end_when_nobody_coordinates(desk: Any) -> None:
-    script = desk.script(MEET + STAY)
-    terminals = [desk.start(desk.config(index), script) for index in range(2)]
+def test_workers_exit_when_the_coordinator_is_killed(host: Any) -> None:
+    script = host.script(MEET + WAIT)
+    terminals = [host.start(host.config(index), script) for index in range(2)]
     for terminal in terminals:
-        terminal.until("stays")
-    (coordinator,) = desk.coordinators()
+        terminal.until("waiting")
+    (coordinator,) = host.coordinators()
     signal.pidfd_send_signal(coordinator, signal.SIGKILL)
     os.close(coordinator)
     for index, terminal in enumerate(terminals):
@@ -141,16 +141,16 @@ def test_workers_end_when_nobody_coordinates(desk: Any) -> None:
         assert f"has ended, so worker {index} exits; restart all workers" in terminal.text
 
 
-def test_who_is_left_is_told_why_the_job_ends(desk: Any) -> None:
-    script = desk.script(MEET + "print('stays', flush=True)\nimport signal\nsignal.pause()")
-    terminals = [desk.start(desk.config(index), script) for index in range(2)]
+def test_a_remaining_worker_reports_why_the_job_ends(host: Any) -> None:
+    script = host.script(MEET + "print('waiting', flush=True)\nimport signal\nsignal.pause()")
+    terminals = [host.start(host.config(index), script) for index in range(2)]
     for terminal in terminals:
-        terminal.until("stays")
+        terminal.until("waiting")
     terminals[0].stop()
     terminals[1].until("lockstep: worker 0 ended (exit status unknown); the job ends: restart all workers")
 
 
-ONE_STAYS = """
+ONE_WAITS = """
 import time
 from lockstep.observability.events import StrategyInstalled
 me.events.publish(StrategyInstalled("none"))
@@ -159,43 +159,43 @@ while me.worker == 1 and not os.path.exists("go"):
 """
 
 
-def test_who_comes_when_a_job_is_about_to_end_begins_the_next(desk: Any) -> None:
-    script = desk.script(MEET + ONE_STAYS)
-    first, other = [desk.start(desk.config(index), script) for index in range(2)]
+def test_a_worker_that_arrives_as_a_job_ends_begins_the_next_job(host: Any) -> None:
+    script = host.script(MEET + ONE_WAITS)
+    first, other = [host.start(host.config(index), script) for index in range(2)]
     first.end()
-    again = desk.start(desk.config(0), script)
+    again = host.start(host.config(0), script)
     again.until("lockstep: worker 0 waits for main-")
-    (desk.folder / "go").touch()
+    (host.folder / "go").touch()
     other.end()
     again.until("lockstep: worker 0 waits for worker 1 ")
-    last = desk.start(desk.config(1), script)
+    last = host.start(host.config(1), script)
     for terminal in (again, last):
         assert "all workers are connected" in terminal.end()
 
 
-def order(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *arguments], capture_output=True, text=True, timeout=600
     )
 
 
-def test_other_commands_know_the_job(desk: Any, is_gone: Gone) -> None:
-    script = desk.script(MEET + STAY, f"known{desk.ports[0]}.py")
-    terminals = [desk.start(desk.config(index), script) for index in range(2)]
+def test_list_scale_and_stop_find_the_job(host: Any, is_gone: Gone) -> None:
+    script = host.script(MEET + WAIT, f"known{host.ports[0]}.py")
+    terminals = [host.start(host.config(index), script) for index in range(2)]
     for terminal in terminals:
-        terminal.until("stays")
-    (line,) = [line for line in order("list").stdout.splitlines() if str(desk.ports[0]) in line]
+        terminal.until("waiting")
+    (line,) = [line for line in command("list").stdout.splitlines() if str(host.ports[0]) in line]
     assert line.split()[1:5] == ["2", "of", "2", "2"]
     name = line.split()[0]
-    assert "3 workers cannot share 2 replicas" in order("scale", name, "3").stderr
+    assert "3 workers cannot share 2 replicas" in command("scale", name, "3").stderr
     terminals[1].stop()
     terminals[0].until(
         "worker 1 ended (exit status unknown); start it again and it joins; worker 0 continues (view 2)"
     )
-    refused = order("scale", name, "2")
+    refused = command("scale", name, "2")
     assert refused.returncode == 2
     assert "the workers of this job are started by hand: start another one to add a worker" in refused.stderr
-    coordinators = desk.coordinators()
-    assert order("stop", name).stdout.splitlines()[-1] == f"{name} has ended"
+    coordinators = host.coordinators()
+    assert command("stop", name).stdout.splitlines()[-1] == f"{name} has ended"
     assert terminals[0].status() == -signal.SIGTERM
     assert is_gone(coordinators, 300)

@@ -1,4 +1,4 @@
-"""What cannot be is refused within a second, with what happened, what was expected and what to do."""
+"""Errors of workers started by hand appear within a second: the cause, the expectation, the remedy."""
 
 import json
 import os
@@ -21,16 +21,16 @@ try:
 finally:
     print(f"took {time.monotonic() - begun:.3f} s", flush=True)
 """
-STAY = """
+WAIT = """
 import signal
-print("stays", flush=True)
+print("waiting", flush=True)
 signal.pause()
 """
 
 
-def refused(desk: Any, config: Any, *command: str) -> str:
-    """The error that a process ends with, within a second."""
-    terminal = desk.start(config, *(command or (desk.script(MEET),)))
+def refused(host: Any, config: Any, *command: str) -> str:
+    """Return the error with which a process exits within a second."""
+    terminal = host.start(config, *(command or (host.script(MEET),)))
     assert terminal.status() == 1, terminal.text
     took = re.search(r"took ([\d.]+) s", terminal.text)
     assert took is not None
@@ -65,23 +65,23 @@ TASK = {"type": "worker", "index": 0}
         ),
     ],
 )
-def test_what_tf_config_cannot_say(desk: Any, config: Any, said: str) -> None:
-    assert said in refused(desk, config)
+def test_an_invalid_tf_config_is_refused(host: Any, config: Any, said: str) -> None:
+    assert said in refused(host, config)
 
 
-def test_more_tasks_than_can_be_told(desk: Any) -> None:
+def test_too_many_tasks_are_refused(host: Any) -> None:
     for tasks in (1500, 4000):
         cluster = {"worker": [f"127.0.0.1:{20000 + i}" for i in range(tasks)]}
-        terminal = desk.start({"cluster": cluster, "task": TASK}, desk.script(MEET))
+        terminal = host.start({"cluster": cluster, "task": TASK}, host.script(MEET))
         assert terminal.status() == 1, terminal.text
         said = f"lockstep.errors.ConfigError: TF_CONFIG has {tasks} tasks that train, too many for processes"
         assert terminal.text.splitlines()[-1].startswith(said)
 
 
-def test_a_port_that_another_program_uses(desk: Any) -> None:
-    with socket.create_server(("127.0.0.1", desk.ports[1])):
-        error = refused(desk, desk.config(1))
-    assert f"worker 1's address 127.0.0.1:{desk.ports[1]} is in use by " in error
+def test_a_port_that_another_program_uses_is_refused(host: Any) -> None:
+    with socket.create_server(("127.0.0.1", host.ports[1])):
+        error = refused(host, host.config(1))
+    assert f"worker 1's address 127.0.0.1:{host.ports[1]} is in use by " in error
     assert f"(process {os.getpid()}): stop it, or give another port to this task" in error
 
 
@@ -99,10 +99,10 @@ signal.pause()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process needs root")
-def test_another_user_who_has_the_names_and_accepts_nobody(desk: Any) -> None:
-    squatter = desk.start(None, "-c", SQUATS, f"127.0.0.1:{desk.ports[1]}")
+def test_another_user_that_holds_the_names_and_accepts_no_connection_is_named(host: Any) -> None:
+    squatter = host.start(None, "-c", SQUATS, f"127.0.0.1:{host.ports[1]}")
     squatter.until("squats")
-    terminal = desk.start(desk.config(0), desk.script(MEET))
+    terminal = host.start(host.config(0), host.script(MEET))
     assert terminal.status() == 1
     pid = squatter.process.pid
     assert (
@@ -110,94 +110,94 @@ def test_another_user_who_has_the_names_and_accepts_nobody(desk: Any) -> None:
     )
 
 
-def test_who_does_not_fit_the_others(desk: Any) -> None:
-    first = desk.start(desk.config(0), desk.script(MEET + STAY, "first.py"))
+def test_a_worker_that_does_not_match_the_others_is_refused(host: Any) -> None:
+    first = host.start(host.config(0), host.script(MEET + WAIT, "first.py"))
     first.until("worker 0 waits for worker 1")
     pid = first.process.pid
-    again = refused(desk, desk.config(0))
+    again = refused(host, host.config(0))
     assert (
-        f"worker 0 (127.0.0.1:{desk.ports[0]}) is already running: process {pid}. Each process needs its own"
+        f"worker 0 (127.0.0.1:{host.ports[0]}) is already running: process {pid}. Each process needs its own"
         in again
     )
-    others = [f"127.0.0.1:{port}" for port in (desk.ports[2], desk.ports[1])]
-    other = refused(desk, desk.config(1, worker=others))
-    assert f"worker 0 ({others[0]}) in the one, worker 0 (127.0.0.1:{desk.ports[0]}) in the other" in other
+    others = [f"127.0.0.1:{port}" for port in (host.ports[2], host.ports[1])]
+    other = refused(host, host.config(1, worker=others))
+    assert f"worker 0 ({others[0]}) in the one, worker 0 (127.0.0.1:{host.ports[0]}) in the other" in other
     assert other.endswith("Give all tasks the same 'cluster' in TF_CONFIG")
-    more = refused(desk, desk.config(2, 3))
+    more = refused(host, host.config(2, 3))
     assert "worker 2 and worker 0 have different clusters: 3 tasks (" in more
-    # None of that has disturbed those who fit.
-    second = desk.start(desk.config(1), "first.py")
+    # The refusals have not affected the valid workers.
+    second = host.start(host.config(1), "first.py")
     for terminal in (first, second):
-        terminal.until("stays")
-    late = refused(desk, desk.config(1))
-    assert f"worker 1 (127.0.0.1:{desk.ports[1]}) is already running: process {second.process.pid}" in late
+        terminal.until("waiting")
+    late = refused(host, host.config(1))
+    assert f"worker 1 (127.0.0.1:{host.ports[1]}) is already running: process {second.process.pid}" in late
 
 
-def test_a_job_that_cannot_begin_says_why(desk: Any) -> None:
-    (desk.folder / "runs").write_text("a file")
-    script = desk.script(MEET)
-    for terminal in [desk.start(desk.config(index), script) for index in range(2)]:
+def test_a_job_that_cannot_begin_reports_why(host: Any) -> None:
+    (host.folder / "runs").write_text("a file")
+    script = host.script(MEET)
+    for terminal in [host.start(host.config(index), script) for index in range(2)]:
         assert terminal.status() == 1
         assert "ConfigError: the run's folder runs cannot be used: File exists" in terminal.text
 
 
-def test_tf_config_comes_too_late(desk: Any) -> None:
-    late = f"import os\nos.environ['TF_CONFIG'] = {json.dumps(desk.config(0))!r}\n"
+def test_a_tf_config_that_is_set_too_late_is_refused(host: Any) -> None:
+    late = f"import os\nos.environ['TF_CONFIG'] = {json.dumps(host.config(0))!r}\n"
     first = f"from lockstep.rendezvous.take_part import take_part\ntake_part()\n{late}"
-    error = refused(desk, None, desk.script(first + MEET))
+    error = refused(host, None, host.script(first + MEET))
     assert (
         "TF_CONFIG was set after the first strategy was created, so this process is a job of one worker"
         in error
     )
 
 
-def test_keras_2_in_a_job(desk: Any) -> None:
+def test_keras_2_is_refused_in_a_job(host: Any) -> None:
     setting = "import os\nos.environ['TF_USE_LEGACY_KERAS'] = '1'\n"
-    error = refused(desk, desk.config(0), desk.script(setting + MEET))
+    error = refused(host, host.config(0), host.script(setting + MEET))
     assert "sets TF_USE_LEGACY_KERAS=1, which makes tf.keras Keras 2: each worker would train a" in error
 
 
 @pytest.mark.parametrize("command", [("-c", MEET), ("-c", "import runpy; runpy.run_path('main.py')")])
-def test_who_has_no_script(desk: Any, command: tuple[str, ...]) -> None:
-    desk.script(MEET)
-    error = refused(desk, desk.config(0), *command)
+def test_a_process_without_a_script_is_refused(host: Any, command: tuple[str, ...]) -> None:
+    host.script(MEET)
+    error = refused(host, host.config(0), *command)
     assert "there is no script" in error or "but it has no script" in error
     assert "Put the program into a file, use `lockstep run`, or call lockstep.launch" in error
 
 
-def test_who_was_forked(desk: Any) -> None:
+def test_a_forked_process_is_refused(host: Any) -> None:
     fork = "import os, sys\nif pid := os.fork():\n    sys.exit(os.waitpid(pid, 0)[1] >> 8)\n"
-    assert "but it has no script" in refused(desk, desk.config(0), desk.script(fork + MEET))
+    assert "but it has no script" in refused(host, host.config(0), host.script(fork + MEET))
 
 
-def test_a_parameter_server_has_nothing_to_do(desk: Any) -> None:
-    config = desk.config(0, kind="ps", worker=TWO, ps=[f"127.0.0.1:{desk.ports[0]}"])
-    text = desk.start(config, desk.script(MEET + "print('not reached')")).end()
+def test_a_parameter_server_has_nothing_to_do(host: Any) -> None:
+    config = host.config(0, kind="ps", worker=TWO, ps=[f"127.0.0.1:{host.ports[0]}"])
+    text = host.start(config, host.script(MEET + "print('not reached')")).end()
     assert "lockstep: a parameter server has nothing to do" in text
     assert "not reached" not in text
 
 
-def test_who_trains_alone(desk: Any) -> None:
+def test_an_evaluator_and_a_single_worker_train_alone(host: Any) -> None:
     tell = "from lockstep.worker import job\nown = job.current()\n"
     tell += "print(own.task, own.view.replicas, job.is_worker())\n"
-    script = desk.script(MEET + tell)
-    evaluator = desk.config(0, kind="evaluator", worker=TWO)
-    assert desk.start(evaluator, script).end().splitlines()[-1] == "evaluator 1 False"
-    only = desk.config(0, kind="chief", chief=TWO[:1], ps=TWO[1:])
-    assert desk.start(only, script).end().splitlines()[-1] == "worker 1 False"
+    script = host.script(MEET + tell)
+    evaluator = host.config(0, kind="evaluator", worker=TWO)
+    assert host.start(evaluator, script).end().splitlines()[-1] == "evaluator 1 False"
+    only = host.config(0, kind="chief", chief=TWO[:1], ps=TWO[1:])
+    assert host.start(only, script).end().splitlines()[-1] == "worker 1 False"
 
 
-def test_a_program_that_a_worker_starts_is_none(desk: Any) -> None:
-    child = desk.script(MEET + "print('alone', flush=True)\n", "child.py")
+def test_a_program_that_a_worker_starts_is_not_a_worker(host: Any) -> None:
+    child = host.script(MEET + "print('alone', flush=True)\n", "child.py")
     run = f"import subprocess, sys\nsubprocess.run([sys.executable, {child!r}], check=True)\n"
-    text = desk.start(None, "-m", "lockstep", "run", "-n", "2", "--tee", "all", desk.script(run)).end()
+    text = host.start(None, "-m", "lockstep", "run", "-n", "2", "--tee", "all", host.script(run)).end()
     assert text.count("] alone") == 2
 
 
 FIRST = Arrival((Task("worker", 0, "a:1", "10.0.0.1:1"),), 0, "1.0", "jax", 2, (), "a.py")
 
 
-def test_versions_and_backends_have_to_be_the_same() -> None:
+def test_versions_and_backends_must_match() -> None:
     def arrival(version: str, backend: str) -> Arrival:
         return Arrival(FIRST.tasks, 0, version, backend, 2, (), "a.py")
 
@@ -206,12 +206,12 @@ def test_versions_and_backends_have_to_be_the_same() -> None:
     assert "runs Keras on torch, but worker 0 on jax" in refusal(FIRST, arrival("1.0", "torch"), None)
 
 
-def test_names_of_one_host_are_one_place() -> None:
+def test_different_names_of_one_host_match() -> None:
     tasks = (Task("worker", 0, "localhost:1", "10.0.0.1:1"),)
     assert refusal(FIRST, Arrival(tasks, 0, "1.0", "jax", 2, (), "a.py"), None) == ""
 
 
-def test_who_waits_says_so_every_few_seconds_and_not_for_ever() -> None:
+def test_a_waiting_worker_reports_every_few_seconds_and_gives_up() -> None:
     patient = WaitMessages("worker 0", 100.0)
     assert patient.line(100.0) == ""
     patient.waits_for("worker 1 (a:1), worker 2 (a:2)", 100.5)

@@ -1,4 +1,4 @@
-"""Workers that a person starts, and starts again, come to the bits of those of `lockstep run`."""
+"""Workers that are started and restarted by hand have the bits of `lockstep run`."""
 
 import os
 import signal
@@ -23,7 +23,7 @@ Undisturbed = Callable[..., str]
 def undisturbed(
     tmp_path_factory: pytest.TempPathFactory, environment: dict[str, str], lean: Callable[..., Any]
 ) -> Undisturbed:
-    """What `lockstep run` comes to, to which nothing happens."""
+    """The digest of an undisturbed `lockstep run`."""
 
     @cache
     def run(backend: str, how: str = "nothing") -> str:
@@ -43,18 +43,18 @@ def digest(text: str) -> str:
 
 
 @pytest.fixture
-def start(desk: Any, environment: dict[str, str], lean: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """Start the program as some tasks, each in a terminal of its own."""
+def start(host: Any, environment: dict[str, str], lean: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Start the program as some tasks, each in a new terminal."""
 
     def started(how: str, backend: str, *tasks: int) -> list[Any]:
         variables = environment | {"KERAS_BACKEND": backend} | lean(PROGRAM, backend)
-        return [desk.start(desk.config(task), str(PROGRAM), how, **variables) for task in tasks]
+        return [host.start(host.config(task), str(PROGRAM), how, **variables) for task in tasks]
 
     return started
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_chief_that_is_killed_and_started_again_joins(
+def test_a_chief_that_is_killed_and_restarted_joins(
     start: Callable[..., list[Any]], undisturbed: Undisturbed, backend: str
 ) -> None:
     chief, other = start("killed", backend, 0, 1)
@@ -75,12 +75,12 @@ def test_a_chief_that_is_killed_and_started_again_joins(
     ("how", "without"),
     [pytest.param("backup", "unshuffled", marks=pytest.mark.slow), ("checkpoint", "nothing")],
 )
-def test_all_are_stopped_at_step_7_and_go_on_there(
+def test_workers_that_are_all_killed_at_step_7_resume_there(
     start: Callable[..., list[Any]], undisturbed: Undisturbed, how: str, without: str, backend: str
 ) -> None:
     for terminal in start(how, backend, 1, 0):
         assert terminal.status() == -signal.SIGKILL
-        assert "goes on at step 1\n" in terminal.text
+        assert "resumes at step 1\n" in terminal.text
     for terminal in start(how, backend, 0, 1):
         assert digest(terminal.end()) == undisturbed(backend, without)
-        assert "goes on at step 7\n" in terminal.text
+        assert "resumes at step 7\n" in terminal.text

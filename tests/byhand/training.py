@@ -1,14 +1,14 @@
-"""Trains for 18 steps, which are 3 epochs, and prints what came out, exactly.
+"""Trains for 18 steps, which are 3 epochs, and prints the exact result.
 
     training.py HOW
 
-HOW is what happens at the beginning of step 7, once:
+HOW selects what happens once, at the beginning of step 7:
 
     nothing, unshuffled
     killed      task 0 is killed; the others wait in later steps until it has joined again
-    backup      all are killed; the program keeps its state with Keras's BackupAndRestore, which knows of no
-                order of the examples: so they are not shuffled
-    checkpoint  all are killed; it keeps checkpoints with Lockstep's callback
+    backup      all tasks are killed; the program saves its state with Keras's BackupAndRestore, which does
+                not save the order of the examples: they are not shuffled
+    checkpoint  all tasks are killed; the program saves checkpoints with Lockstep's callback
 """
 
 import json
@@ -37,7 +37,7 @@ def until(done: Any) -> None:
 
 
 def stop() -> None:
-    """Be killed, once."""
+    """Kill this process, once."""
     if HOW == "checkpoint":
         until(Path(f"kept/step-{STEP - 1:012d}/manifest.json").exists)
     stopped = Path(f"stopped-{TASK}")
@@ -47,15 +47,15 @@ def stop() -> None:
 
 
 class Happen(keras.callbacks.Callback):  # type: ignore[misc]
-    """Lets happen what happens."""
+    """Prints the first step, and causes what HOW selects."""
 
-    # Of the class, not of the callback: what a callback keeps is resumed.
+    # On the class, because a callback resumes with its own attributes.
     begun = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         step = int(self.model.optimizer.iterations) + 1
         if not Happen.begun:
-            print(f"goes on at step {step}", flush=True)
+            print(f"resumes at step {step}", flush=True)
         Happen.begun = True
         if step == STEP and TASK in STOPPED.get(HOW, ()):
             stop()
@@ -79,6 +79,6 @@ if HOW == "checkpoint":
 shuffle = HOW not in ("backup", "unshuffled")
 history = model.fit(x, y, epochs=3, batch_size=16, verbose=0, shuffle=shuffle, callbacks=callbacks)
 if not shuffle:
-    # With Keras's callback it begins where the training goes on.
+    # With Keras's callback, the history begins where the training resumes.
     model.history = None
 print(f"digest {lockstep.digest(model)} {history.history['loss'][-1].hex()}", flush=True)

@@ -1,4 +1,4 @@
-"""Faults at named points of the protocol, in a worker that was told of them."""
+"""Faults that a worker causes in itself at named points of the protocol."""
 
 import os
 import signal
@@ -28,34 +28,34 @@ POINTS = (
     "after apply",
     "growing the memory",
     "in a gather",
-    "told of a loss",
+    "before the next view",
     "in the next view",
 )
 WHILE_OTHERS_JOIN = (
-    "giving the state",
-    "halfway through giving",
-    "given",
+    "reporting the state",
+    "halfway through reporting",
+    "state reported",
     "waiting for the change",
-    "keeping a checkpoint",
+    "saving a checkpoint",
     "writing a checkpoint",
 )
-"""Where members are when workers join, and the chief with its checkpoints."""
+"""Points of members while workers join, and of the chief while it saves checkpoints."""
 WHILE_JOINING = (
-    "asking where",
-    "knowing where",
-    "asking to be let in",
-    "let in",
+    "asking for the position",
+    "after the position",
+    "asking to join",
+    "joined",
 )
-"""Where workers are that join."""
+"""Points of joiners."""
 
 KINDS = ("SIGKILL", "SIGSEGV", "SIGSTOP", "exception")
-OF_RECRUITS = ("SIGKILL", "SIGSEGV", "differs")
-"""Whoever differs computes from other data than the others from then on."""
+JOINER_KINDS = ("SIGKILL", "SIGSEGV", "differs")
+"""A worker that differs computes from other data than the others from then on."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a worker the first time that it passes a point from a step on."""
+    """A fault of a worker, due when it first passes a point in `step` or a later one."""
 
     worker: int
     step: int
@@ -63,15 +63,15 @@ class Fault:
     kind: str = "SIGKILL"
 
 
-class Misfortune(Exception):
-    """What a script raises on one worker only."""
+class ScriptError(Exception):
+    """An error that the script raises on one worker only."""
 
 
 class Faults:
     """The faults of one worker.
 
     Attributes:
-        step: that the worker is in.
+        step: the current step of the worker.
         differs: whether it computes from other data than the others.
     """
 
@@ -81,7 +81,7 @@ class Faults:
         self.differs = False
 
     def passing(self, point: str) -> None:
-        """Suffer what is due at `point`."""
+        """Cause the first fault that is due at `point`."""
         for fault in self._faults:
             if fault.point == point and fault.step <= self.step:
                 self._faults.remove(fault)
@@ -93,17 +93,17 @@ class Faults:
 
 
 def strike(kind: str) -> None:
-    """Let this process die, stop for a while, or raise."""
+    """Kill this process, stop it for a while, or raise."""
     if kind == "exception":
-        raise Misfortune
+        raise ScriptError
     if kind == "SIGSTOP":
-        # Somebody else has to let it go on.
+        # A stopped process cannot continue itself.
         subprocess.Popen(["/bin/sh", "-c", f"sleep 0.05; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), getattr(signal, kind))
 
 
 def prepare(faults: Faults) -> None:
-    """Let the protocol's own code pass the points."""
+    """Insert the points into the code of the protocol."""
 
     def halfway(name: str, sums: str, point: str, after: str) -> None:
         original = getattr(SliceReduce, name)
@@ -174,11 +174,11 @@ def prepare(faults: Faults) -> None:
     around(Buffers, "map", before="growing the memory")
     around(communicator.SharedCommunicator, "gather", before="in a gather")
     around(barrier.Barrier, "_receive", before="in a gather")
-    around(AgentMembership, "next_place", before="told of a loss", after="in the next view")
-    around(AgentMembership, "hand_over", before="giving the state", after="given")
-    around(MemoryTransport, "publish", after="halfway through giving")
-    around(AgentMembership, "position", before="asking where", after="knowing where")
-    around(AgentMembership, "join", before="asking to be let in", after="let in")
+    around(AgentMembership, "next_place", before="before the next view", after="in the next view")
+    around(AgentMembership, "hand_over", before="reporting the state", after="state reported")
+    around(MemoryTransport, "publish", after="halfway through reporting")
+    around(AgentMembership, "position", before="asking for the position", after="after the position")
+    around(AgentMembership, "join", before="asking to join", after="joined")
     around(communicator.SharedCommunicator, "barrier", before="waiting for the change")
-    around(CheckpointScheduler, "after_step", before="keeping a checkpoint")
+    around(CheckpointScheduler, "after_step", before="saving a checkpoint")
     around(folder, "save_file", before="writing a checkpoint")

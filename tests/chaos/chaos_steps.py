@@ -1,4 +1,4 @@
-"""A training without a framework: what a worker computes, and what one process would have computed."""
+"""A training without a framework, on a worker of a job and in one process."""
 
 import hashlib
 from functools import partial
@@ -14,7 +14,7 @@ from lockstep.topology import View, split_evenly
 from lockstep.worker.job import Job
 
 Array = npt.NDArray[Any]
-# Small and large totals take different ways.
+# Small and large totals use different reduces.
 LARGE, SMALL = 20000, 40
 
 
@@ -27,11 +27,11 @@ def examples(step: int, replica: int, replicas: int) -> list[int]:
 
 
 def gradient(state: Array, ids: list[int], step: int) -> list[Array]:
-    """Depends on the state and on the examples, in more than their number."""
+    """Return a gradient that depends on the state and on each example."""
     total = np.zeros_like(state)
     for example in ids:
         total += np.sin(state * np.float32(example % 13 + 1) + np.float32(example % 7))
-    # Sometimes another call, with more leaves: the memory grows.
+    # Some steps have more leaves: the shared memory grows.
     return [total, *([np.full(LARGE, len(ids), "float64")] if step % 5 == 3 else [])]
 
 
@@ -50,7 +50,7 @@ def beginning(seed: int) -> tuple[Array, bytes]:
 
 
 def alone(seed: int, replicas: int, steps: int) -> list[str]:
-    """What one process comes to after each step, adding along the tree by itself."""
+    """Return the digest of one process after each step; it adds along the same tree."""
     state, chain = beginning(seed)
     digests = []
     for step in range(steps):
@@ -71,7 +71,7 @@ def tree(parts: list[Array]) -> Array:
 
 
 def train(job: Job, steps: int, faults: Faults) -> str:
-    """Train as a worker of a job, from the beginning or from where the others are."""
+    """Train as a worker of a job, from the beginning or from the position of the others."""
     step, (state, chain) = 0, beginning(job.context.seed)
     if job.joins:
         faults.step = steps
@@ -117,7 +117,7 @@ def total(
     view: View,
     communicator: Communicator,
 ) -> list[Array]:
-    """Compute the replicas that are not among `parts`, and sum all."""
+    """Compute the replicas that `parts` lacks; return the sum of all."""
     for replica in view.replicas_of(job.worker):
         if replica not in parts:
             parts[replica] = gradient(state, examples(step, replica, view.replicas), step)

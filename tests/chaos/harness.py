@@ -1,11 +1,11 @@
-"""Jobs of forked workers under the real agent, with faults; prints what went wrong, and what it saw.
+"""Runs jobs of forked workers with faults under the real agent; prints errors and counts.
 
     harness.py [--seed N] [--jobs N] [--point NAME] [--replace]
 
-Everything but how workers are started is Lockstep's own. Each job's survivors have to come to the state and
-the examples of one process that nothing happened to. Faults are drawn at random, with --point all at that
-point, after a first loss. With --replace, training waits until lost workers have been replaced, and the job
-keeps checkpoints, which have to hold the state of their step.
+Only the start of workers differs from Lockstep's. The survivors of each job must have the state and the
+examples of one process without faults. Faults are drawn at random; with --point, all are at that point,
+after a first loss. With --replace, training waits until lost workers are replaced, and the job saves
+checkpoints, which must hold the state of their step.
 """
 
 import argparse
@@ -25,14 +25,14 @@ from pathlib import Path
 
 import chaos_steps as steps
 from chaos_faults import (
+    JOINER_KINDS,
     KINDS,
-    OF_RECRUITS,
     POINTS,
     WHILE_JOINING,
     WHILE_OTHERS_JOIN,
     Fault,
     Faults,
-    Misfortune,
+    ScriptError,
     prepare,
 )
 
@@ -66,16 +66,16 @@ LIMITS = TimeLimits(timeout=5.0, blame=0.05, look=0.05, pause=0.001, longest_pau
 
 @dataclass
 class ForkLauncher:
-    """Starts workers by forking this process, which has everything loaded."""
+    """Starts workers by forking this process, which has imported every module."""
 
     faults: list[Fault]
     handles: list[LocalHandle] = field(default_factory=list)
 
     def prepare(self) -> None:
-        """This process is ready."""
+        """Do nothing: this process is ready."""
 
     def close(self) -> None:
-        """Nothing is there only to start workers."""
+        """Do nothing: there is no fork server."""
 
     def start(self, launch: Launch) -> LocalHandle:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -105,7 +105,7 @@ class ForkLauncher:
 
 
 def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
-    """Be a worker, and print what it came to."""
+    """Run as a worker, and print its result."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     config = read_worker(launch.environment(connection.fileno()))
     client = AgentClient(PacketChannel(connection, AgentMessage))
@@ -127,8 +127,8 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     events.publish(StrategyInstalled("none"))
     try:
         os.write(1, f"result {steps.train(entered, STEPS, faults)}\n".encode())
-    except Misfortune:
-        client.failed(1, "Misfortune", "", blames=False)
+    except ScriptError:
+        client.failed(1, "ScriptError", "", blames=False)
         return 1
     except BaseException as error:
         os.write(2, traceback.format_exc().encode())
@@ -138,8 +138,8 @@ def work(launch: Launch, connection: socket.socket, given: list[Fault]) -> int:
     return 0
 
 
-class Nobody:
-    """No process is below a worker."""
+class NoDescendants:
+    """Workers have no child processes."""
 
     def reap(self, owned: frozenset[int]) -> None:
         """Do nothing."""
@@ -150,8 +150,8 @@ class Nobody:
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A job: workers, replicas, the faults that it meets, and whether lost workers are replaced."""
+class DrawnJob:
+    """A job: workers, replicas, its faults, and whether lost workers are replaced."""
 
     workers: int
     replicas: int
@@ -159,8 +159,8 @@ class Drawn:
     replace: bool
 
 
-def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
-    """Run one job; return its status, the results of its survivors, and how many workers there were."""
+def run(folder: Path, seed: int, job: DrawnJob) -> tuple[int, list[str], int]:
+    """Run one job; return its status, the results of its survivors, and the number of started workers."""
     paths = RunPaths(folder)
     checkpoints = Checkpoints(folder / "checkpoints", 2, None, 2) if job.replace else None
     spec = JobSpec(
@@ -188,7 +188,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
             command,
             console=console,
             starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
-            descendants=Nobody(),
+            descendants=NoDescendants(),
         )
     user.close()
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("worker-*.log"))]
@@ -197,7 +197,7 @@ def run(folder: Path, seed: int, job: Drawn) -> tuple[int, list[str], int]:
 
 
 def wrong_checkpoints(folder: Path, expected: list[str]) -> list[str]:
-    """Return what is wrong with the checkpoints of a job."""
+    """Return the errors in the checkpoints of a job."""
     wrong = []
     for entry in Store(folder / "checkpoints").entries():
         step, state, chain = steps.unpacked(load(entry.path))
@@ -206,10 +206,10 @@ def wrong_checkpoints(folder: Path, expected: list[str]) -> list[str]:
     return wrong
 
 
-def drawn(random_: random.Random, point: str | None) -> Drawn:
-    """Draw a job with faults that leave somebody over.
+def draw_job(random_: random.Random, point: str | None) -> DrawnJob:
+    """Draw a job with faults that at least one worker survives.
 
-    With `point`, a worker is lost first, and the others' faults are all there.
+    With `point`, one worker is lost first, and all other faults are at that point.
     """
     workers = random_.randint(3, 5) if point else random_.randint(2, 5)
     replicas = random_.randint(workers, 8)
@@ -223,23 +223,23 @@ def drawn(random_: random.Random, point: str | None) -> Drawn:
         faults.append(Fault(worker, at, point or random_.choice(POINTS), kind))
     if point:
         faults[0] = Fault(doomed[0], random_.randrange(3), "after apply")
-    return Drawn(workers, replicas, faults, replace=False)
+    return DrawnJob(workers, replicas, faults, replace=False)
 
 
-def drawn_with_joins(random_: random.Random, point: str | None) -> Drawn:
+def draw_job_with_joins(random_: random.Random, point: str | None) -> DrawnJob:
     """Draw a job in which lost workers are replaced, and others are lost, or differ, meanwhile."""
     workers = random_.randint(2, 4)
     replicas = random_.randint(workers, 8)
     faults = [Fault(random_.randrange(workers), random_.randrange(3), random_.choice(POINTS[:8]))]
     others = [worker for worker in range(workers) if worker != faults[0].worker]
-    # One of the old workers at least stays until the end.
+    # At least one of the first workers remains until the end.
     for worker in random_.sample(others, random_.randint(0, len(others) - 1)):
         at = point if point in WHILE_OTHERS_JOIN else random_.choice((*POINTS, *WHILE_OTHERS_JOIN))
         faults.append(Fault(worker, random_.randrange(STEPS - 3), at, random_.choice(KINDS[:2])))
     for worker in range(workers, workers + random_.randint(0, 3)):
         at = point if point in WHILE_JOINING else random_.choice((*POINTS, *WHILE_JOINING))
-        faults.append(Fault(worker, random_.randrange(STEPS - 3), at, random_.choice(OF_RECRUITS)))
-    return Drawn(workers, replicas, faults, replace=True)
+        faults.append(Fault(worker, random_.randrange(STEPS - 3), at, random_.choice(JOINER_KINDS)))
+    return DrawnJob(workers, replicas, faults, replace=True)
 
 
 def main() -> int:
@@ -253,7 +253,7 @@ def main() -> int:
     failures = 0
     with jobs_folder() as base:
         for number in range(arguments.seed, arguments.seed + arguments.jobs):
-            draw = drawn_with_joins if arguments.replace else drawn
+            draw = draw_job_with_joins if arguments.replace else draw_job
             job = draw(random.Random(number), arguments.point)
             folder = base / str(number)
             folder.mkdir()
@@ -262,7 +262,7 @@ def main() -> int:
             fatal = sum(fault.kind != "SIGSTOP" for fault in job.faults)
             struck = started - len(results)
             wrong = wrong_checkpoints(folder, expected)
-            # A replacement that comes at the very end is not needed any more.
+            # A replacement that starts at the end of the job may be unnecessary.
             many = not job.replace and struck > fatal
             if status != 0 or set(results) != {expected[-1]} or many or wrong:
                 failures += 1

@@ -1,10 +1,10 @@
-"""Kills thousands of workers, and prints a table of what came of it; the status is 1 if anything went wrong.
+"""Kills thousands of workers and prints a table of the results; the status is 1 if any job failed.
 
     soak.py [--jobs N] [--programs N] [--backends NAME...]
 
 First N jobs of each kind without a framework (`harness.py`), then real training on each backend: a worker is
-lost, and then another one at a named point, for every point there is. Last N random programs on each backend
-(`tests/fuzz`), in which nobody is lost.
+lost, and then another one at a named point, for every point. Last N random programs on each backend
+(`tests/fuzz`), which lose no workers.
 """
 
 import argparse
@@ -25,14 +25,14 @@ SURVIVAL = HERE.parent / "training" / "survival.py"
 BACKENDS = ("jax", "tensorflow", "torch")
 FUZZ = HERE.parent / "fuzz" / "fuzz.py"
 FIRST_SEED = 1000
-"""Of the random programs: `make test` runs those of lower ones."""
+"""The first seed of the random programs: `make test` runs lower ones."""
 FIRST = "2:3:after apply"
-"""The first loss of a job, which others are to recover from."""
+"""The first loss of a job, from which the other workers recover."""
 
 
 @dataclass
 class Row:
-    """What some jobs have come to."""
+    """The results of some jobs."""
 
     name: str
     jobs: int = 0
@@ -65,7 +65,7 @@ def without_framework(name: str, jobs: int, *options: str) -> Row:
 
 
 def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield options and faults: a kill at each named point, of the chief where it comes there."""
+    """Yield options and faults: a kill at each named point, of the chief if it passes the point."""
     for point in POINTS:
         yield "-n 4 --max-restarts 0", (FIRST, f"0:3:{point}")
     for point in WHILE_OTHERS_JOIN:
@@ -82,7 +82,7 @@ def cases() -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def train(backend: str, options: str, *faults: str) -> tuple[set[str], int, int]:
-    """Train; return the results, and how many workers were killed and replaced."""
+    """Train; return the results and the numbers of killed and of replaced workers."""
     with tempfile.TemporaryDirectory(prefix="lockstep-soak-") as name:
         folder = Path(name)
         (folder / "files").mkdir()
@@ -115,7 +115,7 @@ def with_backend(backend: str) -> Row:
 
 
 def with_programs(backend: str, programs: int) -> Row:
-    """Run random programs; print the faults that they have."""
+    """Run random programs; print their faults."""
     row, begun = Row(f"random programs on {backend}", jobs=programs), time.monotonic()
     seeds = f"{FIRST_SEED}:{FIRST_SEED + programs}"
     command = [sys.executable, str(FUZZ), "--backend", backend, "--seeds", seeds]
@@ -130,7 +130,7 @@ def with_programs(backend: str, programs: int) -> Row:
 
 
 def main() -> int:
-    """Run all, print the table."""
+    """Run all jobs; print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

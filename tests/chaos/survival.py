@@ -27,7 +27,7 @@ prepare(FAULTS)
 
 
 class Steps(keras.callbacks.Callback):  # type: ignore[misc]
-    """Counts steps, and passes the points that are not in the exchange."""
+    """Counts steps, and passes the points outside of the exchange."""
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         FAULTS.step += 1

@@ -1,4 +1,4 @@
-"""Workers die at every named point of the protocol, and those who are left come to the same bits."""
+"""Workers are lost at every named point of the protocol; the others compute the same bits."""
 
 import re
 import subprocess
@@ -12,7 +12,7 @@ HARNESS = Path(__file__).with_name("harness.py")
 
 
 def run(*arguments: str) -> dict[str, int]:
-    """Run jobs; return how many there were, and how many workers they have lost."""
+    """Run jobs; return the numbers of jobs, of lost and of replaced workers, and of failures."""
     command = [sys.executable, str(HARNESS), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-5000:]
@@ -23,7 +23,7 @@ def run(*arguments: str) -> dict[str, int]:
 def test_workers_are_lost_at_a_point(point: str) -> None:
     seen = run("--seed", "1000", "--jobs", "6", "--point", point)
     assert seen["failed"] == 0
-    # One is lost elsewhere in each job.
+    # Each job also loses a worker at another point.
     assert seen["lost"] > seen["jobs"]
 
 
@@ -40,7 +40,7 @@ def test_workers_are_lost_while_others_join(point: str) -> None:
     assert seen["replaced"] >= seen["jobs"]
 
 
-def test_whoever_is_lost_is_replaced() -> None:
+def test_lost_workers_are_replaced() -> None:
     seen = run("--replace", "--jobs", "50")
     assert seen["failed"] == 0
     assert seen["replaced"] > 80

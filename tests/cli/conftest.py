@@ -1,4 +1,4 @@
-"""Real runs of the command, in a folder of their own."""
+"""Real runs of the command, each in a new folder."""
 
 import json
 import os
@@ -28,7 +28,7 @@ class Done:
 
     @property
     def notes(self) -> list[str]:
-        """What Lockstep itself said, but for the first line and what only a slow machine shows."""
+        """Lockstep's notes, without the first line and those that only a slow machine shows."""
         lines = [line for line in self.err.splitlines() if line.startswith("lockstep: ")]
         return [line for line in lines if "logs in " not in line and "no step completed after" not in line]
 
@@ -40,7 +40,7 @@ class Done:
 
 
 class Running:
-    """A run that has been started."""
+    """A run in progress."""
 
     def __init__(self, process: "subprocess.Popen[str]", folder: Path, pending: int) -> None:
         self.process = process
@@ -48,8 +48,8 @@ class Running:
         self._pending = pending
         self._text = b""
 
-    def born(self, count: int) -> dict[str, list[int]]:
-        """Wait until `count` processes have called `announce`, and return pidfds by their names."""
+    def announced(self, count: int) -> dict[str, list[int]]:
+        """Wait until `count` processes have called `announce`; return their pidfds by name."""
         deadline = time.monotonic() + PATIENCE
         while self._text.count(b"\n") < count:
             assert select.select([self._pending], [], [], deadline - time.monotonic())[0]
@@ -67,13 +67,13 @@ class Running:
         return Done(self.process.returncode, out, err, self.folder)
 
     def agent(self) -> int:
-        """Process id of the agent: the command's only child."""
+        """The process id of the agent, which is the command's only child."""
         pid = self.process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def gone(pidfds: list[int], within: float) -> bool:
-    """Whether all processes end `within` seconds; closes the pidfds."""
+    """Return whether all processes exit `within` seconds; close their pidfds."""
     deadline = time.monotonic() + within
     ended = [
         bool(select.select([pidfd], [], [], max(0.0, deadline - time.monotonic()))[0]) for pidfd in pidfds
@@ -89,14 +89,14 @@ from lockstep.worker import job
 me = job.current().worker
 barrier = job.current().communicator.barrier
 def announce(name):
-    births = os.open(os.environ["BIRTHS"], os.O_WRONLY)
-    os.write(births, f"{name} {os.getpid()}\\n".encode())
-    os.close(births)
+    announcements = os.open(os.environ["ANNOUNCEMENTS"], os.O_WRONLY)
+    os.write(announcements, f"{name} {os.getpid()}\\n".encode())
+    os.close(announcements)
 def stay():
     while True:
         signal.pause()
 def escape():
-    '''Leave a grandchild in a session of its own, whose parent has ended.'''
+    '''Start a grandchild in a new session; its parent exits.'''
     child = os.fork()
     if child == 0:
         os.setsid()
@@ -119,7 +119,7 @@ class Lockstep:
         self._started: list[subprocess.Popen[str]] = []
 
     def script(self, text: str, name: str = "script.py") -> str:
-        """Write a script that can use what `ANNOUNCE` defines."""
+        """Write a script that can use the names of `ANNOUNCE`."""
         (self.folder / name).write_text(ANNOUNCE + text)
         return name
 
@@ -127,7 +127,7 @@ class Lockstep:
         self, *arguments: str, run: str = "run", process_group: int | None = None, **environment: str
     ) -> Running:
         """Start `lockstep run`."""
-        variables = {**os.environ, "BIRTHS": str(self.folder / "births"), **environment}
+        variables = {**os.environ, "ANNOUNCEMENTS": str(self.folder / "announcements"), **environment}
         command = [sys.executable, "-m", "lockstep", "run", "--run-dir", run, *arguments]
         process = subprocess.Popen(
             command,
@@ -153,8 +153,8 @@ class Lockstep:
 
 @pytest.fixture
 def lockstep(tmp_path: Path) -> Iterator[Lockstep]:
-    os.mkfifo(tmp_path / "births")
-    pending = os.open(tmp_path / "births", os.O_RDWR)
+    os.mkfifo(tmp_path / "announcements")
+    pending = os.open(tmp_path / "announcements", os.O_RDWR)
     made = Lockstep(tmp_path, pending)
     yield made
     made.close()
@@ -167,8 +167,8 @@ def is_gone() -> Callable[[list[int], float], bool]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _signals_arrive() -> Iterator[None]:
-    """A shell without job control starts background jobs deaf to Ctrl-C; the command respects that."""
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """A shell without job control starts background jobs that ignore Ctrl-C; the command respects that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

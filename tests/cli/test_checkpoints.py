@@ -1,4 +1,4 @@
-"""What the command says of its folder of checkpoints."""
+"""The command and its folder of checkpoints."""
 
 import os
 import subprocess
@@ -33,7 +33,9 @@ def keep(folder: Path, step: int, **facts: Any) -> Path:
     return Store(folder).write(Contents(step, {"job": {**JOB, **facts}}, {"a": np.arange(step)}))
 
 
-def test_the_newest_whole_one_is_taken_and_says_what_the_job_is(tmp_path: Path, script: str) -> None:
+def test_a_job_resumes_with_the_settings_of_the_newest_complete_checkpoint(
+    tmp_path: Path, script: str
+) -> None:
     keep(tmp_path / "kept", 3)
     damaged = keep(tmp_path / "kept", 5)
     state = damaged / "state.safetensors"
@@ -56,7 +58,7 @@ def test_the_newest_whole_one_is_taken_and_says_what_the_job_is(tmp_path: Path, 
         (("--checkpoint-every", "1d"), "give a number of steps, or a time"),
     ],
 )
-def test_what_does_not_fit_is_refused(
+def test_options_that_contradict_the_checkpoint_are_refused(
     tmp_path: Path, script: str, options: tuple[str, ...], message: str
 ) -> None:
     keep(tmp_path / "kept", 3)
@@ -67,7 +69,7 @@ def test_what_does_not_fit_is_refused(
 
 
 def resumes(folder: Path, script: str, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run with one worker, where nobody says which backend unless the arguments do."""
+    """Run with one worker; only `options` and `variables` select a backend."""
     line = [sys.executable, "-m", "lockstep", "run", "-n", "1", "--checkpoint", "kept", *options, script]
     inherited = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
     environment = inherited | {"KERAS_HOME": str(folder)} | variables
@@ -109,7 +111,7 @@ def test_other_versions_of_libraries_are_named_once(tmp_path: Path, script: str)
     )
 
 
-def test_packages_may_have_other_names_than_modules_and_write_versions_otherwise(
+def test_versions_compare_across_package_names_and_spellings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packages = {"tensorflow": ["tensorflow-cpu"], "numpy": ["numpy"], "torch": ["torch"]}

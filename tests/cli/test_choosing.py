@@ -1,4 +1,4 @@
-"""Which backend a job runs on, and what its first line says of it."""
+"""The backend that a job selects, and its first line, which reports the choice."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ FIRST = "it is the first installed of TensorFlow, JAX and PyTorch"
 
 
 def run(home: Path, *arguments: str, **variables: str) -> tuple[str, str]:
-    """Run a script with this home; return what it printed, and the first line of the command."""
+    """Run a script with this home; return its output and the command's first line."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KERAS_")}
     done = subprocess.run(
         [sys.executable, "-m", "lockstep", "run", "-n", "1", *arguments],
@@ -59,7 +59,7 @@ def test_a_fresh_home_gives_the_same_backend_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_first_line_says_who_chose(
+def test_the_first_line_names_the_source_of_the_choice(
     tmp_path: Path, options: tuple[str, ...], source: str, configured: str, expected: str
 ) -> None:
     pytest.importorskip(expected.partition(":")[0])
@@ -70,7 +70,7 @@ def test_the_first_line_says_who_chose(
     assert expected in f"{printed}: {line.partition('seed 0; ')[2]}"
 
 
-def test_a_choice_that_the_source_does_not_show_corrects_the_line(tmp_path: Path) -> None:
+def test_a_choice_at_run_time_corrects_the_first_line(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "from lockstep.observability.events import StrategyInstalled\nfrom lockstep.worker import job\n"
         "job.current().events.publish(StrategyInstalled('torch'))"

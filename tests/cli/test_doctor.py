@@ -1,4 +1,4 @@
-"""The real command, in environments that are whole and that are broken."""
+"""`lockstep doctor` in working and in broken environments."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def rows(out: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def broken(tmp_path: Path) -> Path:
-    """A folder of modules that stand before the installed ones, each broken in its own way."""
+    """A folder of modules that shadow the installed ones, each broken differently."""
     folder = tmp_path / "broken"
     folder.mkdir()
     (folder / "jax.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
@@ -52,7 +52,7 @@ def broken(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def only_jax(tmp_path: Path) -> Path:
-    """A folder of modules that hide the other backends, so that nobody waits for them."""
+    """A folder of modules that hide the other backends, which take long to import."""
     folder = tmp_path / "only-jax"
     folder.mkdir()
     for name in ("tensorflow", "torch"):
@@ -60,7 +60,7 @@ def only_jax(tmp_path: Path) -> Path:
     return folder
 
 
-def test_it_trains_and_tells_the_rate_and_the_hash(tmp_path: Path, only_jax: Path) -> None:
+def test_the_report_has_the_rate_and_the_hash_of_a_training(tmp_path: Path, only_jax: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     variables = {"KERAS_BACKEND": "jax", "PYTHONPATH": str(only_jax)}
@@ -75,11 +75,11 @@ def test_it_trains_and_tells_the_rate_and_the_hash(tmp_path: Path, only_jax: Pat
     assert len(trained["hash"]) == 64
     assert rows(second[1])["2 workers on jax"]["facts"]["hash"] == trained["hash"]
     assert "training on jax with 2 workers" in err
-    # It leaves nothing in the folder it was called in.
+    # It writes nothing to its working directory.
     assert not list(empty.iterdir())
 
 
-def test_backends_that_crash_are_rows_and_not_the_end(tmp_path: Path, broken: Path) -> None:
+def test_backends_that_crash_are_rows_of_the_report(tmp_path: Path, broken: Path) -> None:
     status, out, _ = doctor(tmp_path, "--json", KERAS_BACKEND="jax", PYTHONPATH=str(broken))
     assert status == 2
     found = rows(out)
@@ -95,7 +95,7 @@ def test_backends_that_crash_are_rows_and_not_the_end(tmp_path: Path, broken: Pa
     assert found["torch"]["reason"].endswith("exited with status 3: hello from torch")
 
 
-def test_a_training_that_cannot_work_is_a_failure(tmp_path: Path, broken: Path) -> None:
+def test_a_training_that_fails_is_a_failure(tmp_path: Path, broken: Path) -> None:
     (broken / "jax.py").unlink()
     # The probe computes without Keras; a job does not.
     (broken / "keras.py").write_text("raise ImportError('half installed')\n")
@@ -104,7 +104,7 @@ def test_a_training_that_cannot_work_is_a_failure(tmp_path: Path, broken: Path) 
     assert rows(out)["2 workers on jax"]["verdict"] == "failure"
 
 
-def test_a_backend_that_is_none_is_a_failure(tmp_path: Path, broken: Path) -> None:
+def test_an_unknown_backend_is_a_failure(tmp_path: Path, broken: Path) -> None:
     status, out, _ = doctor(
         tmp_path, "--no-train", KERAS_BACKEND="theano", PYTHONPATH=str(broken), COLUMNS="300"
     )
@@ -119,13 +119,13 @@ def test_no_framework_is_imported_into_the_command(tmp_path: Path, broken: Path)
     assert err.splitlines()[-1] == "[]"
 
 
-def test_options_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+def test_incompatible_options_are_refused(tmp_path: Path) -> None:
     status, _, err = doctor(tmp_path, "--watch", "1", "--json")
     assert status == 2
     assert "--watch and --csv cannot be combined with" in err
 
 
-def test_a_report_that_cannot_be_written_is_a_failure_in_one_line(tmp_path: Path, broken: Path) -> None:
+def test_a_report_that_cannot_be_written_is_a_one_line_failure(tmp_path: Path, broken: Path) -> None:
     command = f"{shlex.quote(sys.executable)} -m lockstep doctor --no-train"
     for output, status in ((">/dev/full", 2), (">&-", 2), ("--json >/dev/full", 2), ("| true", 2)):
         done = subprocess.run(
@@ -141,7 +141,7 @@ def test_a_report_that_cannot_be_written_is_a_failure_in_one_line(tmp_path: Path
         assert ("cannot write the report: No space left" in done.stderr) == ("full" in output)
 
 
-def test_a_watch_that_nobody_can_read_ends_in_one_line(tmp_path: Path) -> None:
+def test_a_watch_whose_output_fails_ends_without_a_traceback(tmp_path: Path) -> None:
     for output, status in ((">/dev/full", 2), ("| head -1", 0)):
         done = subprocess.run(
             [
@@ -160,7 +160,7 @@ def test_a_watch_that_nobody_can_read_ends_in_one_line(tmp_path: Path) -> None:
         assert "Traceback" not in done.stderr
 
 
-def test_a_terminal_that_cannot_show_a_sign_is_no_hindrance(tmp_path: Path, broken: Path) -> None:
+def test_the_report_is_ascii_on_an_ascii_terminal(tmp_path: Path, broken: Path) -> None:
     (tmp_path / "\xe9").mkdir()
     path = f"{broken}:{tmp_path}/\xe9-gone"
     status, out, err = doctor(
@@ -170,7 +170,7 @@ def test_a_terminal_that_cannot_show_a_sign_is_no_hindrance(tmp_path: Path, brok
     assert out.isascii()
 
 
-def test_a_machine_that_can_start_no_process_is_told_in_rows(tmp_path: Path, broken: Path) -> None:
+def test_a_machine_that_cannot_start_processes_is_reported_in_rows(tmp_path: Path, broken: Path) -> None:
     script = """
 import resource
 from lockstep.cli.main import main
@@ -184,7 +184,7 @@ main()
     assert rows(out)["jax"]["reason"] == "it could not be started: Too many open files"
 
 
-def test_a_check_that_fails_itself_is_no_warning(tmp_path: Path, broken: Path) -> None:
+def test_a_check_that_raises_is_not_a_warning(tmp_path: Path, broken: Path) -> None:
     script = """
 import sys
 from lockstep.cli.main import main

@@ -1,4 +1,4 @@
-"""However a job is ended, no process of it is left: not workers, not what they started."""
+"""No process of a job remains after its end: neither workers nor processes that they started."""
 
 import os
 import signal
@@ -14,20 +14,22 @@ import pytest
 Gone = Callable[[list[int], float], bool]
 
 OBEYS = "escape(); announce('worker'); stay()"
-DEAF = "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + OBEYS
+IGNORES_SIGNALS = (
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + OBEYS
+)
 SIGNALS = [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 
 
 def begin(lockstep: Any, text: str) -> tuple[Any, list[int]]:
-    """Start two workers with a grandchild each that escaped; return the run and all their pidfds."""
+    """Start two workers, each with a detached grandchild; return the run and all pidfds."""
     running = lockstep.start("-n", "2", lockstep.script(text))
-    born = running.born(4)
-    assert {name: len(pidfds) for name, pidfds in born.items()} == {"worker": 2, "grandchild": 2}
-    return running, born["worker"] + born["grandchild"]
+    announced = running.announced(4)
+    assert {name: len(pidfds) for name, pidfds in announced.items()} == {"worker": 2, "grandchild": 2}
+    return running, announced["worker"] + announced["grandchild"]
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS)
-def test_a_signal_ends_all(lockstep: Any, is_gone: Gone, number: int, status: int) -> None:
+def test_a_signal_ends_all_processes(lockstep: Any, is_gone: Gone, number: int, status: int) -> None:
     running, processes = begin(lockstep, OBEYS)
     start = time.monotonic()
     running.process.send_signal(number)
@@ -40,7 +42,7 @@ def test_a_signal_ends_all(lockstep: Any, is_gone: Gone, number: int, status: in
 
 def test_the_workers_get_the_same_signal(lockstep: Any) -> None:
     running = lockstep.start("-n", "2", lockstep.script("try: announce('w'); stay()\nfinally: print('bye')"))
-    running.born(2)
+    running.announced(2)
     running.process.send_signal(signal.SIGINT)
     done = running.end()
     assert (done.status, done.out) == (130, "bye\n")
@@ -48,12 +50,12 @@ def test_the_workers_get_the_same_signal(lockstep: Any) -> None:
 
 
 @pytest.mark.parametrize("keeping", [(), ("--checkpoint", "kept", "--grace", "1s")])
-def test_a_signal_while_processes_end_whose_script_has_ended(
+def test_a_signal_after_the_scripts_have_finished_keeps_the_success(
     lockstep: Any, is_gone: Gone, keeping: tuple[str, ...]
 ) -> None:
     script = "import atexit; atexit.register(stay); atexit.register(announce, 'worker'); print('digest')"
     running = lockstep.start("-n", "2", *keeping, lockstep.script(script))
-    processes = running.born(2)["worker"]
+    processes = running.announced(2)["worker"]
     running.process.send_signal(signal.SIGTERM)
     done = running.end()
     assert is_gone(processes, 0)
@@ -63,10 +65,10 @@ def test_a_signal_while_processes_end_whose_script_has_ended(
 
 
 @pytest.mark.parametrize(("number", "status"), SIGNALS[:2])
-def test_the_deaf_are_killed_within_five_seconds(
+def test_workers_that_ignore_signals_are_killed_within_five_seconds(
     lockstep: Any, is_gone: Gone, number: int, status: int
 ) -> None:
-    running, processes = begin(lockstep, DEAF)
+    running, processes = begin(lockstep, IGNORES_SIGNALS)
     start = time.monotonic()
     running.process.send_signal(number)
     assert is_gone(processes, 5)
@@ -74,11 +76,11 @@ def test_the_deaf_are_killed_within_five_seconds(
     assert 2.5 < time.monotonic() - start < 5
 
 
-def test_a_second_signal_ends_all_at_once(lockstep: Any, is_gone: Gone) -> None:
-    name = "signal.signal(signal.SIGTERM, lambda *_: announce('told'))\n" + OBEYS
+def test_a_second_signal_kills_all_processes_at_once(lockstep: Any, is_gone: Gone) -> None:
+    name = "signal.signal(signal.SIGTERM, lambda *_: announce('signaled'))\n" + OBEYS
     running, processes = begin(lockstep, name)
     running.process.send_signal(signal.SIGTERM)
-    for pidfd in running.born(2)["told"]:
+    for pidfd in running.announced(2)["signaled"]:
         os.close(pidfd)
     start = time.monotonic()
     running.process.send_signal(signal.SIGTERM)
@@ -104,14 +106,14 @@ sys.exit(143)
 """
 
 
-def test_a_step_and_its_checkpoint_have_the_time_of_the_grace(lockstep: Any, is_gone: Gone) -> None:
-    """The step of one job is held longer than other jobs take to end, that of the other beyond its grace."""
+def test_a_step_and_its_checkpoint_have_the_grace_period(lockstep: Any, is_gone: Gone) -> None:
+    """One job's step outlasts the usual time to end, the other's outlasts its grace period."""
     name = lockstep.script(STEP)
     os.mkfifo(lockstep.folder / "step")
     first = lockstep.start("-n", "2", "--checkpoint", "kept", name)
-    held = first.born(2)["worker"]
+    held = first.announced(2)["worker"]
     second = lockstep.start("-n", "2", "--checkpoint", "other", "--grace", "1s", name, run="second")
-    late = second.born(2)["worker"]
+    late = second.announced(2)["worker"]
     for running in (first, second):
         running.process.send_signal(signal.SIGTERM)
     done = second.end()
@@ -123,7 +125,7 @@ def test_a_step_and_its_checkpoint_have_the_time_of_the_grace(lockstep: Any, is_
         "lockstep: stopped by SIGTERM",
     ]
     assert done.events()[-1]["event"] == "finished"
-    # Longer than a job takes to end that keeps no checkpoint.
+    # A job without checkpoints ends sooner.
     assert not is_gone([os.pidfd_open(first.agent())], 2)
     os.close(os.open(lockstep.folder / "step", os.O_WRONLY))
     done = first.end()
@@ -140,12 +142,12 @@ def test_a_step_and_its_checkpoint_have_the_time_of_the_grace(lockstep: Any, is_
     assert (lockstep.folder / "kept" / "step-000000000007").is_dir()
 
 
-def test_a_reader_that_has_paused_does_not_cost_the_checkpoint(lockstep: Any, is_gone: Gone) -> None:
+def test_a_paused_reader_does_not_prevent_the_checkpoint(lockstep: Any, is_gone: Gone) -> None:
     step = STEP.replace('os.close(os.open("step", os.O_RDONLY))', "for n in range(64): print('x' * 65535)")
     running = lockstep.start("-n", "2", "--checkpoint", "kept", lockstep.script(step))
-    workers = running.born(2)["worker"]
+    workers = running.announced(2)["worker"]
     running.process.send_signal(signal.SIGTERM)
-    # Nobody reads what the chief writes in its step before it has ended.
+    # No process reads the chief's output until the chief has ended.
     assert is_gone(workers, 300)
     done = running.end()
     assert done.status == 143
@@ -153,7 +155,7 @@ def test_a_reader_that_has_paused_does_not_cost_the_checkpoint(lockstep: Any, is
     assert len(done.log(0)) == 2**22
 
 
-def test_a_signal_before_anything_runs(lockstep: Any) -> None:
+def test_a_signal_before_the_scripts_run_ends_the_job(lockstep: Any) -> None:
     running = lockstep.start("-n", "2", lockstep.script("announce('early'); stay()"))
     line = running.process.stderr.readline()
     assert line.endswith("logs in run\n")
@@ -161,16 +163,16 @@ def test_a_signal_before_anything_runs(lockstep: Any) -> None:
     assert running.end().status in (143, -signal.SIGTERM)
 
 
-def test_a_killed_command_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
-    running, processes = begin(lockstep, DEAF)
+def test_no_process_remains_after_a_killed_command(lockstep: Any, is_gone: Gone) -> None:
+    running, processes = begin(lockstep, IGNORES_SIGNALS)
     processes.append(os.pidfd_open(running.agent()))
     running.process.kill()
     assert is_gone(processes, 300)
     assert running.end().status == -signal.SIGKILL
 
 
-def test_a_killed_agent_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
-    running, processes = begin(lockstep, DEAF)
+def test_no_process_remains_after_a_killed_agent(lockstep: Any, is_gone: Gone) -> None:
+    running, processes = begin(lockstep, IGNORES_SIGNALS)
     agent = running.agent()
     os.kill(agent, signal.SIGKILL)
     done = running.end()
@@ -183,17 +185,17 @@ def test_a_killed_agent_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
 
 def test_workers_do_not_outlive_command_and_agent(lockstep: Any, is_gone: Gone) -> None:
     running = lockstep.start("-n", "2", lockstep.script("announce('worker'); stay()"))
-    workers, agent = running.born(2)["worker"], running.agent()
+    workers, agent = running.announced(2)["worker"], running.agent()
     below = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    assert len(below) == 3, "the workers, and the process that they were forked from"
+    assert len(below) == 3, "the workers and their fork server"
     running.process.send_signal(signal.SIGSTOP)
     processes = [*workers, *(os.pidfd_open(int(pid)) for pid in below)]
     os.kill(agent, signal.SIGKILL)
     assert is_gone(processes, 300)
 
 
-def test_a_stopped_agent_does_not_save_anybody(lockstep: Any, is_gone: Gone) -> None:
-    running, processes = begin(lockstep, DEAF)
+def test_workers_end_though_the_agent_is_stopped(lockstep: Any, is_gone: Gone) -> None:
+    running, processes = begin(lockstep, IGNORES_SIGNALS)
     os.kill(running.agent(), signal.SIGSTOP)
     running.process.send_signal(signal.SIGTERM)
     running.process.send_signal(signal.SIGINT)
@@ -202,30 +204,30 @@ def test_a_stopped_agent_does_not_save_anybody(lockstep: Any, is_gone: Gone) -> 
     assert done.status in (130, 143)
 
 
-def test_a_terminal_that_nobody_reads_does_not_save_anybody(lockstep: Any, is_gone: Gone) -> None:
+def test_workers_end_though_the_terminal_is_not_read(lockstep: Any, is_gone: Gone) -> None:
     flood = "if me == 0:\n announce('flood')\n while True: os.write(1, b'x' * 65536)\n"
     running = lockstep.start("-n", "2", lockstep.script(flood + "announce('worker'); stay()"))
-    processes = [pidfd for pidfds in running.born(2).values() for pidfd in pidfds]
+    processes = [pidfd for pidfds in running.announced(2).values() for pidfd in pidfds]
     processes.append(os.pidfd_open(running.agent()))
     running.process.kill()
     assert is_gone(processes, 300)
 
 
 @pytest.mark.parametrize(("text", "status"), [("escape()", 0), ("escape(); sys.exit(3)", 3)])
-def test_what_a_script_leaves_behind_ends_with_the_job(
+def test_processes_that_a_script_leaves_end_with_the_job(
     lockstep: Any, is_gone: Gone, text: str, status: int
 ) -> None:
     running = lockstep.start("-n", "1", lockstep.script(text))
-    left = running.born(1)["grandchild"]
+    left = running.announced(1)["grandchild"]
     assert running.end().status == status
     assert is_gone(left, 0)
 
 
-def test_children_the_command_already_had_are_spared(lockstep: Any, is_gone: Gone) -> None:
-    """A shell that becomes the command may have started something before."""
+def test_existing_children_of_the_command_survive(lockstep: Any, is_gone: Gone) -> None:
+    """A shell may start a process and then exec the command."""
     name = lockstep.script("escape()")
     shell = f"sleep 1000 & echo $!; exec {sys.executable} -m lockstep run -n 1 --run-dir run {name}"
-    environment = {**os.environ, "BIRTHS": str(lockstep.folder / "births")}
+    environment = {**os.environ, "ANNOUNCEMENTS": str(lockstep.folder / "announcements")}
     with subprocess.Popen(
         ["bash", "-c", shell], cwd=lockstep.folder, env=environment, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -237,9 +239,9 @@ def test_children_the_command_already_had_are_spared(lockstep: Any, is_gone: Gon
         assert is_gone([sleeper], 300)
 
 
-def test_a_killed_process_group_leaves_nobody(lockstep: Any, is_gone: Gone) -> None:
-    """What a shell's `kill -9 %1` and some schedulers do: the agent is in a session of its own."""
-    running = lockstep.start("-n", "2", lockstep.script(DEAF), process_group=0)
-    processes = [pidfd for pidfds in running.born(4).values() for pidfd in pidfds]
+def test_no_process_remains_after_a_killed_process_group(lockstep: Any, is_gone: Gone) -> None:
+    """As a shell's `kill -9 %1` and some schedulers do: the agent is in another session."""
+    running = lockstep.start("-n", "2", lockstep.script(IGNORES_SIGNALS), process_group=0)
+    processes = [pidfd for pidfds in running.announced(4).values() for pidfd in pidfds]
     os.killpg(running.process.pid, signal.SIGKILL)
     assert is_gone(processes, 300)

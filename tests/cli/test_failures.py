@@ -1,4 +1,4 @@
-"""Workers that fail, leave or hang: the job ends, and says who and why."""
+"""Workers that fail, exit early or hang: the job ends and names the worker and the reason."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def blocked():
 """
 
 
-def test_a_script_that_raises_on_one_worker(lockstep: Any) -> None:
+def test_a_script_that_raises_on_one_worker_ends_the_job(lockstep: Any) -> None:
     done = lockstep.run(lockstep.script(FAIL))
     message = "worker 1 exited with status 1: ValueError: no good"
     tail = [f"  | {line}" for line in done.log(1).splitlines()]
@@ -36,13 +36,13 @@ def test_a_script_that_raises_on_one_worker(lockstep: Any) -> None:
     ]
     assert tail[0] == "  | Traceback (most recent call last):"
     assert tail[-1] == "  | ValueError: no good"
-    # The chief has only heard of it: where it was then explains nothing.
+    # The chief only received the failure: its own traceback explains nothing.
     assert done.err.count("Traceback") == 1
     assert done.log(0).splitlines()[-1] == f"lockstep.errors.PeerLostError: {message}"
     assert [event["status"] for event in done.events() if event["event"] == "finished"] == [1]
 
 
-def test_an_error_of_lockstep_is_one_line_and_its_traceback_in_the_log(lockstep: Any) -> None:
+def test_an_error_of_lockstep_is_one_line_with_its_traceback_in_the_log(lockstep: Any) -> None:
     text = "from lockstep.errors import ScopeError\ndef deep():\n    raise ScopeError('not in it')\ndeep()\n"
     done = lockstep.run("-n", "1", lockstep.script(text))
     raised = (
@@ -67,20 +67,20 @@ def test_the_first_failure_decides_the_status(lockstep: Any) -> None:
     assert done.notes == ["lockstep: worker 2 exited with status 3"]
 
 
-def test_a_worker_that_is_killed(lockstep: Any) -> None:
+def test_a_killed_worker_ends_the_job(lockstep: Any) -> None:
     text = "if me == 1: os.kill(os.getpid(), signal.SIGKILL)\nbarrier()"
     done = lockstep.run(lockstep.script(text))
     assert done.status == 137
     assert done.notes == ["lockstep: worker 1 was killed by SIGKILL"]
 
 
-def test_a_long_log_is_shown_from_its_end(lockstep: Any) -> None:
+def test_the_end_of_a_long_log_is_shown(lockstep: Any) -> None:
     done = lockstep.run(lockstep.script("if me == 1:\n for n in range(100): print(n)\n sys.exit(9)"))
     shown = [line for line in done.err.splitlines() if line.startswith("  ")]
     assert shown == [*(f"  | {n}" for n in range(80, 100)), "  log: run/worker-1.log"]
 
 
-def test_a_worker_that_leaves_early(lockstep: Any) -> None:
+def test_a_worker_that_exits_early_ends_the_job(lockstep: Any) -> None:
     done = lockstep.run(lockstep.script("if me == 1: sys.exit()\nbarrier(what='step 3')"))
     assert done.status == 1
     assert len(done.notes) == 1
@@ -88,7 +88,7 @@ def test_a_worker_that_leaves_early(lockstep: Any) -> None:
     assert re.fullmatch(expected, done.notes[0])
 
 
-def test_a_stuck_worker_shows_where_it_is(lockstep: Any) -> None:
+def test_the_stack_of_a_stuck_worker_is_shown(lockstep: Any) -> None:
     done = lockstep.run(
         "--timeout", "1", lockstep.script(BLOCK + "if me == 1: blocked()\nbarrier(what='step 3')")
     )
@@ -109,17 +109,17 @@ def test_a_stuck_worker_shows_where_it_is(lockstep: Any) -> None:
     assert not (done.folder / "worker-0.stack").exists()
 
 
-def test_a_stuck_worker_that_is_deaf_is_killed(
+def test_a_stuck_worker_that_ignores_signals_is_killed(
     lockstep: Any, is_gone: Callable[[list[int], float], bool]
 ) -> None:
     text = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nannounce('w')\nif me == 1: blocked()\nbarrier()"
     running = lockstep.start("--timeout", "1", lockstep.script(BLOCK + text))
-    workers = running.born(2)["w"]
+    workers = running.announced(2)["w"]
     assert running.end().status == 1
     assert is_gone(workers, 0)
 
 
-def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
+def test_a_failure_ends_workers_that_compute_alone(lockstep: Any) -> None:
     text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(print('bye')))\nif me == 1: sys.exit(3)\nstay()"
     done = lockstep.run(lockstep.script(text))
     assert (done.status, done.out) == (3, "bye\n")
@@ -162,7 +162,7 @@ def test_workers_that_compute_alone_hear_of_a_failure(lockstep: Any) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_is_one_clear_line(lockstep: Any, arguments: list[str], message: str) -> None:
+def test_invalid_arguments_are_a_one_line_error(lockstep: Any, arguments: list[str], message: str) -> None:
     (lockstep.folder / "sitecustomize.py").write_text("import sys; sys.modules['torch'] = None")
     lockstep.script("print('ran')", "ok.py")
     done = lockstep.run(*arguments, PYTHONPATH=str(lockstep.folder))
@@ -171,7 +171,7 @@ def test_bad_input_is_one_clear_line(lockstep: Any, arguments: list[str], messag
     assert not done.folder.exists()
 
 
-def test_what_is_refused_leaves_no_folder(lockstep: Any) -> None:
+def test_a_refused_run_leaves_no_folder(lockstep: Any) -> None:
     command = [sys.executable, "-m", "lockstep", "run", lockstep.script("")]
     environment = {**os.environ, "KERAS_BACKEND": "theano"}
     done = subprocess.run(command, cwd=lockstep.folder, env=environment, capture_output=True, text=True)
@@ -180,7 +180,7 @@ def test_what_is_refused_leaves_no_folder(lockstep: Any) -> None:
     assert not (lockstep.folder / "runs").exists()
 
 
-def test_a_worker_is_not_started_by_hand() -> None:
+def test_the_worker_module_cannot_be_started_by_hand() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
     command = [sys.executable, "-m", "lockstep.launcher.worker_main", "script.py"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -201,7 +201,7 @@ def test_version_and_help() -> None:
         assert re.search(rf"^  {option}\b", text, re.MULTILINE)
 
 
-def test_a_folder_that_another_worker_has_made(lockstep: Any) -> None:
+def test_a_worker_may_find_a_folder_that_another_worker_created(lockstep: Any) -> None:
     making = lockstep.script(
         "if me:\n    barrier()\nos.makedirs('out')\nif me == 0:\n    barrier()\n    barrier()\n"
     )

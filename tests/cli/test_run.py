@@ -1,4 +1,4 @@
-"""What a run gives back: status, output, logs, environment, events."""
+"""The results of a run: status, output, logs, environment, events."""
 
 import hashlib
 import json
@@ -34,11 +34,11 @@ ALONE = (
         ("raise KeyboardInterrupt", 130),
     ],
 )
-def test_the_status_of_the_script_is_that_of_the_command(lockstep: Any, text: str, status: int) -> None:
+def test_the_command_exits_with_the_status_of_the_script(lockstep: Any, text: str, status: int) -> None:
     assert lockstep.run("-n", "1", lockstep.script(text)).status == status
 
 
-def test_output_and_logs(lockstep: Any) -> None:
+def test_the_output_of_the_chief_is_shown_and_every_worker_has_a_log(lockstep: Any) -> None:
     done = lockstep.run(
         "-n", "2", lockstep.script("print('out', me); print('err', me, file=sys.stderr); barrier()")
     )
@@ -62,7 +62,7 @@ def test_output_and_logs(lockstep: Any) -> None:
     ]
 
 
-def test_tee_all(lockstep: Any) -> None:
+def test_tee_all_shows_every_worker(lockstep: Any) -> None:
     done = lockstep.run("--tee", "all", lockstep.script("print('a', me, end='\\nb', flush=True)"))
     assert sorted(done.out.splitlines()) == [
         "[worker 0] a 0",
@@ -80,7 +80,7 @@ def test_much_output_is_complete(lockstep: Any) -> None:
 
 
 def test_the_chief_waits_for_a_slow_reader(lockstep: Any) -> None:
-    """As it would without Lockstep: what it writes is not piled up in memory."""
+    """As without Lockstep: its output does not accumulate in memory."""
     text = """
 import select
 os.set_blocking(1, False)
@@ -90,14 +90,14 @@ while written < 2**25 and select.select([], [1], [], 0.5)[1]:
 announce(written)
 """
     running = lockstep.start("-n", "1", lockstep.script(text))
-    ((written, (pidfd,)),) = running.born(1).items()
+    ((written, (pidfd,)),) = running.announced(1).items()
     os.close(pidfd)
     assert int(written) < 2**22
     done = running.end()
     assert (done.status, done.out) == (0, "x" * int(written))
 
 
-def test_a_module_of_the_persons_folder_does_not_hide_one_of_ours(lockstep: Any) -> None:
+def test_a_module_in_the_current_folder_does_not_hide_a_dependency(lockstep: Any) -> None:
     (lockstep.folder / "msgspec.py").write_text("raise SystemExit('wrong')")
     (lockstep.folder / "scripts").mkdir()
     name = lockstep.script("print('ran')", "scripts/script.py")
@@ -106,7 +106,7 @@ def test_a_module_of_the_persons_folder_does_not_hide_one_of_ours(lockstep: Any)
     assert (done.returncode, done.stdout) == (0, "ran\n")
 
 
-def test_a_reader_that_leaves_does_not_end_the_job(lockstep: Any) -> None:
+def test_a_closed_reader_does_not_end_the_job(lockstep: Any) -> None:
     running = lockstep.start(lockstep.script("for n in range(20_000): print(me, n)"))
     running.process.stdout.close()
     running.process.stdout = None
@@ -115,7 +115,7 @@ def test_a_reader_that_leaves_does_not_end_the_job(lockstep: Any) -> None:
     assert done.log(0).count("\n") == 20_000
 
 
-def test_a_reset_connection_and_a_limit_on_files_cost_only_output(lockstep: Any) -> None:
+def test_a_reset_connection_and_a_file_size_limit_lose_only_output(lockstep: Any) -> None:
     name = lockstep.script("os.write(1, b'x' * 5 * 2**20); barrier(); print('end', file=sys.stderr)")
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket() as stdout:
         stdout.connect(server.getsockname())
@@ -138,14 +138,14 @@ def test_a_reset_connection_and_a_limit_on_files_cost_only_output(lockstep: Any)
     assert '"event":"output lost"' in (lockstep.folder / "run" / "events.jsonl").read_text()
 
 
-def test_notes_that_cannot_be_shown_do_not_keep_a_job_from_running(lockstep: Any) -> None:
+def test_a_job_runs_though_its_notes_cannot_be_written(lockstep: Any) -> None:
     name = lockstep.script("print('out')")
     shell = f"exec {sys.executable} -m lockstep run -n 1 --run-dir run {name} 2> /dev/full"
     done = subprocess.run(["bash", "-c", shell], cwd=lockstep.folder, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "out\n")
 
 
-def test_closed_outputs_are_not_mistaken_for_files_of_ours(lockstep: Any) -> None:
+def test_output_does_not_reach_files_that_reuse_closed_descriptors(lockstep: Any) -> None:
     name = lockstep.script("print('out'); barrier()")
     shell = f"exec {sys.executable} -m lockstep run --run-dir run {name} >&- 2>&-"
     done = subprocess.run(["bash", "-c", shell], cwd=lockstep.folder)
@@ -157,14 +157,14 @@ def test_closed_outputs_are_not_mistaken_for_files_of_ours(lockstep: Any) -> Non
     assert {type(json.loads(line)) for line in events.splitlines()} == {dict}
 
 
-def test_arguments_are_the_scripts(lockstep: Any) -> None:
+def test_arguments_after_the_script_belong_to_the_script(lockstep: Any) -> None:
     done = lockstep.run(
         "-n", "1", lockstep.script("print(sys.argv)"), "--epochs", "3", "-n", "--help", "--", "x"
     )
     assert done.out == "['script.py', '--epochs', '3', '-n', '--help', '--', 'x']\n"
 
 
-def test_a_module(lockstep: Any) -> None:
+def test_a_module_runs_as_with_python_m(lockstep: Any) -> None:
     package = lockstep.folder / "package"
     package.mkdir()
     (package / "train.py").write_text(
@@ -176,7 +176,7 @@ def test_a_module(lockstep: Any) -> None:
     assert (done.status, done.out) == (0, expected)
 
 
-def test_a_traceback_is_that_of_python(lockstep: Any) -> None:
+def test_a_traceback_is_the_one_of_python(lockstep: Any) -> None:
     name = lockstep.script("def deep(): raise ValueError('no good')\ntry: {}['k']\nexcept KeyError: deep()")
     python = subprocess.run([sys.executable, name], cwd=lockstep.folder, capture_output=True, text=True)
     done = lockstep.run("-n", "1", name)
@@ -186,18 +186,18 @@ def test_a_traceback_is_that_of_python(lockstep: Any) -> None:
     assert done.err.partition("logs in run\n")[2] == python.stderr + message
 
 
-def test_a_syntax_error_too(lockstep: Any) -> None:
+def test_a_syntax_error_is_the_one_of_python(lockstep: Any) -> None:
     name = lockstep.script("def (")
     python = subprocess.run([sys.executable, name], cwd=lockstep.folder, capture_output=True, text=True)
     assert lockstep.run("-n", "1", name).log(0) == python.stderr
 
 
-def test_an_exit_with_a_text(lockstep: Any) -> None:
+def test_sys_exit_with_a_text_is_status_1(lockstep: Any) -> None:
     done = lockstep.run("-n", "1", lockstep.script("sys.exit('enough')"))
     assert (done.status, done.log(0)) == (1, "enough\n")
 
 
-def test_the_environment(lockstep: Any) -> None:
+def test_workers_have_the_documented_environment(lockstep: Any) -> None:
     names = ["TF_CONFIG", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "NPROC", "OMP_NUM_THREADS", "KERAS_BACKEND"]
     names += ["CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE"]
     text = f"""
@@ -241,7 +241,7 @@ def test_threads_do_not_depend_on_the_number_of_workers(lockstep: Any) -> None:
     }
 
 
-def test_events(lockstep: Any) -> None:
+def test_a_run_writes_its_events(lockstep: Any) -> None:
     text = (
         "from lockstep.observability.events import StrategyInstalled\n"
         "job.current().events.publish(StrategyInstalled('none', {'x': '1'}))\n"
@@ -275,7 +275,7 @@ def test_events(lockstep: Any) -> None:
     assert left == {"events.jsonl", "sources", "worker-0.log", "worker-1.log"}
 
 
-def test_the_scripts_children_are_no_workers(lockstep: Any) -> None:
+def test_child_processes_of_a_script_are_not_workers(lockstep: Any) -> None:
     text = """
 import multiprocessing
 def where(queue):
@@ -300,7 +300,7 @@ if __name__ == "__main__":
     ]
 
 
-def test_a_second_run_in_the_same_folder_loses_nothing(lockstep: Any) -> None:
+def test_a_second_run_appends_to_the_files_of_a_folder(lockstep: Any) -> None:
     name = lockstep.script("print('run', sys.argv[1])")
     first = lockstep.run("-n", "1", name, "1")
     second = lockstep.run("-n", "1", name, "2")
@@ -320,7 +320,7 @@ def test_two_runs_at_once(lockstep: Any) -> None:
 def test_the_folder_of_a_live_run_is_refused(lockstep: Any) -> None:
     name = lockstep.script("announce('worker'); stay()")
     running = lockstep.start("-n", "1", name)
-    running.born(1)
+    running.announced(1)
     refused = lockstep.run("-n", "1", name)
     assert refused.status == 2
     assert refused.err == "lockstep: another run uses run; wait for it to end, or give another --run-dir\n"
@@ -328,7 +328,7 @@ def test_the_folder_of_a_live_run_is_refused(lockstep: Any) -> None:
     assert running.end().status == 143
 
 
-def test_the_default_folder(lockstep: Any) -> None:
+def test_the_default_folder_is_named_after_the_script_and_the_time(lockstep: Any) -> None:
     name = lockstep.script("")
     command = [sys.executable, "-m", "lockstep", "run", "-n", "1", name]
     done = subprocess.run(command, cwd=lockstep.folder, capture_output=True, text=True, check=True)
@@ -340,7 +340,7 @@ def test_the_default_folder(lockstep: Any) -> None:
     )
 
 
-def test_gpus_are_spread_by_default(lockstep: Any) -> None:
+def test_gpus_are_distributed_by_default(lockstep: Any) -> None:
     done = lockstep.run(
         "--replicas",
         "4",
@@ -374,8 +374,8 @@ def test_a_run_loads_no_framework(lockstep: Any) -> None:
     assert note.read_text() == "[]\n" * 3
 
 
-def test_files_that_several_workers_write(lockstep: Any) -> None:
-    """Not those that only the chief writes, or a library keeps for itself, or a child of a worker."""
+def test_files_that_several_workers_write_are_reported(lockstep: Any) -> None:
+    """Except files that only the chief, a library for itself, or a worker's child writes."""
     writes = """
 import io, pathlib
 import lockstep

@@ -1,4 +1,4 @@
-"""Commands find the jobs of their user, and say what they answer."""
+"""Commands find the jobs of their user, and report the replies."""
 
 import contextlib
 import itertools
@@ -58,11 +58,11 @@ numbers = itertools.count()
 
 
 class PlayedJob:
-    """A job whose agent is a thread; it ends when it is asked to."""
+    """A job whose coordinator is a thread; a stop request ends it."""
 
     def __init__(self, name: str, since: float) -> None:
-        self.door = AdminSocket.open(name, self.answer)
-        self.orders: list[AdminRequest] = []
+        self.admin = AdminSocket.open(name, self.answer)
+        self.requests: list[AdminRequest] = []
         self.since = since
         self.wanted = 3
         self._wake, self._woken = socket.socketpair()
@@ -71,12 +71,12 @@ class PlayedJob:
 
     @property
     def status(self) -> Status:
-        name = self.door.name
+        name = self.admin.name
         return Status(name, "a.py", 7, f"/runs/{name}", self.since, 4, (0, 2), (), self.wanted, "fit 1")
 
-    def answer(self, order: AdminRequest) -> Reply:
-        self.orders.append(order)
-        match order:
+    def answer(self, request: AdminRequest) -> Reply:
+        self.requests.append(request)
+        match request:
             case ScaleRequest(workers) if workers > 4:
                 return Refused(f"{workers} workers are more than the 4 replicas")
             case ScaleRequest(workers):
@@ -86,9 +86,9 @@ class PlayedJob:
         return self.status
 
     def _run(self) -> None:
-        while self._woken not in select.select([self.door, self._woken], [], [])[0]:
-            self.door.serve()
-        self.door.close()
+        while self._woken not in select.select([self.admin, self._woken], [], [])[0]:
+            self.admin.serve()
+        self.admin.close()
 
     def close(self) -> None:
         self._wake.close()
@@ -108,9 +108,9 @@ class Jobs:
 
     def play_silent(self, suffix: str = "") -> AdminSocket:
         """Open an admin socket that no process serves."""
-        door = AdminSocket.open(self.name + suffix, pytest.fail)
-        self.opened.append(door)
-        return door
+        admin = AdminSocket.open(self.name + suffix, pytest.fail)
+        self.opened.append(admin)
+        return admin
 
     def close(self) -> None:
         for job in self.opened:
@@ -118,7 +118,7 @@ class Jobs:
 
 
 class OwnSockets:
-    """The system's list, without the jobs of others: this user may run some while the tests do."""
+    """The system's list, without the other jobs of this user."""
 
     def __init__(self, name: str) -> None:
         self._name = name.encode()
@@ -163,7 +163,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @contextlib.contextmanager
 def process(script: str, *arguments: str, inherits: int | None = None) -> Iterator[None]:
-    """Run a script that says in one line that it is ready, and kill it at the end."""
+    """Run a script that prints a line when it is ready; kill it at the end."""
     line = [sys.executable, "-c", script, *arguments]
     descriptors = () if inherits is None else (inherits,)
     with subprocess.Popen(line, stdout=subprocess.PIPE, pass_fds=descriptors) as running:
@@ -178,7 +178,7 @@ def process(script: str, *arguments: str, inherits: int | None = None) -> Iterat
 def test_all_jobs_are_found_the_oldest_first(jobs: Jobs) -> None:
     young, old = jobs.play("-a", since=2.0), jobs.play("-b", since=1.0)
     assert running_jobs() == ((old.status, young.status), ())
-    assert young.orders == [StatusRequest()]
+    assert young.requests == [StatusRequest()]
 
 
 def test_a_job_that_does_not_answer_is_named(jobs: Jobs) -> None:
@@ -186,7 +186,7 @@ def test_a_job_that_does_not_answer_is_named(jobs: Jobs) -> None:
     assert running_jobs(patience=0.01) == ((), (silent.name,))
 
 
-def test_a_job_that_nobody_can_reach_any_more_is_named(jobs: Jobs) -> None:
+def test_a_job_with_a_full_backlog_is_named(jobs: Jobs) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as paused, contextlib.ExitStack() as clients:
         paused.bind(address(jobs.name))
         paused.listen(0)
@@ -197,7 +197,7 @@ def test_a_job_that_nobody_can_reach_any_more_is_named(jobs: Jobs) -> None:
 
 
 def crowd(name: str, clients: contextlib.ExitStack) -> None:
-    """Connect until no other client can."""
+    """Connect until the backlog is full."""
     with contextlib.suppress(BlockingIOError):
         while True:
             client = clients.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -205,43 +205,43 @@ def crowd(name: str, clients: contextlib.ExitStack) -> None:
             client.connect(address(name))
 
 
-def test_an_order_is_sent_by_the_name_or_its_beginning(jobs: Jobs) -> None:
+def test_a_prefix_of_the_name_selects_a_job(jobs: Jobs) -> None:
     job, other = jobs.play("-a"), jobs.play("-ab")
-    assert send(job.door.name, ScaleRequest(2)) == job.status
+    assert send(job.admin.name, ScaleRequest(2)) == job.status
     assert send(f"{jobs.name}-ab", ScaleRequest(3)) == other.status
     other.close()
     assert send(jobs.name, ScaleRequest(4)) == job.status
-    assert (job.orders, other.orders) == ([ScaleRequest(2), ScaleRequest(4)], [ScaleRequest(3)])
+    assert (job.requests, other.requests) == ([ScaleRequest(2), ScaleRequest(4)], [ScaleRequest(3)])
 
 
-def test_a_name_must_mean_one_job(jobs: Jobs) -> None:
+def test_an_ambiguous_or_unknown_name_is_refused(jobs: Jobs) -> None:
     first, second = jobs.play("-a"), jobs.play("-b")
     with pytest.raises(
         ConfigError, match=f"^'{jobs.name}-' is ambiguous: {jobs.name}-a or {jobs.name}-b; give more"
     ):
         send(f"{jobs.name}-", StopRequest())
-    for nobody in ("", "x"):
-        expected = f"^there is no job '{nobody}'; running jobs: {jobs.name}-a, {jobs.name}-b$"
+    for wrong in ("", "x"):
+        expected = f"^there is no job '{wrong}'; running jobs: {jobs.name}-a, {jobs.name}-b$"
         with pytest.raises(ConfigError, match=expected):
-            send(nobody, StopRequest())
-    assert first.orders == second.orders == []
+            send(wrong, StopRequest())
+    assert first.requests == second.requests == []
 
 
-def test_nothing_can_be_sent_to_nobody(jobs: Jobs) -> None:
+def test_a_request_without_a_running_job_is_refused(jobs: Jobs) -> None:
     assert running_jobs() == ((), ())
     with pytest.raises(ConfigError, match=f"^there is no job '{jobs.name}'; no job is running$"):
         send(jobs.name, StopRequest())
 
 
-def test_a_job_that_does_not_answer_can_be_killed(jobs: Jobs) -> None:
-    door = jobs.play_silent()
+def test_the_error_without_a_reply_says_how_to_kill_the_job(jobs: Jobs) -> None:
+    admin = jobs.play_silent()
     advice = f"try again, or kill the whole job with kill -KILL {os.getpid()}"
-    with pytest.raises(ConfigError, match=f"^{door.name} has not replied in 0.01 seconds; {advice}$"):
-        send(door.name, StopRequest(), patience=0.01)
+    with pytest.raises(ConfigError, match=f"^{admin.name} has not replied in 0.01 seconds; {advice}$"):
+        send(admin.name, StopRequest(), patience=0.01)
 
 
 @pytest.mark.parametrize("packet", [b"hello", b'"' + b"x" * MAX_PACKET + b'"'], ids=["garbage", "long"])
-def test_an_answer_of_another_version_is_said_to_be_one(jobs: Jobs, packet: bytes) -> None:
+def test_a_reply_of_another_version_is_named(jobs: Jobs, packet: bytes) -> None:
     with (
         replying(jobs.name, [packet]),
         pytest.raises(ConfigError, match=r"cannot read .* use the version of Lockstep"),
@@ -249,20 +249,20 @@ def test_an_answer_of_another_version_is_said_to_be_one(jobs: Jobs, packet: byte
         send(jobs.name, StatusRequest())
 
 
-def test_whoever_is_turned_away_tries_again(jobs: Jobs) -> None:
+def test_a_rejected_client_tries_again(jobs: Jobs) -> None:
     reply = Refused("no")
     with replying(jobs.name, [b"", b"", encode(reply)]):
         assert send(jobs.name, StatusRequest()) == reply
 
 
-def test_a_job_that_ends_meanwhile_has_ended(jobs: Jobs) -> None:
+def test_a_job_that_ends_without_a_reply_has_just_ended(jobs: Jobs) -> None:
     with replying(jobs.name, [b""]), pytest.raises(ConfigError, match=f"^{jobs.name} has just ended$"):
         send(jobs.name, StatusRequest())
 
 
 @contextlib.contextmanager
 def replying(name: str, packets: list[bytes]) -> Iterator[None]:
-    """Answer each request with the next packet, if it is not empty, and none after the last one."""
+    """Reply to each request with the next packet, unless that is empty; stop after the last one."""
 
     def reply() -> None:
         rest = iter(packets)
@@ -287,25 +287,25 @@ def replying(name: str, packets: list[bytes]) -> Iterator[None]:
     thread.join()
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 @pytest.mark.parametrize("code", [LISTENS, FULL], ids=["accepts", "accepts no more"])
-def test_whoever_takes_a_name_of_this_user_is_nobody(jobs: Jobs, code: str) -> None:
+def test_another_users_process_with_the_name_of_a_job_is_ignored(jobs: Jobs, code: str) -> None:
     with process(code, "65534", address(jobs.name).hex()):
         assert running_jobs() == ((), ())
         wait_until_gone(jobs.name)
         with pytest.raises(ConfigError, match="no job is running"):
             send(jobs.name, StopRequest())
-        assert jobs.play().door.name == f"{jobs.name}-2"
+        assert jobs.play().admin.name == f"{jobs.name}-2"
 
 
 def test_waiting_ends_with_the_job(jobs: Jobs) -> None:
     job = jobs.play()
-    send(job.door.name, StopRequest())
-    wait_until_gone(job.door.name)
+    send(job.admin.name, StopRequest())
+    wait_until_gone(job.admin.name)
     assert running_jobs() == ((), ())
 
 
-def test_another_job_of_the_same_name_is_not_waited_for(jobs: Jobs) -> None:
+def test_waiting_ends_though_another_job_takes_the_name(jobs: Jobs) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address(jobs.name))
         listener.listen()
@@ -333,7 +333,7 @@ def test_the_table() -> None:
     ("seconds", "shown"),
     [(-5, "0s"), (59.9, "59s"), (60, "1m 0s"), (3600, "1h 0m"), (7384, "2h 3m"), (90000, "1d 1h")],
 )
-def test_since_when(seconds: float, shown: str) -> None:
+def test_start_times(seconds: float, shown: str) -> None:
     status = Status("a", "a.py", 1, "/a", -seconds, 1, (0,), (), 1, "")
     assert f"  {shown}  " in table([status], 0.0)[1]
 
@@ -349,22 +349,24 @@ def test_list(jobs: Jobs, command: Command) -> None:
     ]
 
 
-def test_list_names_the_silent(jobs: Jobs, command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_names_jobs_that_do_not_answer(
+    jobs: Jobs, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lockstep.coordinator.admin_client.running_jobs", partial(running_jobs, 0.01))
-    door = jobs.play_silent()
-    expected = f"lockstep: {door.name} does not respond; it may be paused or about to end"
+    admin = jobs.play_silent()
+    expected = f"lockstep: {admin.name} does not respond; it may be paused or about to end"
     assert command("list") == Done(0, [], [expected])
 
 
 def test_scale(jobs: Jobs, command: Command) -> None:
     job = jobs.play()
-    done = command("scale", job.door.name, "4")
-    expected = f"{job.door.name}: workers now 2, wanted 4; run lockstep list to see its progress"
+    done = command("scale", job.admin.name, "4")
+    expected = f"{job.admin.name}: workers now 2, wanted 4; run lockstep list to see its progress"
     assert done == Done(0, [expected], [])
-    refused = command("scale", job.door.name, "5")
+    refused = command("scale", job.admin.name, "5")
     assert refused == Done(2, [], ["lockstep: 5 workers are more than the 4 replicas"])
-    assert command("scale", job.door.name, "0").status == 2
-    assert job.orders == [ScaleRequest(4), ScaleRequest(5)]
+    assert command("scale", job.admin.name, "0").status == 2
+    assert job.requests == [ScaleRequest(4), ScaleRequest(5)]
 
 
 def test_stop(jobs: Jobs, command: Command) -> None:
@@ -373,10 +375,10 @@ def test_stop(jobs: Jobs, command: Command) -> None:
     assert done == Done(
         0,
         [
-            f"stopping {job.door.name}; Ctrl-C stops only this wait",
-            f"{job.door.name} has ended",
+            f"stopping {job.admin.name}; Ctrl-C stops only this wait",
+            f"{job.admin.name} has ended",
         ],
         [],
     )
-    assert job.orders == [StopRequest()]
+    assert job.requests == [StopRequest()]
     assert command("stop", jobs.name).status == 2

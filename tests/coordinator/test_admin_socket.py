@@ -1,4 +1,4 @@
-"""A job's admin: orders are answered, and nobody at the admin can harm the job."""
+"""A job's admin socket answers requests, and no client can harm the job."""
 
 import itertools
 import os
@@ -51,7 +51,7 @@ admin = AdminSocket.open(sys.argv[1], print)
 print(admin.name, flush=True)
 signal.pause()
 """
-CALLS_AS_SOMEBODY_ELSE = """
+CALLS_AS_ANOTHER_USER = """
 import os, socket, sys
 os.setuid(65534)
 client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -70,16 +70,16 @@ ids = st.lists(st.integers(0, 99)).map(tuple)
 
 
 class AdminSockets:
-    """Opens sockets that note their orders."""
+    """Opens sockets that record their requests."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.orders: list[AdminRequest] = []
+        self.requests: list[AdminRequest] = []
         self.opened: list[AdminSocket] = []
         self.clients: list[socket.socket] = []
 
-    def answer(self, order: AdminRequest) -> Reply:
-        self.orders.append(order)
+    def answer(self, request: AdminRequest) -> Reply:
+        self.requests.append(request)
         return STATUS
 
     def open(
@@ -106,7 +106,7 @@ class AdminSockets:
 
 @pytest.fixture
 def sockets() -> Iterator[AdminSockets]:
-    made = AdminSockets(f"door-{os.getpid()}-{next(numbers)}")
+    made = AdminSockets(f"admin-{os.getpid()}-{next(numbers)}")
     yield made
     made.close()
 
@@ -118,14 +118,14 @@ def is_readable(admin: AdminSocket) -> bool:
 
 
 def names() -> list[str]:
-    """All names of this user's jobs that the system knows, of sockets of every kind."""
+    """Return the names of this user's jobs in the system's list of sockets."""
     start = "@" + address("")[1:].decode()
     lines = Path("/proc/net/unix").read_text(errors="replace").split("\n")
     return [line.partition(start)[2] for line in lines if start in line]
 
 
 def descriptors() -> set[int]:
-    # The folder's own is listed too, and closed by now.
+    # The list includes the descriptor of the folder, which is closed again.
     return {int(path.name) for path in list(Path("/proc/self/fd").iterdir()) if path.exists()}
 
 
@@ -142,33 +142,33 @@ def test_decode_inverts_encode(message: AdminRequest | Reply) -> None:
 
 
 @given(st.binary())
-def test_no_order_is_a_value_error(packet: bytes) -> None:
+def test_an_invalid_request_is_a_value_error(packet: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
         decode_request(packet)
     with pytest.raises(ValueError, match=r"."):
         decode_reply(packet)
 
 
-def test_texts_are_sent_within_bounds() -> None:
+def test_texts_are_cut_to_a_maximum() -> None:
     assert decode_reply(encode(Refused("\udc80"))) == Refused("\\udc80")
     sent = decode_reply(encode(Refused("a" + "ä" * MAX_TEXT)))
     assert sent == Refused("a" + "ä" * (MAX_TEXT // 2 - 1))
 
 
-@pytest.mark.parametrize("order", [StatusRequest(), ScaleRequest(3), StopRequest()])
-def test_an_order_is_answered(sockets: AdminSockets, order: AdminRequest) -> None:
+@pytest.mark.parametrize("message", [StatusRequest(), ScaleRequest(3), StopRequest()])
+def test_a_request_is_answered(sockets: AdminSockets, message: AdminRequest) -> None:
     admin = sockets.open()
     assert not is_readable(admin)
-    client = sockets.connect(admin, encode(order))
+    client = sockets.connect(admin, encode(message))
     assert is_readable(admin)
     admin.serve()
     assert decode_reply(client.recv(MAX_PACKET)) == STATUS
     assert client.recv(1) == b""
-    assert sockets.orders == [order]
+    assert sockets.requests == [message]
     assert not is_readable(admin)
 
 
-def test_whoever_is_slow_is_heard_later_and_keeps_nobody_waiting(sockets: AdminSockets) -> None:
+def test_a_slow_client_does_not_delay_others(sockets: AdminSockets) -> None:
     admin = sockets.open()
     slow = sockets.connect(admin)
     admin.serve()
@@ -180,22 +180,22 @@ def test_whoever_is_slow_is_heard_later_and_keeps_nobody_waiting(sockets: AdminS
     assert is_readable(admin)
     admin.serve()
     assert decode_reply(slow.recv(MAX_PACKET)) == STATUS
-    assert sockets.orders == [StatusRequest(), ScaleRequest(2)]
+    assert sockets.requests == [StatusRequest(), ScaleRequest(2)]
 
 
 @pytest.mark.parametrize("packet", GARBAGE.values(), ids=GARBAGE)
-def test_what_is_no_order_is_refused(sockets: AdminSockets, packet: bytes) -> None:
+def test_an_invalid_request_is_refused(sockets: AdminSockets, packet: bytes) -> None:
     admin = sockets.open()
     client = sockets.connect(admin, packet)
     admin.serve()
     reply = decode_reply(client.recv(MAX_PACKET))
     assert isinstance(reply, Refused)
     assert reply.reason.startswith("unknown request (")
-    assert not sockets.orders
+    assert not sockets.requests
     assert not is_readable(admin)
 
 
-def test_whoever_vanishes_leaves_nothing(sockets: AdminSockets) -> None:
+def test_clients_that_disconnect_leave_no_descriptors(sockets: AdminSockets) -> None:
     admin = sockets.open()
     before = descriptors()
     sockets.connect(admin).close()
@@ -209,10 +209,10 @@ def test_whoever_vanishes_leaves_nothing(sockets: AdminSockets) -> None:
     admin.serve()
     assert not is_readable(admin)
     assert descriptors() == before
-    assert sockets.orders == [StatusRequest(), StatusRequest()]
+    assert sockets.requests == [StatusRequest(), StatusRequest()]
 
 
-def test_of_too_many_silent_ones_the_first_is_turned_away(sockets: AdminSockets) -> None:
+def test_the_oldest_of_too_many_silent_clients_is_rejected(sockets: AdminSockets) -> None:
     admin = sockets.open()
     before = descriptors()
     clients = [sockets.connect(admin) for _ in range(3 * MOST_OPEN)]
@@ -227,7 +227,7 @@ def test_of_too_many_silent_ones_the_first_is_turned_away(sockets: AdminSockets)
     assert not is_readable(admin)
 
 
-def test_many_are_answered(sockets: AdminSockets) -> None:
+def test_many_clients_are_answered(sockets: AdminSockets) -> None:
     admin = sockets.open()
     clients = [sockets.connect(admin, encode(StatusRequest())) for _ in range(3 * MOST_OPEN)]
     while is_readable(admin):
@@ -235,7 +235,7 @@ def test_many_are_answered(sockets: AdminSockets) -> None:
     assert [decode_reply(client.recv(MAX_PACKET)) for client in clients] == [STATUS] * 3 * MOST_OPEN
 
 
-def test_a_want_of_descriptors_keeps_nobody_busy(sockets: AdminSockets) -> None:
+def test_a_lack_of_descriptors_delays_a_client_without_a_busy_loop(sockets: AdminSockets) -> None:
     admin = sockets.open()
     clients = [sockets.connect(admin, encode(StatusRequest()))]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -253,23 +253,23 @@ def test_a_want_of_descriptors_keeps_nobody_busy(sockets: AdminSockets) -> None:
     assert [decode_reply(client.recv(MAX_PACKET)) for client in clients] == [STATUS] * 2
 
 
-def test_a_stranger_is_not_read(sockets: AdminSockets) -> None:
+def test_requests_of_untrusted_clients_are_not_read(sockets: AdminSockets) -> None:
     admin = sockets.open(trusts=lambda connection: False)
     client = sockets.connect(admin, encode(StopRequest()))
     admin.serve()
     with pytest.raises(ConnectionResetError):
         client.recv(1)
-    assert not sockets.orders
+    assert not sockets.requests
     assert not is_readable(admin)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_another_user_is_a_stranger(sockets: AdminSockets) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_another_user_is_untrusted(sockets: AdminSockets) -> None:
     admin = sockets.open()
     call = [
         sys.executable,
         "-c",
-        CALLS_AS_SOMEBODY_ELSE,
+        CALLS_AS_ANOTHER_USER,
         address(admin.name).hex(),
         encode(StopRequest()).hex(),
     ]
@@ -278,11 +278,11 @@ def test_another_user_is_a_stranger(sockets: AdminSockets) -> None:
         assert stranger.stdout.readline() == "called\n"
         admin.serve()
         assert stranger.stdout.readline() == "b''\n"
-    assert not sockets.orders
+    assert not sockets.requests
 
 
-def test_what_the_answer_raises_is_raised_and_the_client_let_go(sockets: AdminSockets) -> None:
-    def fail(order: AdminRequest) -> Reply:
+def test_an_error_of_the_answer_is_raised_and_the_client_disconnected(sockets: AdminSockets) -> None:
+    def fail(request: AdminRequest) -> Reply:
         raise OSError("the agent's own")
 
     admin = sockets.open(answer=fail)
@@ -293,9 +293,9 @@ def test_what_the_answer_raises_is_raised_and_the_client_let_go(sockets: AdminSo
     assert not is_readable(admin)
 
 
-def test_a_state_that_is_too_large_to_be_told_says_so(sockets: AdminSockets) -> None:
+def test_a_reply_that_is_too_large_becomes_a_refusal(sockets: AdminSockets) -> None:
     many = tuple(range(MAX_PACKET))
-    admin = sockets.open(answer=lambda order: Status("job", "a", 1, "r", 0.0, 1, many, (), 1, ""))
+    admin = sockets.open(answer=lambda request: Status("job", "a", 1, "r", 0.0, 1, many, (), 1, ""))
     client = sockets.connect(admin, encode(StatusRequest()))
     admin.serve()
     reply = decode_reply(client.recv(MAX_PACKET))
@@ -310,7 +310,7 @@ def test_a_name_that_is_taken_gets_a_number(sockets: AdminSockets) -> None:
     assert sockets.open().name == f"{sockets.name}-2"
 
 
-def test_a_name_that_is_too_long_keeps_its_ends(sockets: AdminSockets) -> None:
+def test_a_long_name_loses_its_middle(sockets: AdminSockets) -> None:
     wanted = f"{sockets.name}-{'ä' * 100}-20260102-030405"
     taken = [sockets.open(wanted).name for _ in range(2)]
     for name, number in zip(taken, ("", "-2"), strict=True):
@@ -323,21 +323,21 @@ def test_a_name_that_is_too_long_keeps_its_ends(sockets: AdminSockets) -> None:
 @pytest.mark.parametrize(
     ("odd", "name"), [("a b/c\n\x1b\0", "a_b_c___"), ("\udc80", "_"), ("größe@1", "größe@1"), ("", "job")]
 )
-def test_a_name_can_be_typed(sockets: AdminSockets, odd: str, name: str) -> None:
+def test_a_name_has_only_characters_that_can_be_typed(sockets: AdminSockets, odd: str, name: str) -> None:
     admin = sockets.open(odd and sockets.name + odd)
     assert admin.name.removeprefix(sockets.name).startswith(name)
     assert admin.name in names()
 
 
-def test_without_a_socket_there_is_no_door(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_without_a_free_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     before = descriptors()
     monkeypatch.setattr("lockstep.coordinator.admin_socket._MOST_NUMBER", 0)
     with pytest.raises(UnfitError, match="cannot open the admin socket of job a: Address already in use"):
-        AdminSocket.open("a", lambda order: STATUS)
+        AdminSocket.open("a", lambda request: STATUS)
     assert descriptors() == before
 
 
-def test_nothing_is_left_of_a_closed_door(sockets: AdminSockets) -> None:
+def test_a_closed_socket_leaves_no_name_and_no_descriptors(sockets: AdminSockets) -> None:
     before = descriptors()
     admin = sockets.open()
     assert names().count(admin.name) == 1
@@ -352,7 +352,7 @@ def test_nothing_is_left_of_a_closed_door(sockets: AdminSockets) -> None:
     assert descriptors() == before
 
 
-def test_workers_inherit_nothing(sockets: AdminSockets) -> None:
+def test_workers_inherit_no_descriptors(sockets: AdminSockets) -> None:
     before = descriptors()
     admin = sockets.open()
     sockets.connect(admin)
@@ -362,7 +362,7 @@ def test_workers_inherit_nothing(sockets: AdminSockets) -> None:
     assert not any(os.get_inheritable(descriptor) for descriptor in opened)
 
 
-def test_nothing_is_left_of_a_killed_job(sockets: AdminSockets) -> None:
+def test_a_killed_job_leaves_no_name(sockets: AdminSockets) -> None:
     start = [sys.executable, "-c", OPENS_AND_STAYS, sockets.name]
     with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as job:
         assert job.stdout is not None

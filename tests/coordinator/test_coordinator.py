@@ -1,4 +1,4 @@
-"""The coordinator, with an agent that the test plays: what it is told, and what it tells the agent to do."""
+"""The coordinator with a fake agent: the reports that it receives, and its instructions."""
 
 import json
 import os
@@ -66,13 +66,13 @@ class Job:
     """A coordinator of two workers, and the agent's end of its channel.
 
     Attributes:
-        told: what the agent was told.
-        reacts: what it answers.
+        instructions: the instructions that the agent received.
+        reacts: returns the agent's reports on an instruction.
     """
 
     def __init__(self, folder: Path, state: State) -> None:
         self.folder = folder
-        self.told: list[Instruction] = []
+        self.instructions: list[Instruction] = []
         self.reacts: Reaction = lambda instruction: []
         self.loop = EventLoop()
         self.channel: Channel[HostReport, Instruction]
@@ -89,11 +89,11 @@ class Job:
         self.coordinator = Coordinator(
             spec, paths, os.getpid(), to_agent, command, self.loop, console, events, SystemClock(), state
         )
-        self.loop.watch(self.channel.fileno(), self._hear)
+        self.loop.watch(self.channel.fileno(), self._receive)
 
-    def _hear(self) -> None:
+    def _receive(self) -> None:
         while isinstance(instruction := self.channel.receive(), Instruction):
-            self.told.append(instruction)
+            self.instructions.append(instruction)
             for report in self.reacts(instruction):
                 self.channel.send(report)
 
@@ -128,7 +128,7 @@ def ends(instruction: Instruction) -> list[HostReport]:
     return [HostEnded()] if isinstance(instruction, EndHost) else []
 
 
-def test_the_agent_is_told_of_the_first_view_and_then_to_start_its_members(
+def test_the_agent_receives_the_first_view_and_then_starts_its_members(
     job: Callable[[State], Job],
 ) -> None:
     made = job(new_state())
@@ -142,7 +142,7 @@ def test_the_agent_is_told_of_the_first_view_and_then_to_start_its_members(
 
     made.reacts = react
     assert made.coordinator.run() == 0
-    assert made.told == [
+    assert made.instructions == [
         BeginView(1, (0, 1)),
         StartProcess(0),
         StartProcess(1),
@@ -151,7 +151,7 @@ def test_the_agent_is_told_of_the_first_view_and_then_to_start_its_members(
     assert made.entries("started")[0] == {"event": "started", "worker": 0, "pid": 7}
 
 
-def test_a_lost_worker_is_left_behind_in_the_next_view(job: Callable[[State], Job]) -> None:
+def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> None:
     made = job(new_state())
 
     def react(instruction: Instruction) -> list[HostReport]:
@@ -169,11 +169,13 @@ def test_a_lost_worker_is_left_behind_in_the_next_view(job: Callable[[State], Jo
     reason = str(view["reason"])
     assert reason.startswith("worker 1 was killed by SIGKILL; ")
     assert view == {"event": "view", "number": 2, "workers": [0], "reason": reason}
-    assert [one for one in made.told if isinstance(one, BeginView)][1:] == [BeginView(2, (0,), reason)]
+    assert [one for one in made.instructions if isinstance(one, BeginView)][1:] == [
+        BeginView(2, (0,), reason)
+    ]
 
 
-def test_workers_are_heard_before_a_stop_counts(job: Callable[[State], Job]) -> None:
-    """The scripts had ended before, although no report had arrived yet: the job succeeds."""
+def test_pending_reports_of_workers_precede_a_stop(job: Callable[[State], Job]) -> None:
+    """The scripts have finished although no report has arrived: the job succeeds."""
     made = job(new_state())
 
     def react(instruction: Instruction) -> list[HostReport]:
@@ -187,7 +189,7 @@ def test_workers_are_heard_before_a_stop_counts(job: Callable[[State], Job]) -> 
     made.reacts = react
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 0
-    assert [one for one in made.told if isinstance(one, SignalProcess)] == [
+    assert [one for one in made.instructions if isinstance(one, SignalProcess)] == [
         SignalProcess(0, signal.SIGINT),
         SignalProcess(1, signal.SIGINT),
     ]
@@ -202,14 +204,14 @@ def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
             case SignalProcess(worker, number):
-                # The late answer to `ReportAll` changes nothing.
+                # The late report on `ReportAll` has no effect.
                 return [AllReported(), ProcessExited(worker, -number)]
         return ends(instruction)
 
     made.reacts = react
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 130
-    assert made.told.index(ReportAll()) < made.told.index(SignalProcess(0, signal.SIGINT))
+    assert made.instructions.index(ReportAll()) < made.instructions.index(SignalProcess(0, signal.SIGINT))
 
 
 def test_a_job_ends_without_the_last_report_of_its_agent(
@@ -221,7 +223,7 @@ def test_a_job_ends_without_the_last_report_of_its_agent(
         [ProcessExited(instruction.worker, 0)] if isinstance(instruction, StartProcess) else []
     )
     assert made.coordinator.run() == 0
-    assert made.told[-1] == EndHost(0.5)
+    assert made.instructions[-1] == EndHost(0.5)
     assert b"the agent has not ended all processes within 0.01 s\n" in (made.folder / "err").read_bytes()
 
 
@@ -241,8 +243,8 @@ def test_workers_do_not_wait_for_a_slow_terminal_once_the_job_is_stopped(
     made.reacts = react
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 130
-    assert made.told.index(DropOutput(True)) < made.told.index(ReportAll())
-    assert DropOutput(False) not in made.told
+    assert made.instructions.index(DropOutput(True)) < made.instructions.index(ReportAll())
+    assert DropOutput(False) not in made.instructions
 
 
 @pytest.mark.parametrize(
@@ -259,7 +261,7 @@ def test_a_job_that_cannot_begin_ends(job: Callable[[State], Job], report: HostR
     assert made.entries("finished")[0]["message"] == message
 
 
-def test_a_view_that_cannot_begin_later_ends_the_job(job: Callable[[State], Job]) -> None:
+def test_a_later_view_that_cannot_begin_ends_the_job(job: Callable[[State], Job]) -> None:
     made = job(new_state())
 
     def react(instruction: Instruction) -> list[HostReport]:
@@ -275,7 +277,7 @@ def test_a_view_that_cannot_begin_later_ends_the_job(job: Callable[[State], Job]
     assert str(made.entries("finished")[0]["message"]).endswith(", but there is too little memory")
 
 
-def test_without_its_agent_the_job_ends(job: Callable[[State], Job]) -> None:
+def test_the_end_of_its_agent_ends_the_job(job: Callable[[State], Job]) -> None:
     made = job(new_state())
 
     def react(instruction: Instruction) -> list[HostReport]:
@@ -289,7 +291,7 @@ def test_without_its_agent_the_job_ends(job: Callable[[State], Job]) -> None:
     assert made.entries("finished")[0]["message"] == "the agent of this host has ended"
 
 
-def test_lost_output_is_noted_and_told(job: Callable[[State], Job]) -> None:
+def test_lost_output_is_an_event_and_a_note(job: Callable[[State], Job]) -> None:
     made = job(new_state())
     made.reacts = lambda instruction: (
         [TerminalLost("cannot write to stdout"), ViewRefused(1, "no")]
@@ -310,33 +312,33 @@ def test_lost_output_is_noted_and_told(job: Callable[[State], Job]) -> None:
         (replace(STATE, shutdown=Shutdown(Stage.ENDING)), [], Stage.ENDING),
     ],
 )
-def test_a_second_order_to_end_changes_nothing(
+def test_a_second_stop_request_changes_nothing(
     job: Callable[[State], Job], state: State, signals: list[tuple[int, int]], stage: Stage
 ) -> None:
     made = job(state)
     made.coordinator._open_admin()
     for _ in range(3):
-        assert isinstance(order(made, StopRequest()), Status)
-        made._hear()
-        told = [(one.worker, one.signal) for one in made.told if isinstance(one, SignalProcess)]
-        assert (told, made.coordinator.state.stage) == (signals, stage)
+        assert isinstance(send_request(made, StopRequest()), Status)
+        made._receive()
+        sent = [(one.worker, one.signal) for one in made.instructions if isinstance(one, SignalProcess)]
+        assert (sent, made.coordinator.state.stage) == (signals, stage)
 
 
 def test_the_status_names_the_members(job: Callable[[State], Job]) -> None:
     made = job(replace(STATE, size=JobSize.of(2, 1, 0)))
     made.coordinator._open_admin()
-    status = order(made, StatusRequest())
+    status = send_request(made, StatusRequest())
     assert isinstance(status, Status)
     assert (status.workers, status.joining, status.wanted, status.replicas) == ((0, 1), (), 2, 4)
 
 
-def order(job: Job, order: AdminRequest) -> Reply:
-    """Give an order to a job, as another process would."""
+def send_request(job: Job, request: AdminRequest) -> Reply:
+    """Send a job a request, as another process does."""
     admin = job.coordinator._admin
     assert admin is not None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.settimeout(10)
         client.connect(address(admin.name))
-        client.send(encode(order))
+        client.send(encode(request))
         admin.serve()
         return decode_reply(client.recv(MAX_PACKET))

@@ -1,4 +1,4 @@
-"""What is said of files that several workers write."""
+"""Notes on files that several workers write."""
 
 from pathlib import Path
 
@@ -10,14 +10,14 @@ from lockstep.coordinator.file_conflicts import FileConflicts
 RUNNING = frozenset({0, 1, 2})
 
 
-def test_a_file_of_one_worker_is_its_own() -> None:
+def test_a_file_of_one_worker_is_not_reported() -> None:
     made = FileConflicts(Path("/work"))
     assert made.opened(1, "/work/a.csv", "train.py:3", RUNNING) is None
     assert made.opened(1, "/work/a.csv", "train.py:9", RUNNING) is None
     assert made.opened(2, "/work/b.csv", "train.py:3", RUNNING) is None
 
 
-def test_the_second_worker_is_told_of_once() -> None:
+def test_a_file_of_two_workers_is_reported_once() -> None:
     made = FileConflicts(Path("/work"))
     assert made.opened(2, "/work/out/a.csv", "train.py:3", RUNNING) is None
     assert made.opened(0, "/work/out/a.csv", "train.py:3", RUNNING) == (
@@ -29,15 +29,15 @@ def test_the_second_worker_is_told_of_once() -> None:
     assert "write /elsewhere/a.csv (" in str(made.opened(0, "/elsewhere/a.csv", "train.py:3", RUNNING))
 
 
-def test_a_worker_may_write_what_those_before_it_have_written() -> None:
-    """The next chief, and a worker that takes the place of another and runs the script again."""
+def test_a_worker_may_write_the_files_of_ended_workers() -> None:
+    """Such workers are the next chief, and a replacement that runs the script again."""
     made = FileConflicts(Path("/work"))
     assert made.opened(0, "/work/a.csv", "train.py:3", RUNNING) is None
     assert made.opened(1, "/work/a.csv", "train.py:3", RUNNING - {0}) is None
     assert made.opened(2, "/work/a.csv", "train.py:3", RUNNING - {0}) is not None
 
 
-def test_the_lines_have_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_notes_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_conflicts, "_MOST_FILES", 8)
     made = FileConflicts(Path("/work"))
     said = []

@@ -1,17 +1,17 @@
-"""Before the first step, a person is told what is waited for, unless something else is shown."""
+"""Before the first step, notes report what the job waits for, unless there is other output."""
 
 from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
 
 
-def test_silence_is_explained_and_output_is_left_alone() -> None:
-    told: list[str] = []
+def test_notes_explain_silence_and_stop_with_other_output() -> None:
+    notes: list[str] = []
     shown = 0
-    progress = Progress(range(3), told.append, lambda: shown + len(told), 100.0)
+    progress = Progress(range(3), notes.append, lambda: shown + len(notes), 100.0)
 
     def at(now: float) -> list[str]:
-        before = len(told)
+        before = len(notes)
         progress.serve(now)
-        return told[before:]
+        return notes[before:]
 
     starting = "starting: importing the script's modules"
     assert (at(104.9), progress.due) == ([], 105.0)

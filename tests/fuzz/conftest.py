@@ -1,5 +1,5 @@
 import sys
 from pathlib import Path
 
-# The fuzzer imports the same modules, by their plain names.
+# The fuzzer imports the same modules by their plain names.
 sys.path.insert(0, str(Path(__file__).parent))

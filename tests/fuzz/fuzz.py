@@ -1,18 +1,18 @@
-"""Looks for programs that Lockstep computes otherwise than it promises: random small Keras programs.
+"""Runs random small Keras programs to find results that violate Lockstep's guarantees.
 
     python tests/fuzz/fuzz.py --backend jax --seeds 0:1000
 
 Each seed gives one program, always the same (`fuzz_specs.py`; `fuzz_text.py` writes its text). It runs on
 1, 2 and 3 workers with 3 replicas, and with plain Keras on the same global batches, if that computes the same
-or raises the same error; a loop of the program's own runs under `tf.distribute` instead, or on all rows at
-once. `fuzz_oracle.py` compares
+or raises the same error; a custom loop runs under `tf.distribute` instead, or on all rows at once.
+`fuzz_oracle.py` compares
 
 * SHA-256 digests of weights, optimizers, metrics, histories and predictions: equal on all workers for all W;
-* the figures themselves, where `fuzz_rules.inexact` says that replicas compute what one process does.
+* the values themselves, where replicas compute the same as one process (`fuzz_rules.inexact`).
 
-A refusal by name, the same for all W, is right. Everything else is a fault: the fuzzer drops features of the
-program as long as the fault stays, and prints what is left as a program that can be run. `--show` prints
-programs without running them.
+A refusal by name, the same for all W, is correct. Any other difference is a fault: the fuzzer drops features
+of the program while the fault remains, and prints the smallest program. `--show` prints programs without
+running them.
 """
 
 import argparse
@@ -37,20 +37,20 @@ from fuzz_text import text
 
 REPLICAS = 3
 CHUNK = 100
-"""Programs that one process runs: what it keeps of them grows."""
+"""Programs that one process runs: its memory grows with their number."""
 
 WORKER = Path(__file__).with_name("fuzz_worker.py")
 
 
 @dataclass(frozen=True)
 class Bench:
-    """Where programs are run.
+    """Runs programs.
 
     Attributes:
         backend: Keras's.
-        folder: for files, among them what JAX has compiled.
-        quick: XLA compiles without optimizing, and 3 workers are left out.
-        processes: runs at a time.
+        folder: for files, including JAX's compilation cache.
+        quick: XLA compiles without optimizing, and the runs on 3 workers are omitted.
+        processes: the number of concurrent runs.
     """
 
     backend: str
@@ -64,7 +64,7 @@ class Bench:
         return (1, 2) if self.quick else (1, 2, 3)
 
     def run(self, specs: Mapping[int, Spec]) -> dict[int, Verdict]:
-        """Run settled programs, and judge what came of them."""
+        """Run settled programs; return a verdict on each."""
         place = Path(tempfile.mkdtemp(dir=self.folder))
         for kind in ("lockstep", "saved-plain", "saved-lockstep"):
             (place / kind).mkdir()
@@ -73,10 +73,10 @@ class Bench:
         exact = {seed: spec for seed, spec in specs.items() if inexact(spec, self.backend) is None}
         with concurrent.futures.ThreadPoolExecutor(self.processes) as pool:
             first = pool.submit(self._plain, place, exact)
-            # What one worker has compiled, the others find.
+            # The other workers find the code that one has compiled.
             jobs = {w: pool.submit(self._job, place, w, list(specs)) for w in self.workers}
             plain, runs = first.result(), {w: jobs[w].result() for w in self.workers}
-        # What plain Keras computes of the others counts for nothing, but it may raise the same error.
+        # For the other programs, only the errors of plain Keras count, not its values.
         raised = {seed for seed, line in runs[1][0].items() if "error" in line} - exact.keys()
         plain |= self._plain(place, {seed: specs[seed] for seed in sorted(raised)})
         verdicts = {}
@@ -89,7 +89,7 @@ class Bench:
         return verdicts
 
     def _job(self, place: Path, workers: int, seeds: Sequence[int]) -> list[dict[int, Line]]:
-        """Run all programs on some workers, again after one that ends the job; return the workers' lines."""
+        """Run all programs on some workers; restart after one that ends the job; return all lines."""
         found: list[dict[int, Line]] = [{} for _ in range(workers)]
         left = list(seeds)
         while left:
@@ -101,7 +101,7 @@ class Bench:
             self._call([*command, str(place / "lockstep")])
             logs = [folder / f"worker-{worker}.log" for worker in range(workers)]
             said = [_lines(log.read_text(errors="replace") if log.exists() else "") for log in logs]
-            # Workers that are out of step go on without each other: what they say then counts for nothing.
+            # Workers that are out of step continue separately: their later lines do not count.
             done = max(min(max(lines, default=0) for lines in said), left[0])
             for lines, new in zip(found, said, strict=True):
                 lines.update({seed: line for seed, line in new.items() if seed <= done})
@@ -109,7 +109,7 @@ class Bench:
         return found
 
     def _plain(self, place: Path, specs: Mapping[int, Spec]) -> dict[int, Line]:
-        """Run programs with plain Keras, again after one that ends the process; return its lines."""
+        """Run programs with plain Keras; restart after one that ends the process; return its lines."""
         programs = Path(tempfile.mkdtemp(dir=place))
         for seed, spec in specs.items():
             (programs / f"{seed:07}.py").write_text(text(spec, self.backend, plain=True))
@@ -137,7 +137,7 @@ class Bench:
 
 
 def _lines(printed: str) -> dict[int, Line]:
-    """Return what a worker has said of each program."""
+    """Return a worker's line on each program."""
     found = {}
     for line in printed.splitlines():
         if line.startswith("program "):
@@ -147,7 +147,7 @@ def _lines(printed: str) -> dict[int, Line]:
 
 
 def shrink(bench: Bench, spec: Spec, kind: str) -> tuple[Spec, Verdict]:
-    """Return the smallest program that is found to have a fault of the same kind, and its verdict."""
+    """Return the smallest program found with a fault of the same kind, and its verdict."""
     (verdict,) = bench.run({0: spec}).values()
     while verdict.kind == kind:
         others = {settled(other, bench.backend): None for other in simpler(spec)}
@@ -161,7 +161,7 @@ def shrink(bench: Bench, spec: Spec, kind: str) -> tuple[Spec, Verdict]:
 
 
 def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collections.Counter[str]:
-    """Run the programs of seeds, print each fault; return how many there were of each kind."""
+    """Run the programs of seeds and print each fault; return the number of verdicts of each kind."""
     counts: collections.Counter[str] = collections.Counter()
     messages: collections.Counter[str] = collections.Counter()
     specs = {seed: settled(draw(seed), bench.backend) for seed in seeds}
@@ -169,7 +169,7 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
         begun, before = time.monotonic(), _processors()
         verdicts = bench.run({seed: specs[seed] for seed in seeds[start : start + CHUNK]})
         faults = {seed: specs[seed] for seed, verdict in verdicts.items() if verdict.is_fault}
-        # Without a seed, a shuffle depends on how many calls a process has made before.
+        # Without a seed, a shuffle depends on the number of earlier calls in the process.
         for seed, again in (bench.run(faults) if faults else {}).items():
             if not again.is_fault:
                 verdicts[seed] = Verdict("follows", verdicts[seed].says)
@@ -191,7 +191,7 @@ def fuzz(bench: Bench, seeds: Sequence[int], *, shrinks: bool = True) -> collect
 
 
 def _processors() -> float:
-    """Return the seconds that processors have worked for processes that have ended."""
+    """Return the processor seconds of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -208,7 +208,7 @@ def report(bench: Bench, seed: int, spec: Spec, verdict: Verdict, *, shrinks: bo
 
 
 def main() -> int:
-    """Run what the command line asks for; return 1 if there was a fault."""
+    """Run the programs that the command line selects; return 1 if there was a fault."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

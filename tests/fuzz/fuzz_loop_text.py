@@ -1,4 +1,4 @@
-"""The text of a program with a loop of its own, and of what stands for a strategy where there is none."""
+"""The text of a program with a custom loop, and of a replacement for the strategy without Lockstep."""
 
 from fuzz_specs import Loop
 
@@ -97,7 +97,7 @@ _GRADIENTS = {"tensorflow": _TENSORFLOW, "torch": _TORCH, "jax": _JAX}
 
 
 def loop_lines(spec: Loop, backend: str, plain: bool, optimizer: str) -> tuple[str, list[str]]:
-    """Return what stands for the strategy ("" for Lockstep's), and the program's lines."""
+    """Return the replacement for the strategy ("" for Lockstep's), and the program's lines."""
     head = ""
     if plain:
         head = MIRRORED if backend == "tensorflow" and spec.source != "function" else ALONE
@@ -108,7 +108,7 @@ def loop_lines(spec: Loop, backend: str, plain: bool, optimizer: str) -> tuple[s
     lines += [f'y = generator.integers(0, 3, {spec.count}).astype("int32")', "", "with scope():"]
     lines += [f"    {line}" for line in _made(spec, optimizer)]
     if backend == "jax":
-        # What replicas tell each other is not known to a compiled function.
+        # A compiled function does not have the values that replicas exchange.
         lines += ["", f"transformed = {'lambda function: function' if spec.through else 'jax.jit'}"]
     lines += ["", *_GRADIENTS[backend].splitlines(), "", *_loss(spec), "", *_function(spec, backend), ""]
     lines += [*_step(spec), "", *_batches(spec, backend), *_driving(spec)]
@@ -181,7 +181,7 @@ def _function(spec: Loop, backend: str) -> list[str]:
         "integers": 'context().all_reduce("SUM", ops.sum(y))',
     }
     for talk in spec.talks:
-        # What all replicas have in common: each gives its share of it by its rows.
+        # A loss that all replicas share: each contributes in proportion to its rows.
         lines.append(f'    results["talk {talk}"] = ops.cast({talks[talk]}, "float32") * results["count"]')
     return [*lines, "    return results"]
 

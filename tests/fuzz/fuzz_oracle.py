@@ -1,4 +1,4 @@
-"""What is right and what is a fault, from what the runs of a program have left."""
+"""Decides from the results of a program's runs whether Lockstep has a fault."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,19 +8,19 @@ from typing import Any
 import numpy as np
 
 Line = Mapping[str, Any]
-"""What a worker says of a program: {"found": digests by name}, {"refused": ...} or {"error": ...}."""
+"""A worker's line on a program: {"found": digests by name}, {"refused": ...} or {"error": ...}."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a program.
+    """The verdict on a program.
 
     Attributes:
-        kind: "same" (equal bits for every W), "true" (and what plain Keras computes), "refused" by name,
+        kind: "same" (equal bits for every W), "true" (also equal to plain Keras), "refused" by name,
             "invalid" (Keras fails too), "follows" (a fault that the program does not have alone), or a fault:
-            "lost" (a worker said nothing), "differs" (for another W), "wrong" (plain Keras computes something
-            else), "fails" (not by name).
-        says: what differs, or the message.
+            "lost" (a worker printed no line), "differs" (for another W), "wrong" (plain Keras computes other
+            values), "fails" (not by name).
+        says: the difference or the message.
     """
 
     kind: str
@@ -38,20 +38,20 @@ def judge(
     arrays: tuple[Path, Path] | None,
     tolerance: float,
 ) -> Verdict:
-    """Say what came of a program.
+    """Return the verdict on a program.
 
     Args:
         runs: by the name of a run ("W = 1"), each worker's line; None where there is none.
         plain: the line of plain Keras.
-        arrays: files with those of Lockstep and of plain Keras, if they must agree.
-        tolerance: how far they may be apart, relative in norm.
+        arrays: files with the arrays of Lockstep and of plain Keras, if they must agree.
+        tolerance: the largest relative distance of arrays, in norm.
     """
     lines = [(f"{run}, worker {i}", line) for run, each in runs.items() for i, line in enumerate(each)]
     for where, line in lines:
         if line is None:
             return Verdict("lost", f"{where} said nothing")
     if all(line and "error" in line for line in (plain, *(line for _, line in lines))):
-        # What Keras says may name shapes, which depend on the replica.
+        # Messages of Keras may name shapes, which depend on the replica.
         assert plain is not None
         return Verdict("invalid", f"{plain['error']}: {plain['says']}")
     where, first = lines[0]
@@ -81,7 +81,7 @@ def _brief(line: Line | None, other: Line | None) -> str:
 
 
 def _distance(ours: Mapping[str, Any], theirs: Mapping[str, Any], tolerance: float) -> str:
-    """Describe where arrays are further apart than `tolerance`; "" if nowhere."""
+    """Describe the arrays that differ by more than `tolerance`; "" if none does."""
     if set(ours) != set(theirs):
         return f"only one has {sorted(set(ours) ^ set(theirs))}"
     far = []

@@ -1,4 +1,4 @@
-"""What is valid on a backend, what plain Keras computes too."""
+"""The programs that are valid on a backend, and those that plain Keras computes alike."""
 
 from dataclasses import replace
 
@@ -6,17 +6,17 @@ from fuzz_specs import Call, Loop, Output, Spec, Training
 
 
 def settled(spec: Spec, backend: str) -> Spec:
-    """Return the program as it can be written for `backend`: what Keras itself refuses is left out."""
+    """Return the program without the features that Keras refuses on `backend`."""
     return _settled_loop(spec, backend) if isinstance(spec, Loop) else _settled_training(spec, backend)
 
 
 def inexact(spec: Spec, backend: str) -> str | None:
-    """Return why one process need not compute the same as replicas; None if it must, up to rounding."""
+    """Return why one process may compute other values than replicas; None if they agree up to rounding."""
     return _inexact_loop(spec, backend) if isinstance(spec, Loop) else _inexact_training(spec, backend)
 
 
 def tolerance(spec: Spec) -> float:
-    """Return how far from plain Keras an exact program may be, relative in norm."""
+    """Return the largest relative distance of an exact program from plain Keras, in norm."""
     return 0.1 if isinstance(spec, Training) and spec.policy else 3e-4
 
 
@@ -37,7 +37,7 @@ def _settled_training(spec: Training, backend: str) -> Training:
     if backend == "torch":
         spec = replace(spec, compiling=tuple(o for o in spec.compiling if "run_eagerly" in o))
     if backend == "jax" and spec.step in ("own", "two"):
-        # There Keras lets only its own steps update metrics within the loss and the layers.
+        # On these, only Keras's own steps can update metrics within the loss and the layers.
         back = tuple(layer for layer in spec.back if layer != "Metered()")
         front = tuple(layer for layer in spec.front if layer != "Metered()")
         spec = replace(spec, back=back, front=front, outputs=spec.outputs[:1])
@@ -68,7 +68,7 @@ def _settled_call(call: Call, spec: Training, backend: str) -> Call:
     if call.source == "strategy" and (backend != "tensorflow" or call.kind != "fit"):
         call = replace(call, source="arrays")
     if call.source in ("generator", "strategy") and call.kind == "fit":
-        # Without an end: its length is not known.
+        # A generator without an end has no known length.
         call = replace(call, steps=call.steps or 2, shuffle=False)
     if call.source in ("tf", "loader", "generator"):
         call = replace(call, shuffle=False)

@@ -1,6 +1,6 @@
-"""What a random Keras program consists of: frozen values whose defaults are the simplest program.
+"""The features of a random Keras program: frozen values whose defaults are the simplest program.
 
-`draw(seed)` gives one, always the same for a seed. `simpler(spec)` gives all that have one feature less.
+`draw(seed)` returns the program of a seed. `simpler(spec)` yields all programs with one feature less.
 Layers, metrics, optimizers and their options are pieces of the program's text.
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a model, and what is computed of it.
+    """One output of a model, and its losses and metrics.
 
     Attributes:
-        task: what the targets are: "regression", "binary", "classes", "onehot".
-        loss: the name of a Keras loss, or "function" for one of the program's own.
+        task: the kind of targets: "regression", "binary", "classes", "onehot".
+        loss: the name of a Keras loss, or "function" for a custom one.
         reduction: of the loss; "" leaves Keras's.
         metrics: without weights.
         weighted: metrics with weights.
@@ -33,7 +33,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Call:
-    """What a program does with its model.
+    """A call of a program on its model.
 
     Attributes:
         kind: a method of `keras.Model`, or "freeze", "rate", "compile", "reset".
@@ -67,9 +67,9 @@ class Training:
         masked: whether words and series have a mask.
         inputs: of tables.
         nest: of several inputs or outputs: "tuple" or "dict".
-        front: layers on what has more axes than one.
-        pool: layer that leaves one axis; "" where there is only one, and where outputs are sequences.
-        back: layers on that.
+        front: layers on inputs with more than one axis.
+        pool: layer whose output has one axis; "" if the input has one, or outputs are sequences.
+        back: layers on the output of `pool`.
         style: "functional", "sequential", "lazy" (without an Input) or "subclass".
         outputs: at least one.
         optimizer: the name of a Keras optimizer.
@@ -103,7 +103,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Loop:
-    """A program with a loop of its own: functions for `strategy.run`.
+    """A program with a custom loop: functions for `strategy.run`.
 
     Attributes:
         layers: of the model, before its last.
@@ -111,14 +111,14 @@ class Loop:
         options: of the optimizer.
         source: of the batches: "list", "tf" or "function".
         loss: "sum", "keras" or "average" (TensorFlow's `compute_average_loss`). "replica" is never drawn: it
-            is wrong on purpose, a mean over the replica's own rows, whose gradients nobody may add up.
+            is wrong on purpose, a mean over the replica's own rows, whose gradients must not be summed.
         trains: whether there is an update; else losses only.
         outside: whether gradients are returned, added up, and applied outside.
         second: whether there is a second update, of another model, that follows the first.
         metrics: that count examples.
-        talks: what replicas tell each other.
-        through: whether the loss goes through what replicas tell each other.
-        returns: what is made of what the function returns.
+        talks: the values that replicas exchange.
+        through: whether the loss depends on these values.
+        returns: the use of the function's results.
         graph: whether the step is a `tf.function`, on TensorFlow; else functions run eagerly.
         driven: whether `strategy.steps` drives the loop.
         epochs: passes over the batches.
@@ -155,7 +155,7 @@ RANDOM_LAYERS = (
     "Moving()",
     "Summed()",
 )
-"""Layers of one axis whose result replicas and one process need not share."""
+"""Layers on one axis whose results may differ between replicas and one process."""
 
 EXACT_LAYERS = (
     "layers.Dense(4, activation='tanh')",
@@ -277,7 +277,7 @@ OPTIMIZERS = {
     "Lamb": (),
     "Lion": (),
 }
-"""Optimizers and the options that only they have."""
+"""Optimizers and their specific options."""
 
 OPTIMIZER_OPTIONS = (
     "clipnorm=0.3",
@@ -306,13 +306,13 @@ RETURNS = ("loss", "sum rows", "mean rows", "gather", "mean")
 
 
 def draw(seed: int) -> Spec:
-    """Return the program that follows from `seed`."""
+    """Return the program of `seed`."""
     dice = random.Random(seed)
     return _draw_loop(dice) if dice.random() < 0.25 else _draw_training(dice)
 
 
 def simpler(spec: Any) -> Iterator[Any]:
-    """Yield what has one feature less: a field as simple as can be, an item less, a part that is simpler."""
+    """Yield programs with one feature less: a field with its default, an item less, or a simpler part."""
     for one in fields(spec):
         value, simplest = getattr(spec, one.name), _simplest(spec, one.name)
         if value != simplest:
@@ -327,7 +327,7 @@ def simpler(spec: Any) -> Iterator[Any]:
 
 
 def size(spec: Any) -> int:
-    """Return how many features a program has beyond the simplest."""
+    """Return the number of features that the simplest program lacks."""
     number = 0
     for one in fields(spec):
         value = getattr(spec, one.name)
@@ -392,7 +392,7 @@ def _draw_training(dice: random.Random) -> Training:
     tasks = ["regression", "binary", "classes"] if sequences else list(LOSSES)
     outputs = tuple(_output(dice, tasks, weighted) for _ in range(many))
     if dice.random() < 0.9:
-        # Sums beside means are refused.
+        # Lockstep refuses sums combined with means.
         outputs = tuple(replace(output, reduction=outputs[0].reduction) for output in outputs)
     name, options = _optimizer(dice)
     back = () if sequences else _some(dice, EXACT_LAYERS + (RANDOM_LAYERS if spicy else ()), 2)

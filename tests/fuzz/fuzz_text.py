@@ -1,6 +1,6 @@
-"""The text of a program: what a person would write, for Lockstep or without it.
+"""The text of a program as a user writes it, with or without Lockstep.
 
-A program leaves what came of it in `found`: nests of arrays and numbers, by name.
+A program leaves its results in `found`: nests of arrays and numbers, by name.
 """
 
 from fuzz_loop_text import loop_lines
@@ -149,7 +149,7 @@ def part(data, start, stop):
 }
 
 EPSILON = ("Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Lamb")
-"""Optimizers that divide by what may be zero up to rounding: a large epsilon keeps that from growing."""
+"""Optimizers that may divide by rounding errors: a large epsilon keeps the quotients small."""
 
 
 def text(spec: Spec, backend: str, *, plain: bool = False) -> str:
@@ -168,7 +168,7 @@ def text(spec: Spec, backend: str, *, plain: bool = False) -> str:
 
 
 def optimizer_text(name: str, options: tuple[str, ...]) -> str:
-    """Return what makes an optimizer."""
+    """Return the expression that creates an optimizer."""
     given = list(options)
     if not any(option.startswith("learning_rate") for option in given):
         given.insert(0, "learning_rate=0.05")
@@ -434,7 +434,7 @@ class Own(keras.Model):
 
 
 def _own(backend: str, updates: int) -> str:
-    """Return a model with a `train_step` of the program's own."""
+    """Return a model with a custom `train_step`."""
     if backend == "jax":
         return f"""\
 import jax

@@ -1,9 +1,9 @@
-"""Runs the programs of a folder, one after the other, and prints what came of each: a line of JSON.
+"""Runs the programs of a folder one after the other, and prints the result of each: a line of JSON.
 
     fuzz_worker.py [--plain] [--save FOLDER] [--first NUMBER] PROGRAMS
 
-A program that raises is over on every worker. One after which workers may be out of step ends the process.
-With --save, the chief leaves the arrays in a folder.
+An error ends a program on every worker; if workers may then be out of step, it ends the process. With --save,
+the chief saves the arrays to a folder.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BACKEND = keras.backend.backend()
 
 
 def main() -> None:
-    """Run the programs that the command line asks for."""
+    """Run the programs that the command line selects."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--plain", action="store_true")
     parser.add_argument("--save", type=Path)
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:
-    """Run one program; return what came of it, and whether workers may be out of step now."""
+    """Run one program; return its result, and whether workers may be out of step."""
     begin()
     try:
         names = runpy.run_path(str(path), run_name="program")
@@ -68,8 +68,8 @@ def run(path: Path, save: Path | None) -> tuple[dict[str, Any], bool]:
 
 
 def begin() -> None:
-    """Make every program begin alike, whatever there was before."""
-    # This collects garbage. What is left, modules and compiled functions, need not be looked through again.
+    """Reset global state so that programs do not depend on earlier ones."""
+    # This collects garbage; later collections skip the remaining objects, modules and compiled functions.
     keras.utils.clear_session()
     gc.freeze()
     keras.config.set_dtype_policy("float32")

@@ -1,4 +1,4 @@
-"""Random programs, and whether the fuzzer would see a fault."""
+"""Random programs, and the detection of faults by the fuzzer."""
 
 import ast
 import os
@@ -23,11 +23,11 @@ BACKENDS = INSTALLED if not ASKED else ALL if ASKED == "all" else ASKED.split()
 PROGRAMS = 40
 EAGER = ("run_eagerly=True",)
 WRONG = Loop(loss="replica")
-"""Adds up gradients of losses that are means over a replica's own rows."""
+"""Sums gradients of losses that are means over a replica's own rows."""
 
 
 def quicker(seed: int, spec: Spec, backend: str) -> Spec:
-    """On TensorFlow, making graphs takes most of the time: every other program runs eagerly."""
+    """Let every other program run eagerly on TensorFlow, where creating graphs takes most of the time."""
     if backend != "tensorflow" or seed % 2:
         return spec
     return replace(spec, graph=False) if isinstance(spec, Loop) else replace(spec, compiling=EAGER)
@@ -37,7 +37,7 @@ def quicker(seed: int, spec: Spec, backend: str) -> Spec:
 def test_random_programs(backend: str, tmp_path: Path) -> None:
     programs = {seed: quicker(seed, settled(draw(seed), backend), backend) for seed in range(PROGRAMS)}
     bench = Bench(backend, tmp_path, quick=True)
-    # TensorFlow's own strategy adds them up too; with a pipeline a replica, one replica is the truth.
+    # TensorFlow's own strategy sums them too; with one pipeline per replica, one replica is the reference.
     wrong = replace(WRONG, source="function") if backend == "tensorflow" else WRONG
     verdicts = bench.run({**programs, 10**6: settled(wrong, backend)})
     assert verdicts.pop(10**6).kind == "wrong"
@@ -54,7 +54,7 @@ def test_random_programs(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ALL)
-def test_a_seed_is_a_program(backend: str) -> None:
+def test_a_seed_determines_a_valid_program(backend: str) -> None:
     for seed in range(200):
         spec = settled(draw(seed), backend)
         assert spec == settled(draw(seed), backend) == settled(spec, backend)
@@ -62,7 +62,7 @@ def test_a_seed_is_a_program(backend: str) -> None:
             ast.parse(text(spec, backend, plain=plain))
 
 
-def test_what_is_simpler_ends_at_the_simplest() -> None:
+def test_simplification_ends_at_the_simplest_program() -> None:
     for seed in range(50):
         spec: Spec = draw(seed)
         while smaller := [other for other in simpler(spec) if size(other) < size(spec)]:
@@ -74,7 +74,7 @@ def test_what_is_simpler_ends_at_the_simplest() -> None:
         )
 
 
-class Pretended(Bench):
+class FakeBench(Bench):
     """Finds a fault in every program that has a sum for a loss."""
 
     def run(self, specs: Mapping[int, Spec]) -> dict[int, Verdict]:
@@ -85,18 +85,18 @@ class Pretended(Bench):
         return {number: verdict(spec) for number, spec in specs.items()}
 
 
-def test_a_fault_is_made_smaller(tmp_path: Path) -> None:
+def test_a_program_with_a_fault_shrinks(tmp_path: Path) -> None:
     given = next(
         spec
         for spec in (settled(draw(seed), "jax") for seed in range(1000))
         if isinstance(spec, Training) and len(spec.outputs) > 2 and spec.outputs[1].reduction == "sum"
     )
-    found, verdict = shrink(Pretended("jax", tmp_path), given, "wrong")
+    found, verdict = shrink(FakeBench("jax", tmp_path), given, "wrong")
     assert found == Training(outputs=(Output(reduction="sum"),))
     assert verdict.kind == "wrong"
 
 
-def test_what_counts_as_a_fault(tmp_path: Path) -> None:
+def test_verdicts_distinguish_faults(tmp_path: Path) -> None:
     files = []
     for name, value in (("one", 1.0), ("near", 1.00001), ("far", 1.01)):
         files.append(tmp_path / f"{name}.npz")
@@ -119,7 +119,7 @@ def test_what_counts_as_a_fault(tmp_path: Path) -> None:
     assert kind([found, None, found]) == "lost"
 
 
-def test_a_good_part_of_the_programs_has_a_truth() -> None:
+def test_many_programs_have_a_reference() -> None:
     for backend in ALL:
         exact = [inexact(settled(draw(seed), backend), backend) is None for seed in range(500)]
         assert sum(exact) > 150

@@ -1,4 +1,4 @@
-"""Workers without processes, for tests: they do what they are told, at once."""
+"""Fake workers without processes."""
 
 import os
 import socket
@@ -11,20 +11,20 @@ from lockstep.transport.packet_channel import PacketChannel, encode
 
 
 def end_by_signal(worker: "FakeHandle", number: int) -> None:
-    """Do what a process without handlers does."""
+    """End like a process without signal handlers."""
     worker.end(-number)
 
 
 @dataclass
 class FakeHandle:
-    """A worker that a test plays; `Handle` for the agent.
+    """A fake worker; `Handle` for the agent.
 
     Attributes:
-        launch: how it was started.
-        environment: what it was given.
-        signals: what it was sent, in order.
-        react: what it does about a signal.
-        reaped: whether its exit status was taken elsewhere, and is lost.
+        launch: the arguments of its start.
+        environment: the variables that it received.
+        signals: the signals that it received, in order.
+        react: handles a signal.
+        reaped: whether its exit status is lost because another part has reaped it.
     """
 
     launch: Launch
@@ -39,7 +39,7 @@ class FakeHandle:
     reaped: bool = False
     _status: int | None = None
     _ends: tuple[int, int, int] = (-1, -1, -1)
-    _mouth: socket.socket | None = None
+    _socket: socket.socket | None = None
 
     def poll(self) -> int | None:
         """Return the status given to `end`."""
@@ -48,38 +48,38 @@ class FakeHandle:
         return self._status
 
     def send_signal(self, number: int) -> None:
-        """Note the signal, and react."""
+        """Record the signal, and react."""
         if self._status is None:
             self.signals.append(number)
             self.react(self, number)
 
     def close(self) -> None:
-        """Close the agent's ends, and the worker's if it was not ended."""
+        """Close the agent's ends, and the worker's if it has not ended."""
         self.end(0)
         for descriptor in (self.exited, self.stdout, self.stderr):
             os.close(descriptor)
         self.channel.close()
 
-    def hear(self) -> list[AgentMessage]:
-        """Return what the agent has sent since the last time."""
-        assert self._mouth is not None
-        channel: PacketChannel[WorkerMessage, AgentMessage] = PacketChannel(self._mouth, AgentMessage)
+    def receive(self) -> list[AgentMessage]:
+        """Return the messages of the agent since the last call."""
+        assert self._socket is not None
+        channel: PacketChannel[WorkerMessage, AgentMessage] = PacketChannel(self._socket, AgentMessage)
         messages = []
         while isinstance(message := channel.receive(), AgentMessage):
             messages.append(message)
         return messages
 
-    def say(self, message: WorkerMessage) -> None:
+    def send(self, message: WorkerMessage) -> None:
         """Send a message to the agent."""
-        self.say_raw(encode(message))
+        self.send_packet(encode(message))
 
-    def say_raw(self, packet: bytes) -> None:
+    def send_packet(self, packet: bytes) -> None:
         """Send any packet to the agent."""
-        assert self._mouth is not None
-        self._mouth.send(packet)
+        assert self._socket is not None
+        self._socket.send(packet)
 
     def write(self, stdout: bytes = b"", stderr: bytes = b"") -> None:
-        """Write; little enough for a pipe."""
+        """Write no more than a pipe holds."""
         os.write(self._ends[1], stdout)
         os.write(self._ends[2], stderr)
 
@@ -87,18 +87,18 @@ class FakeHandle:
         """End, once."""
         if self._status is None:
             self._status = status
-            assert self._mouth is not None
-            self._mouth.close()
+            assert self._socket is not None
+            self._socket.close()
             for descriptor in self._ends:
                 os.close(descriptor)
 
 
 class FakeLauncher:
-    """Starts workers that a test plays.
+    """Starts fake workers.
 
     Args:
-        play: called with each worker that was started; raises OSError for one that cannot be.
-        react: what workers do about a signal.
+        play: called with each started worker; raises OSError if the start fails.
+        react: handles the signals of workers.
     """
 
     def __init__(
@@ -111,10 +111,10 @@ class FakeLauncher:
         self._react = react
 
     def prepare(self) -> None:
-        """Nothing has to be made ready."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing is there only to start workers."""
+        """Do nothing."""
 
     def start(self, launch: Launch) -> FakeHandle:
         """Start one worker."""
@@ -133,7 +133,7 @@ class FakeLauncher:
             channel=PacketChannel(mine, WorkerMessage),
             react=self._react,
             _ends=(alive, out, err),
-            _mouth=theirs,
+            _socket=theirs,
         )
         self.started.append(handle)
         try:

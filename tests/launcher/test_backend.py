@@ -15,7 +15,7 @@ def choose(*installed: str, **wishes: Any) -> Choice:
     return choose_backend(Wishes(**wishes), installed.__contains__, "/bin/python")
 
 
-def test_the_first_that_says_something_decides() -> None:
+def test_the_first_source_with_a_backend_decides() -> None:
     says = {
         "script": "torch",
         "overrides": True,
@@ -43,7 +43,7 @@ def test_the_first_that_says_something_decides() -> None:
     assert str(choose("torch")) == f"on PyTorch, because {first}"
 
 
-def test_what_keras_writes_by_itself_counts_as_nothing() -> None:
+def test_the_default_keras_json_does_not_count() -> None:
     assert choose(*ALL, configured="tensorflow") == choose(*ALL)
     assert choose("torch", configured="tensorflow").backend == "torch"
     assert choose("jax", configured="torch") == choose("jax") == choose("jax", configured="nonsense")
@@ -63,23 +63,23 @@ def test_what_keras_writes_by_itself_counts_as_nothing() -> None:
         ),
     ],
 )
-def test_what_was_asked_for_must_be_there(wishes: dict[str, Any], message: str) -> None:
+def test_a_requested_backend_must_be_installed(wishes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         choose("jax", **wishes)
 
 
-def test_without_any_backend_the_message_says_how_to_get_one() -> None:
+def test_the_error_without_a_backend_says_how_to_install_one() -> None:
     with pytest.raises(ConfigError, match=r"no Keras backend is installed.*keras-lockstep\[jax\]"):
         choose(configured="tensorflow")
 
 
-def test_names_of_tensorflow_need_tensorflow_on_every_backend() -> None:
+def test_tf_distribute_requires_tensorflow_on_every_backend() -> None:
     require_tensorflow(("jax", "tensorflow").__contains__, "/bin/python")
     with pytest.raises(UnfitError, match=r"--tf-distribute: TensorFlow is not installed for /bin/python"):
         require_tensorflow(("jax",).__contains__, "/bin/python")
 
 
-def test_the_configuration_is_kerass_own_file(tmp_path: Path) -> None:
+def test_the_configuration_is_keras_json(tmp_path: Path) -> None:
     environ = {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "torch"}
     assert keras_backend(environ) == ("torch", None)
     (tmp_path / "keras.json").write_text("not JSON")

@@ -1,4 +1,4 @@
-"""The parent that workers are forked from: what they find is what they would have found without it."""
+"""The fork server: its workers find the state of a new process."""
 
 import os
 import select
@@ -43,7 +43,7 @@ class Workers:
         return handle
 
     def output(self, worker: int = 1) -> tuple[int | None, str, str]:
-        """Start a worker; return its exit status and what it has written."""
+        """Start a worker; return its exit status and its output."""
         handle = self.start(worker)
         texts = []
         for descriptor in (handle.stdout, handle.stderr):
@@ -89,7 +89,7 @@ def importing(folder: Path, source: str) -> ImportScan:
     return ImportScan(("foreseen",), str(folder))
 
 
-def test_a_worker_is_a_child_with_a_session_and_an_environment_of_its_own(workers: Workers) -> None:
+def test_a_worker_is_a_child_with_its_own_session_and_environment(workers: Workers) -> None:
     workers.plan(
         "import os, json\n"
         "task = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
@@ -100,13 +100,13 @@ def test_a_worker_is_a_child_with_a_session_and_an_environment_of_its_own(worker
     assert workers.output(1) == (0, f"{os.getpid()} True 1 [] 1\n", "")
 
 
-def test_what_is_foreseen_is_imported_once_and_each_worker_says_what_it_said(
+def test_modules_are_imported_once_and_each_worker_repeats_their_output(
     workers: Workers, tmp_path: Path
 ) -> None:
-    told = "import os, sys\nprint('imported'); print('oh', file=sys.stderr)\nwhere = os.getpid()\n"
+    source = "import os, sys\nprint('imported'); print('oh', file=sys.stderr)\nwhere = os.getpid()\n"
     workers.plan(
         "import foreseen, os, sys\nprint(foreseen.where == os.getpid(), sys.path[0], sys.argv)\n",
-        importing(tmp_path, told),
+        importing(tmp_path, source),
     )
     expected = f"imported\nFalse {tmp_path} ['{tmp_path / 'script.py'}']\n"
     assert workers.output(0) == (0, expected, "oh\n")
@@ -121,14 +121,14 @@ def test_what_is_foreseen_is_imported_once_and_each_worker_says_what_it_said(
         "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
     ],
 )
-def test_what_cannot_be_imported_before_a_worker_is_there_is_imported_in_it(
+def test_modules_that_the_server_cannot_import_are_imported_in_the_worker(
     workers: Workers, tmp_path: Path, source: str
 ) -> None:
     workers.plan("import sys; print('foreseen' in sys.modules)", importing(tmp_path, source))
     assert workers.output() == (0, "False\n", "")
 
 
-def test_a_parent_that_is_lost_is_replaced(workers: Workers, tmp_path: Path) -> None:
+def test_a_lost_fork_server_is_replaced(workers: Workers, tmp_path: Path) -> None:
     workers.plan(
         "import foreseen, os\nprint(foreseen.where)\n", importing(tmp_path, "import os\nwhere = os.getpid()")
     )
@@ -141,7 +141,7 @@ def test_a_parent_that_is_lost_is_replaced(workers: Workers, tmp_path: Path) -> 
     assert second not in (first, os.getpid())
 
 
-def test_random_numbers_do_not_depend_on_who_has_imported(workers: Workers, tmp_path: Path) -> None:
+def test_random_numbers_do_not_depend_on_the_importing_process(workers: Workers, tmp_path: Path) -> None:
     script = "import random\nimport numpy\nprint(random.random(), numpy.random.rand())\n"
     workers.plan(script, importing(tmp_path, "import random, numpy\nrandom.random()\nnumpy.random.rand()\n"))
     with_it = workers.output(0)
@@ -152,7 +152,7 @@ def test_random_numbers_do_not_depend_on_who_has_imported(workers: Workers, tmp_
     assert with_it[0] == 0
 
 
-def test_the_parent_ends_when_nobody_needs_it(workers: Workers, tmp_path: Path) -> None:
+def test_the_fork_server_ends_when_the_launcher_closes(workers: Workers, tmp_path: Path) -> None:
     workers.plan(
         "import foreseen\nprint(foreseen.where)\n", importing(tmp_path, "import os\nwhere = os.getpid()")
     )
@@ -163,7 +163,7 @@ def test_the_parent_ends_when_nobody_needs_it(workers: Workers, tmp_path: Path) 
     os.close(parent)
 
 
-def test_a_parent_that_never_comes_to_life_is_an_error(tmp_path: Path) -> None:
+def test_a_fork_server_that_does_not_start_is_an_error(tmp_path: Path) -> None:
     nowhere = {"PYTHONHOME": str(tmp_path)}
     launcher = LocalLauncher(
         ForkServerPlan(("script.py",), nowhere, scan=ImportScan(("foreseen",), str(tmp_path)))

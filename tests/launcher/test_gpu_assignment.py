@@ -1,4 +1,4 @@
-"""Which GPUs each worker gets."""
+"""The GPUs of each worker."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What the source of a script tells of its imports."""
+"""The imports of a script, from its source."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,12 +27,12 @@ def test_a_script_that_imports_keras_needs_its_backend(script: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
-def test_what_is_foreseen_of_lockstep_is_there(script: Path, backend: str) -> None:
+def test_the_imports_of_lockstep_exist(script: Path, backend: str) -> None:
     imports = foreseen(script, "import keras\n", backend).imports
     assert all(find_spec(name) for name in imports if name.startswith("lockstep."))
 
 
-def test_the_order_is_that_of_the_script(script: Path) -> None:
+def test_imports_have_the_order_of_the_script(script: Path) -> None:
     found = foreseen(script, "import tensorflow as tf\nimport numpy\nimport tensorflow.data\n")
     assert found.imports == ("tensorflow", "numpy")
 
@@ -45,7 +45,7 @@ def test_the_order_is_that_of_the_script(script: Path) -> None:
         ("import tensorflow as tf\n", False),
     ],
 )
-def test_only_who_trains_needs_keras(script: Path, source: str, needed: bool) -> None:
+def test_only_scripts_that_train_need_keras(script: Path, source: str, needed: bool) -> None:
     assert ("keras" in foreseen(script, source).imports) is needed
 
 
@@ -59,19 +59,21 @@ def test_only_who_trains_needs_keras(script: Path, source: str, needed: bool) ->
         ("import random, keras\nrandom.seed(1)\n", False),
     ],
 )
-def test_who_seeds_everything_needs_tensorflow_too(script: Path, source: str, seeds: bool) -> None:
+def test_scripts_that_call_set_random_seed_need_tensorflow_too(
+    script: Path, source: str, seeds: bool
+) -> None:
     for backend in ("jax", "torch"):
         assert ("tensorflow" in foreseen(script, source, backend).imports) is seeds
 
 
-def test_who_seeds_everything_needs_nothing_that_is_not_installed(
+def test_scripts_that_seed_need_only_installed_packages(
     script: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(import_scan, "find_spec", lambda name: None)
     assert "tensorflow" not in foreseen(script, "import keras\nkeras.utils.set_random_seed(1)\n").imports
 
 
-def test_what_lies_beside_the_script_is_looked_at_too(script: Path) -> None:
+def test_modules_in_the_folder_of_the_script_are_scanned_too(script: Path) -> None:
     (script.parent / "model.py").write_text("import os\nfrom helpers import thing\n")
     (script.parent / "helpers").mkdir()
     (script.parent / "helpers" / "__init__.py").write_text("from . import other\n")
@@ -98,16 +100,16 @@ def test_what_lies_beside_the_script_is_looked_at_too(script: Path) -> None:
         "from __future__ import annotations\nimport keras.\n",
     ],
 )
-def test_nothing_is_known(script: Path, source: str) -> None:
+def test_sources_without_known_imports(script: Path, source: str) -> None:
     assert foreseen(script, source) == NOTHING
 
 
-def test_a_module_beside_it_decides_as_well(script: Path) -> None:
+def test_a_module_in_the_folder_of_the_script_may_set_variables(script: Path) -> None:
     (script.parent / "settings.py").write_text("import os\nos.environ['KERAS_BACKEND'] = 'torch'\n")
     assert foreseen(script, "import settings\nimport keras\n") == NOTHING
 
 
-def test_what_a_script_sets_a_variable_to(script: Path) -> None:
+def test_the_setting_of_a_variable_in_a_script(script: Path) -> None:
     for source, expected in (
         ("import os, keras\nos.environ['KERAS_BACKEND'] = 'torch'", ("torch", True)),
         ("import os\nos.environ.setdefault('KERAS_BACKEND', 'jax')", ("jax", False)),
@@ -129,18 +131,18 @@ def test_a_setting_before_the_first_import_counts(script: Path) -> None:
     assert "jax" not in found.imports
 
 
-def test_a_default_counts_where_there_is_nothing_else(script: Path) -> None:
+def test_setdefault_counts_only_without_another_setting(script: Path) -> None:
     source = "import os\nos.environ.setdefault('KERAS_BACKEND', 'torch')\nimport keras\n"
     assert foreseen(script, source, "jax").settings == {}
     assert foreseen(script, source, None).settings == {"KERAS_BACKEND": "torch"}
 
 
-def test_looking_at_the_environment_changes_nothing(script: Path) -> None:
+def test_reading_the_environment_is_no_setting(script: Path) -> None:
     source = "import os, keras\nprint(os.environ['HOME'], os.environ.get('RANK'), os.environ | {'A': 'b'})\n"
     assert foreseen(script, source, None).imports == ("keras",)
 
 
-def test_what_cannot_be_read_tells_nothing(script: Path) -> None:
+def test_an_unreadable_script_has_no_known_imports(script: Path) -> None:
     assert scan_imports(script, script.parent, {}) == NOTHING
     script.write_bytes(b"\xff\xfe\x00")
     assert scan_imports(script, script.parent, {}) == NOTHING

@@ -1,4 +1,4 @@
-"""Whatever starts workers keeps the same promises."""
+"""The contract of each launcher."""
 
 import os
 import select
@@ -31,12 +31,12 @@ SCRIPTS = {
 
 
 def play(script: str, worker: FakeHandle) -> None:
-    worker.say(Started())
+    worker.send(Started())
     if script in ("ends", "stays"):
         worker.write(stdout=b"out\n")
     if script == "ends":
         worker.write(stderr=b"err\n")
-        worker.say(Finished())
+        worker.send(Finished())
     if script != "stays":
         worker.end(3 if script == "leaves" else 0)
 
@@ -92,24 +92,24 @@ def read(descriptor: int, size: int) -> bytes:
     return data
 
 
-def hear(handle: Handle) -> Any:
+def receive(handle: Handle) -> Any:
     wait_for(handle.channel)
     return handle.channel.receive()
 
 
-def test_output_comes_apart_and_ends(start: Start) -> None:
+def test_stdout_and_stderr_are_separate_and_end(start: Start) -> None:
     handle = start("ends")
     assert read(handle.stdout, 100) == b"out\n"
     assert read(handle.stderr, 100) == b"err\n"
 
 
-def test_messages_come_and_end(start: Start) -> None:
+def test_messages_arrive_until_the_worker_ends(start: Start) -> None:
     handle = start("ends")
-    assert [hear(handle), hear(handle), hear(handle)] == [Started(), Finished(), PeerGone()]
+    assert [receive(handle), receive(handle), receive(handle)] == [Started(), Finished(), PeerGone()]
 
 
 @pytest.mark.parametrize(("script", "status"), [("ends", 0), ("leaves", 3)])
-def test_the_exit_is_seen(start: Start, script: str, status: int) -> None:
+def test_poll_returns_the_exit_status(start: Start, script: str, status: int) -> None:
     handle = start(script)
     wait_for(handle.exited)
     assert [handle.poll(), handle.poll()] == [status, status]
@@ -118,7 +118,7 @@ def test_the_exit_is_seen(start: Start, script: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_it(start: Start, number: int) -> None:
+def test_a_signal_ends_the_worker(start: Start, number: int) -> None:
     handle = start("stays")
     assert read(handle.stdout, 4) == b"out\n"
     assert handle.poll() is None
@@ -130,7 +130,7 @@ def test_a_signal_ends_it(start: Start, number: int) -> None:
 def test_reading_does_not_block(start: Start) -> None:
     handle = start("stays")
     read(handle.stdout, 4)
-    assert hear(handle) == Started()
+    assert receive(handle) == Started()
     assert handle.channel.receive() is None
     for descriptor in (handle.stdout, handle.stderr):
         with pytest.raises(BlockingIOError):

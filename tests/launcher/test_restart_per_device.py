@@ -1,4 +1,4 @@
-"""Which devices a MirroredStrategy means, and how its script is started once for each."""
+"""The devices of a MirroredStrategy, and the start of its script once per device."""
 
 import os
 import re
@@ -27,7 +27,7 @@ FOUR = ("4", "5", "6", "7")
         (["CPU:0"], ("0",), "-n 1", True),
     ],
 )
-def test_a_worker_a_device(
+def test_each_device_has_a_worker(
     devices: list[str] | None, gpus: tuple[str, ...], options: str, hides: bool
 ) -> None:
     restart = decide(devices, gpus)
@@ -60,7 +60,9 @@ def test_a_single_device_needs_no_other_process(devices: list[str] | None, gpus:
         (["GPU:0"], (), ": GPU:0 is not visible here; no GPU is"),
     ],
 )
-def test_what_cannot_be_meant_is_named(devices: list[str], gpus: tuple[str, ...], reason: str) -> None:
+def test_invalid_devices_are_refused_with_the_reason(
+    devices: list[str], gpus: tuple[str, ...], reason: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(f'MirroredStrategy(devices={devices!r}){reason}')}"):
         decide(devices, gpus)
 
@@ -83,7 +85,7 @@ def python(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("start", ["{folder}/train.py", "-m train"])
-def test_a_script_is_started_once_a_device(tmp_path: Path, start: str) -> None:
+def test_a_script_starts_once_per_device(tmp_path: Path, start: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     own = start.format(folder=tmp_path)
     done = python(tmp_path, "-u", *own.split(), "--epochs", "3")
@@ -99,7 +101,7 @@ def test_a_script_is_started_once_a_device(tmp_path: Path, start: str) -> None:
     ]
 
 
-def test_what_has_no_script_is_not_started_again(tmp_path: Path) -> None:
+def test_a_process_without_a_script_does_not_restart(tmp_path: Path) -> None:
     done = python(tmp_path, "-c", SCRIPT)
     assert done.returncode == 1
     assert re.search(

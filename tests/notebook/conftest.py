@@ -10,7 +10,7 @@ PROGRAM = Path(__file__).parent / "launched_training.py"
 def _compiled_once(
     tmp_path: Path, lean: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The processes of one test compile the same, in a short time, and import no other backend."""
+    """Share compiled code among the processes of a test, compile quickly, and import no other backend."""
     for name, value in lean(PROGRAM, "jax").items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "compiled"))

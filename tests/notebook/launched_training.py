@@ -3,7 +3,7 @@
     launched_training.py
     launched_training.py launch
 
-Launched, worker 0 dies in `fit`, and worker 1 waits until a replacement has joined.
+Launched, worker 0 kills itself in `fit`, and worker 1 waits until a replacement has joined.
 """
 
 import os
@@ -18,10 +18,10 @@ import numpy as np
 import lockstep
 from lockstep.worker import job
 
-DIES, MEETS, JOINS = 4, 6, 9
+KILLED, MEETS, JOINS = 4, 6, 9
 
 
-def train(dies: bool = False) -> dict[str, Any]:
+def train(killed: bool = False) -> dict[str, Any]:
     me = job.current()
 
     def until(text: str) -> None:
@@ -31,11 +31,11 @@ def train(dies: bool = False) -> dict[str, Any]:
 
     class Steps(keras.callbacks.Callback):  # type: ignore[misc]
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if dies and batch == DIES and me.worker == 0:
+            if killed and batch == KILLED and me.worker == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            if dies and batch == MEETS and me.worker == 1:
+            if killed and batch == MEETS and me.worker == 1:
                 until('"event":"asks","worker":2,"whole":false')
-            if dies and batch == JOINS and me.worker == 1:
+            if killed and batch == JOINS and me.worker == 1:
                 until('"event":"asks","worker":2,"whole":true')
 
     with lockstep.MultiWorkerMirroredStrategy().scope():

@@ -1,4 +1,4 @@
-"""What `lockstep.launch` gives back, and what it leaves behind: nothing."""
+"""The results and errors of `lockstep.launch`; no process of it remains."""
 
 import linecache
 import os
@@ -25,8 +25,8 @@ PATIENCE = 300.0
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # Workers do not find the modules of tests: their functions travel as those of a notebook do.
+def _new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # Workers cannot import the modules of tests: functions are pickled by value, as those of a notebook.
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     monkeypatch.chdir(tmp_path)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -36,7 +36,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def cell(source: str) -> Any:
-    """Return the function `f` of code that is in no file, as that of a notebook's cell."""
+    """Return the function `f` of code without a file, as in a notebook's cell."""
     name = "/nowhere/cell.py"
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     variables: dict[str, Any] = {"__name__": "__main__"}
@@ -44,7 +44,9 @@ def cell(source: str) -> Any:
     return variables["f"]
 
 
-def test_the_chiefs_result_and_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_launch_returns_the_chiefs_result_and_shows_its_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def train(array: Any, *, times: int) -> Any:
         import os
 
@@ -68,7 +70,7 @@ def test_the_chiefs_result_and_its_output(tmp_path: Path, capsys: pytest.Capture
     assert set((run / "worker-1.log").read_text().splitlines()) == {"out 1", "err \u00e9"}
 
 
-def test_an_error_in_the_function() -> None:
+def test_an_error_in_the_function_is_a_job_error() -> None:
     function = cell(
         "def f():\n    from lockstep.worker import job\n    return 1 / (1 - job.current().worker)\n"
     )
@@ -95,13 +97,13 @@ def test_an_error_in_the_function() -> None:
         ("sys.exit()", "no worker returned a result: the function called sys.exit; logs in run", None),
     ],
 )
-def test_a_function_that_does_not_return(body: str, message: str, worker: int | None) -> None:
+def test_a_function_that_does_not_return_is_a_job_error(body: str, message: str, worker: int | None) -> None:
     with pytest.raises(JobError) as caught:
         lockstep.launch(cell(f"def f():\n    import os, sys\n    {body}\n"), workers=1, run_dir="run")
     assert (str(caught.value), caught.value.worker) == (message, worker)
 
 
-def test_a_run_folder_has_the_errors_of_other_runs_too() -> None:
+def test_the_error_is_that_of_the_last_run_in_a_folder() -> None:
     for body in ("1 / 0", "[][1]"):
         with pytest.raises(JobError) as caught:
             lockstep.launch(cell(f"def f(): {body}\n"), workers=1, run_dir="run")
@@ -113,7 +115,7 @@ def test_a_result_that_cannot_be_pickled_is_named() -> None:
         lockstep.launch(cell("def f(): return (x for x in ())"), workers=1)
 
 
-def test_a_worker_launches_nothing() -> None:
+def test_launch_in_a_worker_is_refused() -> None:
     with pytest.raises(JobError, match=r"ConfigError: lockstep\.launch cannot be called in a worker"):
         lockstep.launch(lambda: lockstep.launch(print), workers=1)
 
@@ -129,7 +131,7 @@ def test_a_worker_launches_nothing() -> None:
         ({"backend": "theano"}, "Invalid value for '--backend': 'theano' is not one of"),
     ],
 )
-def test_what_the_command_refuses(tmp_path: Path, options: Any, error: str) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, options: Any, error: str) -> None:
     with pytest.raises(InputError, match=re.escape(error)):
         lockstep.launch(print, **options)
     assert list(tmp_path.iterdir()) == []
@@ -162,13 +164,13 @@ def holds_a_lock() -> Callable[[], Any]:
         (print, (1, lock), "args[1], of type lock ("),
     ],
 )
-def test_what_cannot_be_pickled_is_named(function: Any, args: tuple[Any, ...], name: str) -> None:
+def test_values_that_cannot_be_pickled_are_named(function: Any, args: tuple[Any, ...], name: str) -> None:
     expected = re.escape(f"lockstep.launch cannot send this to its workers: {name}")
     with pytest.raises(InputError, match=f"^{expected}TypeError: cannot pickle"):
         lockstep.launch(function, args)
 
 
-def test_without_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_cloudpickle_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     with pytest.raises(UnfitError, match=re.escape("pip install 'keras-lockstep[notebook]'")):
         lockstep.launch(print)
@@ -178,18 +180,18 @@ STAY = """
 import os, signal, subprocess, sys
 def f():
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"], start_new_session=True)
-    births = os.open("births", os.O_WRONLY)
-    os.write(births, f"{os.getpid()} {child.pid} {os.getppid()}\\n".encode())
+    announcements = os.open("announcements", os.O_WRONLY)
+    os.write(announcements, f"{os.getpid()} {child.pid} {os.getppid()}\\n".encode())
     signal.pause()
 """
 
 
-class Born:
-    """Learns from two workers that run `STAY` the process ids of each, its child and its agent."""
+class StartedProcesses:
+    """Receives from two workers that run `STAY` the process ids of each, its child and its agent."""
 
     def __init__(self) -> None:
-        os.mkfifo("births")
-        self._pending = os.open("births", os.O_RDWR)
+        os.mkfifo("announcements")
+        self._pending = os.open("announcements", os.O_RDWR)
 
     def wait(self) -> list[int]:
         text = b""
@@ -205,10 +207,10 @@ def all_end(pidfds: list[int]) -> bool:
 
 
 def test_an_interrupt_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
-    born, processes = Born(), list[int]()
+    started, processes = StartedProcesses(), list[int]()
 
     def interrupt() -> None:
-        processes.extend(born.wait())
+        processes.extend(started.wait())
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
@@ -221,18 +223,18 @@ def test_an_interrupt_ends_the_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "lockstep: stopped by SIGINT" in capsys.readouterr().err
 
 
-def test_nothing_outlives_a_caller_that_is_killed() -> None:
-    born = Born()
+def test_no_process_remains_after_a_killed_caller() -> None:
+    started = StartedProcesses()
     Path("caller.py").write_text(f"import lockstep\n{STAY}\nlockstep.launch(f)\n")
     caller = subprocess.Popen([sys.executable, "caller.py"], stderr=subprocess.DEVNULL)
-    processes = born.wait()
+    processes = started.wait()
     caller.kill()
     caller.wait()
     assert all_end(processes)
 
 
 @pytest.mark.usefixtures("_compiled_once")
-def test_the_bits_are_those_of_a_script_whoever_dies(tmp_path: Path) -> None:
+def test_the_bits_are_those_of_a_script_though_a_worker_is_lost(tmp_path: Path) -> None:
     script = str(HERE / "launched_training.py")
 
     def run(*command: str) -> "subprocess.CompletedProcess[str]":

@@ -1,4 +1,4 @@
-"""The notebook of the examples runs, and shows what it says."""
+"""The notebook of the examples runs with the results that it describes."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "multi_worker.ipynb"
 
 
 def shown(cell: Any) -> str:
-    """Return what a cell printed, and its value."""
+    """Return the output and the value of a cell."""
     texts = [out.get("text", out.get("data", {}).get("text/plain", "")) for out in cell.get("outputs", ())]
     return "".join(texts)
 
@@ -23,7 +23,7 @@ def shown(cell: Any) -> str:
 def test_the_notebook_shows_equal_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
         monkeypatch.setenv(folder, str(tmp_path / "jupyter"))
-    # The kernel is IPython's, and the images are scikit-learn's.
+    # The kernel is from IPython, the images are from scikit-learn.
     monkeypatch.setenv("HIDDEN_PACKAGES", "tensorflow,torch")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     place = tmp_path / "place"

@@ -17,15 +17,15 @@ def names(events: list[PublishedEvent]) -> list[str]:
 
 
 def test_subscribers_are_called_in_order_with_time_and_worker() -> None:
-    clock, heard = VirtualClock(5.0), list[tuple[str, PublishedEvent]]()
+    clock, received = VirtualClock(5.0), list[tuple[str, PublishedEvent]]()
     bus = Bus(clock, worker=3)
     for name in ("first", "second"):
-        bus.subscribe(lambda event, name=name: heard.append((name, event)), CallStarted, FirstStepEnded)
+        bus.subscribe(lambda event, name=name: received.append((name, event)), CallStarted, FirstStepEnded)
     bus.publish(CallStarted("fit 1"))
     clock.advance(1.5)
     bus.publish(DistributionBegan())
     bus.publish(FirstStepEnded(), worker=7)
-    assert heard == [
+    assert received == [
         ("first", PublishedEvent(5.0, 3, CallStarted("fit 1"))),
         ("second", PublishedEvent(5.0, 3, CallStarted("fit 1"))),
         ("first", PublishedEvent(6.5, 7, FirstStepEnded())),
@@ -45,34 +45,34 @@ def test_a_bus_knows_which_events_have_subscribers() -> None:
     assert not bus.has_subscribers(CallStarted)
 
 
-def test_a_subscriber_that_raises_is_removed_and_harms_no_other() -> None:
-    told, heard = list[str](), list[Event]()
-    bus = Bus(VirtualClock(), complain=told.append)
+def test_a_subscriber_that_raises_is_removed_and_others_continue() -> None:
+    complaints, received = list[str](), list[Event]()
+    bus = Bus(VirtualClock(), complain=complaints.append)
 
     def fails(event: PublishedEvent) -> None:
         raise RuntimeError("no")
 
     bus.subscribe(fails, CallStarted, FirstStepEnded)
-    bus.subscribe(lambda event: heard.append(event.event), CallStarted, FirstStepEnded)
+    bus.subscribe(lambda event: received.append(event.event), CallStarted, FirstStepEnded)
     for event in (CallStarted("a"), CallStarted("b"), FirstStepEnded()):
         bus.publish(event)
-    assert heard == [CallStarted("a"), CallStarted("b"), FirstStepEnded()]
-    assert told == ["a subscriber of events failed and is removed: RuntimeError('no')"]
+    assert received == [CallStarted("a"), CallStarted("b"), FirstStepEnded()]
+    assert complaints == ["a subscriber of events failed and is removed: RuntimeError('no')"]
 
 
 def test_a_subscriber_may_publish_and_subscribe() -> None:
-    bus, heard = Bus(VirtualClock()), list[Event]()
+    bus, received = Bus(VirtualClock()), list[Event]()
 
     def follow(event: PublishedEvent) -> None:
-        bus.subscribe(lambda event: heard.append(event.event), FirstStepEnded)
+        bus.subscribe(lambda event: received.append(event.event), FirstStepEnded)
         bus.publish(FirstStepEnded())
 
     bus.subscribe(follow, CallStarted)
     bus.publish(CallStarted("a"))
-    assert heard == [FirstStepEnded()]
+    assert received == [FirstStepEnded()]
 
 
-def test_a_feed_loses_the_oldest_and_tells_how_many() -> None:
+def test_a_full_feed_drops_the_oldest_events_and_counts_them() -> None:
     bus = Bus(VirtualClock())
     feed = bus.feed(CallStarted, size=3)
     for name in "abcde":
@@ -85,7 +85,7 @@ def test_a_feed_loses_the_oldest_and_tells_how_many() -> None:
     assert feed.take(0) == ([], 0)
 
 
-def test_a_reader_of_a_feed_wakes_up_for_an_event_and_for_the_end() -> None:
+def test_an_event_and_the_end_wake_a_reader_of_a_feed() -> None:
     bus, taken, called = Bus(VirtualClock()), list[tuple[list[str], int]](), threading.Semaphore(0)
     feed = bus.feed(CallStarted)
 
@@ -106,7 +106,7 @@ def test_a_reader_of_a_feed_wakes_up_for_an_event_and_for_the_end() -> None:
 
 
 def test_publishing_does_not_wait_for_a_reader_that_hangs() -> None:
-    """The reader takes nothing while 50,000 events are published."""
+    """The reader takes no events while 50,000 are published."""
     bus = Bus(VirtualClock())
     feed = bus.feed(CallStarted, size=10)
     event = CallStarted("a")
@@ -117,7 +117,7 @@ def test_publishing_does_not_wait_for_a_reader_that_hangs() -> None:
 
 
 @pytest.mark.parametrize("act", [lambda feed: feed.take(0), lambda feed: feed.close()])
-def test_no_event_is_lost_or_doubled_between_threads(act: Callable[..., object]) -> None:
+def test_no_event_is_lost_or_repeated_between_threads(act: Callable[..., object]) -> None:
     """Events of several publishers reach the reader once each, in each publisher's order."""
     bus, count, publishers = Bus(VirtualClock()), 2000, 4
     feed = bus.feed(CallStarted, size=count * publishers)

@@ -20,7 +20,7 @@ from lockstep.observability.events import (
 from lockstep.system.clock import VirtualClock
 
 
-def test_events_are_appended_a_line_each(tmp_path: Path) -> None:
+def test_each_event_appends_a_line(tmp_path: Path) -> None:
     path, clock = tmp_path / "events.jsonl", VirtualClock(5.0)
     path.write_bytes(b'{"unfinished": ')
     for _ in range(2):
@@ -49,7 +49,7 @@ def test_times_have_milliseconds(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("event", [CallStarted("ä\n\udc80"), WorkerLost(0, "ä\n\udc80")])
-def test_names_that_are_no_unicode_are_kept(tmp_path: Path, event: CallStarted | WorkerLost) -> None:
+def test_names_with_invalid_unicode_are_kept(tmp_path: Path, event: CallStarted | WorkerLost) -> None:
     with EventLog.open(tmp_path / "log", pytest.fail) as log:
         log.append(PublishedEvent(0.0, None, event))
     (line,) = (tmp_path / "log").read_text().splitlines()

@@ -11,7 +11,7 @@ from lockstep.system.clock import VirtualClock
 
 
 class Peers(VirtualClock):
-    """A clock, and how much of its time was spent on waiting."""
+    """A clock that also counts the time spent waiting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def ended(
     )
 
 
-def test_the_parts_add_up_from_the_end_of_one_step_to_the_end_of_the_next(timed: Timed) -> None:
+def test_the_parts_of_a_step_sum_up_to_the_time_since_the_last_step(timed: Timed) -> None:
     clock, feed, timer = timed
     step(clock, timer, "fit 1", 1)
     clock.advance(64)
@@ -102,7 +102,7 @@ def test_the_first_step_of_a_call_begins_with_its_batch(timed: Timed, between: s
     assert events[-1].event == ended("fit 1", 2, 63)
 
 
-def test_a_step_that_is_made_again_in_a_new_view_has_waited_for_it(timed: Timed) -> None:
+def test_a_step_that_is_repeated_in_a_new_view_has_waited_for_it(timed: Timed) -> None:
     clock, feed, timer = timed
     timer.begin("fit 1")
     timer.lap("wait")
@@ -135,7 +135,7 @@ def test_without_a_subscriber_no_clock_is_read() -> None:
     assert timer.charging("input", read) is read
 
 
-def test_a_subscriber_may_come_and_go_between_steps() -> None:
+def test_subscribers_may_change_between_steps() -> None:
     clock = Peers()
     bus = Bus(clock)
     timer = StepTimer(bus, clock.waited, clock.now)

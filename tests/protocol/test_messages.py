@@ -1,4 +1,4 @@
-"""Messages survive the way as packets, whatever they say, within bounds."""
+"""Messages of any content are encoded and decoded without loss, within bounds."""
 
 import pytest
 from hypothesis import given
@@ -119,11 +119,11 @@ def test_long_texts_lose_their_middle() -> None:
     assert "\n... (cut) ...\n" in sent.traceback
 
 
-def test_the_worst_text_fits_a_packet() -> None:
+def test_a_text_that_needs_escapes_fits_a_packet() -> None:
     assert len(encode(Failed(1, "", "\0" * 10 * MAX_TEXT, False))) <= MAX_PACKET
 
 
-def test_odd_texts_and_values_are_spelled_out() -> None:
+def test_invalid_unicode_is_escaped() -> None:
     assert decoded(EventReport(CallStarted("\udc80"))) == EventReport(CallStarted("\\udc80"))
 
 

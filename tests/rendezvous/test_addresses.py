@@ -1,4 +1,4 @@
-"""Which processes meet: those whose tasks share an address."""
+"""Processes whose tasks share an address meet."""
 
 import contextlib
 import os
@@ -57,32 +57,32 @@ def close(claimed: list[socket.socket] | str) -> None:
         each.close()
 
 
-def test_whoever_claims_first_has_all() -> None:
+def test_the_first_claim_holds_all_addresses() -> None:
     first = claim(places(2, 1))
     assert claim(places(1, 2)) == places(1)[0]
     assert claim(places(2, 3)) == places(2)[0]
     connection = connect(places(2)[0])
     assert connection is not None
     connection.close()
-    # What could not be had whole was let go of.
+    # A claim that failed holds no names.
     close(claim(places(3)))
     close(first)
     close(claim(places(1, 2)))
 
 
-def test_nobody_listens() -> None:
+def test_connect_without_a_listener_is_none() -> None:
     assert connect(places(1)[0]) is None
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as silent:
         silent.bind(f"\0lockstep/{os.geteuid()}/at/{places(1)[0]}".encode())
         assert connect(places(1)[0]) is None
 
 
-def test_names_of_a_host_are_one_place() -> None:
+def test_names_of_one_host_resolve_to_one_address() -> None:
     assert resolve("localhost:07", "worker 0") == resolve("127.0.0.1:7", "worker 0") == "127.0.0.1:7"
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
-def test_a_place_may_have_an_ipv6_number() -> None:
+def test_an_address_may_be_ipv6() -> None:
     try:
         place = resolve("[::1]:7", "worker 0")
     except ConfigError:
@@ -91,7 +91,7 @@ def test_a_place_may_have_an_ipv6_number() -> None:
     check_free(place, "worker 0")
 
 
-def test_a_port_that_is_only_left_is_free() -> None:
+def test_a_port_with_closed_connections_only_is_free() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         client = socket.create_connection(("127.0.0.1", port))
@@ -105,7 +105,7 @@ def test_a_port_that_is_only_left_is_free() -> None:
 
 @pytest.fixture(scope="module")
 def squatter() -> Iterator[int]:
-    """Process id of another user's that has taken a place for each kind of misbehaviour."""
+    """The process id of another user, which holds a name for each kind of misbehaviour."""
     if os.geteuid():
         pytest.skip("another user's process needs root")
     names = [f"\0lockstep/0/at/{place}".encode().hex() for place in places(*range(10, 15))]
@@ -128,14 +128,14 @@ def test_a_squatter_of_another_user_is_named(squatter: int, kind: str, number: i
     assert holder(place) == expected
 
 
-def test_where_the_kernel_does_not_say_whose_a_name_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_holder_of_a_name_is_found_without_socket_diagnostics(monkeypatch: pytest.MonkeyPatch) -> None:
     (place,) = places(9)
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as full:
         full.bind(f"\0lockstep/{os.geteuid()}/at/{place}".encode())
         full.listen(0)
         first = connect(place)
         assert first is not None
-        # Its backlog is full: nobody waits for room there.
+        # Its backlog is full; no process waits for it.
         assert connect(place) is None
         assert holder(place).startswith(f"process {os.getpid()} of user {os.geteuid()}")
         monkeypatch.setattr(socket_owners, "_SOCK_DIAG", 99)
@@ -149,7 +149,7 @@ ADMITTED = Admitted(0, False, 2, 0, 1, 600.0, "/r", 7, False)
 
 
 @pytest.mark.parametrize("packet", [b"x" * 100_000, b"{}", b"[" * 50_000], ids=["x", "empty", "deep"])
-def test_an_answer_that_is_not_understood_is_named(packet: bytes) -> None:
+def test_an_unknown_answer_is_an_error_that_names_the_process(packet: bytes) -> None:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with mine, theirs:
         theirs.send(packet)
@@ -159,7 +159,7 @@ def test_an_answer_that_is_not_understood_is_named(packet: bytes) -> None:
         assert RendezvousWait("worker 0").answer(mine) is None
 
 
-def test_who_is_admitted_leaves_what_follows_to_the_worker() -> None:
+def test_an_admitted_process_leaves_later_packets_to_the_worker() -> None:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with mine, theirs:
         for packet in (encode(KeepWaiting("worker 1")), encode(ADMITTED), b"welcome"):

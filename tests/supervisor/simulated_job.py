@@ -1,8 +1,8 @@
-"""A job in virtual time: what its agent does, and what happens to it. A job is a seed."""
+"""A job in virtual time: its agent, its faults, and the user's requests. A seed determines all of them."""
 
 from dataclasses import replace
 
-from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker, Workers
+from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker, Workers
 
 from lockstep.observability.events import StopRequested, WorkerExited
 from lockstep.protocol.worker import Notice
@@ -29,16 +29,16 @@ LIMITS = TimeLimits(timeout=20.0, look=1.5, young=3.0, pause=0.5)
 
 
 class Job(Workers):
-    """A job: its workers, what happens to them, and what supervision has decided.
+    """A job: its workers, their faults, and the decisions of supervision.
 
     Attributes:
-        state: what supervision remembers.
-        views: all that there were.
-        holds: what the chief of the present view has given: whether all of it, and at which step.
-        notices: what the person was told.
-        outcome: how the job has ended; None until it has.
-        slots: how many workers there can be, if a person starts them.
-        waiting: how many were started by hand, and are not taken yet.
+        state: the state of supervision.
+        views: all views so far.
+        holds: the last report of the current chief: whether it is the whole state, and of which step.
+        notices: the notes on the terminal.
+        outcome: of the job; None until it has ended.
+        slots: the largest number of workers that are started by hand.
+        waiting: the number of workers started by hand that have not been admitted yet.
     """
 
     def __init__(self, seed: int) -> None:
@@ -57,29 +57,29 @@ class Job(Workers):
         self.slots, self.waiting = count, 0
         self.pace = self.dice.choice((0.1, 0.5, 2.0))
         self.mute = self.dice.random() < 0.03
-        self._draw_fates(view)
-        self._draw_orders(view)
+        self._draw_faults(view)
+        self._draw_requests(view)
 
-    def _draw_fates(self, view: View) -> None:
+    def _draw_faults(self, view: View) -> None:
         broken = self.dice.random() < 0.1
         for number in view.workers:
             one = self._drawn(number, view, 0.5)
             if broken:
-                one.fate, one.moment, one.fated_step = "raises", "computing", 2
+                one.fault, one.moment, one.fault_step = "raises", "computing", 2
             self.then(one, 1.0, self.begin)
 
     def _drawn(self, number: int, view: View | None, harm: float) -> Worker:
-        fate = self.dice.choice(FATES) if self.dice.random() < harm else "well"
+        fault = self.dice.choice(FAULTS) if self.dice.random() < harm else "well"
         moment = "computing" if self.dice.random() < 0.2 else self.dice.choice(AS_MEMBER)
         if view is None and self.dice.random() < 0.5:
-            moment = self.dice.choice(AS_RECRUIT)
-            if moment in ("starting", "knowing where") and self.dice.random() < 0.1:
-                fate = "ends"
-        one = Worker(number, view, fate, moment, self.dice.randrange(STEPS))
+            moment = self.dice.choice(AS_JOINER)
+            if moment in ("starting", "after the position") and self.dice.random() < 0.1:
+                fault = "ends"
+        one = Worker(number, view, fault, moment, self.dice.randrange(STEPS))
         self.workers[number] = one
         return one
 
-    def _draw_orders(self, view: View) -> None:
+    def _draw_requests(self, view: View) -> None:
         if self.dice.random() < 0.4:
             for _ in range(self.dice.randint(1, 3)):
                 self.after(8.0, lambda: self._scale(self.dice.randint(1, view.replicas)))
@@ -96,10 +96,10 @@ class Job(Workers):
         self.seen["stopped"] += 1
         self.decide(StopRequested(number))
 
-    def _come(self) -> None:
-        """A person starts another worker in the place of one that has ended."""
+    def _start_by_hand(self) -> None:
+        """Start another worker by hand in place of one that has ended."""
         if sum(one.alive for one in self.workers.values()) + self.waiting < self.slots:
-            self.seen["came"] += 1
+            self.seen["started by hand"] += 1
             self.waiting += 1
             self.decide(WorkerArrived())
 
@@ -110,23 +110,23 @@ class Job(Workers):
                 return
             due = self.state.due
             if not self.happen(due):
-                assert due is not None, "a wait without an end"
+                assert due is not None, "the job waits forever"
                 self.now = max(self.now, due)
                 self.decide(DeadlinePassed())
         raise AssertionError("the job does not end")
 
-    def hear(self, event: Event, step: int) -> None:
+    def receive(self, event: Event, step: int) -> None:
         if isinstance(event, StateGiven):
             if event.view != self.views[-1].number:
-                self.seen["given too late"] += 1
+                self.seen["reported too late"] += 1
             elif not event.failure:
                 self.holds = event.whole, step
         self.decide(event)
         if isinstance(event, WorkerExited) and self.state.size.by_hand and self.dice.random() < 0.7:
-            self.after(8.0, self._come)
+            self.after(8.0, self._start_by_hand)
 
     def decide(self, event: Event) -> None:
-        """Tell supervision of an event, and do what it decides."""
+        """Let supervision decide on an event, and perform its actions."""
         if self.outcome is not None:
             return
         decision = decide(self.state, event, self.now)
@@ -136,20 +136,20 @@ class Job(Workers):
             self.act(action)
 
     def act(self, action: Action) -> None:
-        """Do what supervision has decided."""
+        """Perform an action."""
         match action:
             case StartView(view, _):
                 self._renew(view)
             case AskMembers(notice):
                 self.posted = notice
             case SendPosition(worker):
-                self.tell(worker, "position")
+                self.notify(worker, "position")
             case StartWorker(worker):
                 self._start(worker)
             case AbortExchange():
                 for worker, one in self.workers.items():
                     if one.alive:
-                        self.tell(worker, "over")
+                        self.notify(worker, "over")
             case SignalWorker(worker, number):
                 self._signal(self.workers[worker], number)
             case KillWorker(worker):
@@ -168,18 +168,18 @@ class Job(Workers):
             if worker not in before.workers and self.holds is not None:
                 self.workers[worker].step = self.holds[1]
                 self.seen["joined"] += 1
-            self.tell(worker, view)
+            self.notify(worker, view)
         for worker in self.state.leaving.intersection(before.workers):
             self.workers[worker].dismissed = True
             self.seen["left"] += 1
-            self.tell(worker, "leave")
+            self.notify(worker, "leave")
         self.posted, self.holds = Notice.NOTHING, None
 
     def _start(self, worker: int) -> None:
         one = self._drawn(worker, None, 0.5)
         self.seen["started"] += 1
         self.waiting -= self.state.size.by_hand
-        assert self.waiting >= 0, "a worker is started by hand, and there is none"
+        assert self.waiting >= 0, "a worker is admitted that was not started by hand"
         if self.dice.random() < 0.02:
             self.seen["not started"] += 1
             one.alive = False

@@ -1,7 +1,7 @@
-"""Workers in virtual time, which obey the protocol until something strikes them.
+"""Workers in virtual time, which follow the protocol until a fault.
 
-They take steps together, wait for each other as the exchange lets them, join and leave, and tell the agent
-what real ones tell it. Messages take their time; what a worker sent is heard before its end is seen.
+They take steps together, wait for each other in the exchange, join and leave, and send the agent the messages
+of real workers. Messages take time; the agent receives a worker's messages before it sees the worker's end.
 """
 
 import heapq
@@ -16,18 +16,18 @@ from lockstep.supervisor.events import Event, FailureReported, StateGiven
 from lockstep.topology import View
 
 STEPS = 8
-FATES = ("killed", "killed", "raises", "hangs")
+FAULTS = ("killed", "killed", "raises", "hangs")
 AS_MEMBER = (
     "computing",
     "after the step",
-    "giving the position",
-    "position given",
-    "giving the state",
-    "state given",
+    "reporting the position",
+    "position reported",
+    "reporting the state",
+    "state reported",
     "waiting for the change",
-    "told of the next view",
+    "next view received",
 )
-AS_RECRUIT = ("starting", "asking where", "knowing where", "asking to be let in")
+AS_JOINER = ("starting", "asking for the position", "after the position", "asking to join")
 
 Act = Callable[["Worker"], None]
 
@@ -38,26 +38,26 @@ class Worker:
 
     Attributes:
         number: its id.
-        view: whose exchange it takes part in; None until it has joined.
-        fate: what strikes it, at `moment`, as a member not before `fated_step`.
-        step: how many steps its state has had.
-        phase: what it is at.
-        turn: counts what it has begun to do; what belongs to an earlier turn does not happen any more.
-        resume: what it does when it wakes up.
-        waits: since when it waits for what the agent says; None if it does not.
-        inbox: what the agent said, and it has not read.
-        outbox: what it said, and the agent has not heard, with the step at which it was.
-        notice: what the chief had found when it arrived in the last call.
-        saves: whether it ends at the end of its step.
-        struck: whether its fate has struck.
-        dismissed: whether it was told to leave.
+        view: the view that it is a member of; None until it has joined.
+        fault: its fault, at `moment`; of a member not before `fault_step`.
+        step: the number of steps in its state.
+        phase: its current activity.
+        turn: counts its activities; a scheduled act of an earlier turn does not happen.
+        resume: the act with which it continues after a hang.
+        waits: since when it waits for the agent; None if it does not wait.
+        inbox: messages of the agent that it has not read.
+        outbox: its messages that the agent has not received, each with its step.
+        notice: the notice that the chief read when it arrived in the last call.
+        saves: whether it saves and exits at the end of its step.
+        failed: whether its fault has occurred.
+        dismissed: whether it has to leave.
     """
 
     number: int
     view: View | None
-    fate: str
+    fault: str
     moment: str
-    fated_step: int
+    fault_step: int
     step: int = 0
     phase: str = "starting"
     turn: int = 0
@@ -69,20 +69,20 @@ class Worker:
     alive: bool = True
     hung: bool = False
     saves: bool = False
-    struck: bool = False
+    failed: bool = False
     dismissed: bool = False
 
 
 class Workers:
-    """The workers of one job, and its time; `hear` and `commit` are overridden in subclasses.
+    """The workers of one job, and its time; subclasses override `receive` and `commit`.
 
     Attributes:
-        workers: all that were started.
-        pace: of those that join.
-        mute: whether the chief can give nothing.
-        posted: the notice that the chief of the view finds when it arrives.
-        committed: how many steps have been taken.
-        seen: how often things happened.
+        workers: all started workers.
+        pace: of joiners.
+        mute: whether the chief cannot report any state.
+        posted: the notice that the chief of the view reads when it arrives.
+        committed: the number of completed steps.
+        seen: counts occurrences.
     """
 
     def __init__(self, seed: int) -> None:
@@ -99,20 +99,20 @@ class Workers:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._pushed = 0
 
-    def hear(self, event: Event, step: int) -> None:
-        """Take what a worker at a step says, or that it has ended."""
+    def receive(self, event: Event, step: int) -> None:
+        """Receive a message of a worker at a step, or its end."""
 
     def commit(self, view: View, members: list[Worker]) -> None:
-        """Note that all members of a view take a step."""
+        """Record that all members of a view take a step."""
         self.committed += 1
 
     def after(self, most: float, happen: Callable[[], None]) -> None:
-        """Let something happen after a while."""
+        """Schedule an act within `most` seconds."""
         self._pushed += 1
         heapq.heappush(self._queue, (self.now + self.dice.uniform(0, most), self._pushed, happen))
 
     def happen(self, due: float | None) -> bool:
-        """Let the next thing happen, if it comes before `due`."""
+        """Run the next scheduled act if it precedes `due`; return whether there was one."""
         if not self._queue or (due is not None and due <= self._queue[0][0]):
             return False
         self.now, _, happen = heapq.heappop(self._queue)
@@ -120,7 +120,7 @@ class Workers:
         return True
 
     def then(self, one: Worker, most: float, act: Act) -> None:
-        """Let a worker do something next, after a while."""
+        """Schedule the next act of a worker, within `most` seconds."""
         one.turn, one.waits = one.turn + 1, None
         self._later(one, most, act)
 
@@ -133,22 +133,22 @@ class Workers:
 
         self.after(most, happen)
 
-    def strikes(self, one: Worker, moment: str, resume: Act) -> bool:
-        """Let a worker's fate strike, if this is the moment; who hangs resumes much later."""
-        spared = one.struck or one.fate == "well" or moment != one.moment
-        if spared or (one.view is not None and one.step < one.fated_step):
+    def cause_fault(self, one: Worker, moment: str, resume: Act) -> bool:
+        """Cause a worker's fault if it is due at this moment; a worker that hangs resumes much later."""
+        not_due = one.failed or one.fault == "well" or moment != one.moment
+        if not_due or (one.view is not None and one.step < one.fault_step):
             return False
-        one.struck = True
-        self.seen[f"{one.fate} {moment}"] += 1
-        if one.fate == "killed":
+        one.failed = True
+        self.seen[f"{one.fault} {moment}"] += 1
+        if one.fault == "killed":
             self.end(one, -9)
-        elif one.fate == "ends":
+        elif one.fault == "ends":
             self.end(one, 0)
-        elif one.fate == "raises":
+        elif one.fault == "raises":
             self._raise(one, "E: no", blames=False)
         else:
             one.hung, one.resume = True, resume
-            # Perhaps far longer than others wait, unless it is the only worker.
+            # The longer time exceeds the timeout of the others.
             self.after(self.dice.choice((5.0, 200.0)), lambda: self._wake(one))
         return True
 
@@ -158,7 +158,7 @@ class Workers:
             self.then(one, 0.0, one.resume)
 
     def interrupt(self, one: Worker) -> None:
-        """Perhaps let a worker that hangs raise, while it writes its stack."""
+        """Let a worker that hangs raise with some probability while it writes its stack."""
         if one.hung and self.dice.random() < 0.3:
             self.seen["raises while stuck"] += 1
             one.hung = False
@@ -175,35 +175,35 @@ class Workers:
             return
         one.alive = False
         if one.view is not None and self.dice.random() < 0.5:
-            # Else the others may end the call with it.
+            # Otherwise the others may complete the call with its arrival.
             self._arrived.get(one.view.number, set()).discard(one.number)
 
         def see() -> None:
             for other in self.workers.values():
-                self._hear(other)
-            self.hear(WorkerExited(one.number, status), one.step)
+                self._deliver(other)
+            self.receive(WorkerExited(one.number, status), one.step)
 
         self.after(0.1, see)
 
     def send(self, one: Worker, event: Event) -> None:
-        """Tell the agent something; it hears it a little later."""
+        """Send the agent a message, which it receives a little later."""
         one.outbox.append((event, one.step))
-        self.after(0.05, lambda: self._hear(one))
+        self.after(0.05, lambda: self._deliver(one))
 
-    def _hear(self, one: Worker) -> None:
+    def _deliver(self, one: Worker) -> None:
         while one.outbox:
-            self.hear(*one.outbox.pop(0))
+            self.receive(*one.outbox.pop(0))
 
-    def tell(self, worker: int, message: View | str) -> None:
-        """Tell a worker that a view begins, the "position", to "leave", or that the job is "over"."""
+    def notify(self, worker: int, message: View | str) -> None:
+        """Send a worker a view that begins, the "position", to "leave", or that the job is "over"."""
         one = self.workers[worker]
         one.inbox.append(message)
         if one.waits is not None:
             self._later(one, 0.05, self._read)
 
     def _read(self, one: Worker) -> None:
-        """Do what the agent has said last."""
-        if self.strikes(one, "told of the next view", self._read):
+        """Follow the last message of the agent."""
+        if self.cause_fault(one, "next view received", self._read):
             return
         message = one.inbox[-1]
         one.inbox.clear()
@@ -212,30 +212,30 @@ class Workers:
         elif message == "leave":
             self.end(one, 0)
         elif message == "position":
-            self.then(one, self.pace, self._ask_to_be_let_in)
+            self.then(one, self.pace, self._ask_to_join)
         elif isinstance(message, View):
             one.view = message
             if one.phase in ("computing", "arrived"):
                 one.phase = "computing"
                 self.then(one, 0.3, self._arrive)
             else:
-                self._go_on(one)
+                self._continue(one)
 
     def begin(self, one: Worker) -> None:
         """Run the script as one of the first workers."""
         self.send(one, StrategyInstalled("jax"))
-        self._go_on(one)
+        self._continue(one)
 
-    def _go_on(self, one: Worker) -> None:
+    def _continue(self, one: Worker) -> None:
         one.phase = "computing"
         if one.saves:
-            self.seen["kept a checkpoint"] += 1
+            self.seen["saved a checkpoint"] += 1
             self.end(one, 143)
         else:
             self.then(one, 1.0, self._arrive if one.step < STEPS else lambda one: self.end(one, 0))
 
     def _arrive(self, one: Worker) -> None:
-        if self.strikes(one, "computing", self._arrive):
+        if self.cause_fault(one, "computing", self._arrive):
             return
         assert one.view is not None
         if one.inbox:
@@ -252,7 +252,7 @@ class Workers:
             self._take_step(one.view)
 
     def _take_step(self, view: View) -> None:
-        """Let a view's members continue: all have arrived."""
+        """Complete a step, in which all members of a view have arrived."""
         members = [self.workers[worker] for worker in view.workers]
         self.commit(view, members)
         for one in members:
@@ -260,64 +260,64 @@ class Workers:
             self.then(one, 0.2, self._end_step)
 
     def _end_step(self, one: Worker) -> None:
-        if self.strikes(one, "after the step", self._end_step):
+        if self.cause_fault(one, "after the step", self._end_step):
             return
         assert one.view is not None
         is_chief = one.number == one.view.chief
         if one.notice is Notice.POSITION and is_chief:
-            self._give_position(one)
+            self._report_position(one)
         elif one.notice is Notice.CHANGE:
             one.phase = "changing"
             if is_chief:
-                self.then(one, 0.5, self._give_state)
-            elif not self.strikes(one, "waiting for the change", self._wait):
+                self.then(one, 0.5, self._report_state)
+            elif not self.cause_fault(one, "waiting for the change", self._wait):
                 self._wait(one)
         else:
-            self._go_on(one)
+            self._continue(one)
 
-    def _give_position(self, one: Worker) -> None:
-        if self.strikes(one, "giving the position", self._give_position):
+    def _report_position(self, one: Worker) -> None:
+        if self.cause_fault(one, "reporting the position", self._report_position):
             return
-        self._give(one, whole=False)
-        if not self.strikes(one, "position given", self._go_on):
-            self._go_on(one)
+        self._send_state(one, whole=False)
+        if not self.cause_fault(one, "position reported", self._continue):
+            self._continue(one)
 
-    def _give_state(self, one: Worker) -> None:
-        if self.strikes(one, "giving the state", self._give_state):
+    def _report_state(self, one: Worker) -> None:
+        if self.cause_fault(one, "reporting the state", self._report_state):
             return
-        self._give(one, whole=True)
-        if not self.strikes(one, "state given", self._wait):
+        self._send_state(one, whole=True)
+        if not self.cause_fault(one, "state reported", self._wait):
             self._wait(one)
 
-    def _give(self, one: Worker, *, whole: bool) -> None:
+    def _send_state(self, one: Worker, *, whole: bool) -> None:
         assert one.view is not None
         self.send(one, StateGiven(one.view.number, whole, "no memory" if self.mute else ""))
 
     def join(self, one: Worker) -> None:
         """Run the script as a worker that joins."""
-        if self.strikes(one, "starting", self.join):
+        if self.cause_fault(one, "starting", self.join):
             return
         self.send(one, StrategyInstalled("jax"))
         self.send(one, JoinRequested(one.number, whole=False))
-        if not self.strikes(one, "asking where", self._wait):
+        if not self.cause_fault(one, "asking for the position", self._wait):
             self._wait(one)
 
-    def _ask_to_be_let_in(self, one: Worker) -> None:
-        if self.strikes(one, "knowing where", self._ask_to_be_let_in):
+    def _ask_to_join(self, one: Worker) -> None:
+        if self.cause_fault(one, "after the position", self._ask_to_join):
             return
         self.send(one, JoinRequested(one.number, whole=True))
-        if not self.strikes(one, "asking to be let in", self._wait):
+        if not self.cause_fault(one, "asking to join", self._wait):
             self._wait(one)
 
     def _wait(self, one: Worker) -> None:
-        """Wait for what the agent says, or until all have arrived; tell the agent for whom."""
+        """Wait for the agent, or until all members have arrived; report the wait to the agent."""
         one.turn, one.waits = one.turn + 1, self.now
         if one.inbox:
             self._later(one, 0.05, self._read)
         elif one.view is not None:
-            self._later(one, 4.0, self._report)
+            self._later(one, 4.0, self._report_wait)
 
-    def _report(self, one: Worker) -> None:
+    def _report_wait(self, one: Worker) -> None:
         assert one.view is not None
         assert one.waits is not None
         others: tuple[int, ...] = (one.view.chief,)
@@ -327,4 +327,4 @@ class Workers:
             others = tuple(worker for worker in one.view.workers if worker not in arrived)
         if one.number not in others:
             self.send(one, WaitReported(one.number, what, others, self.now - one.waits))
-        self._later(one, 4.0, self._report)
+        self._later(one, 4.0, self._report_wait)

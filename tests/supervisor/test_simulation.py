@@ -1,6 +1,6 @@
-"""Thousands of jobs in virtual time: whatever happens to workers, supervision keeps its promises.
+"""Thousands of jobs in virtual time: supervision keeps its guarantees with any faults of workers.
 
-A failing seed is named; `Watched(seed).run()` replays it.
+A failing seed is named; `CheckedJob(seed).run()` replays it.
 """
 
 import re
@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from simulated_job import Job
-from simulated_workers import AS_MEMBER, AS_RECRUIT, FATES, STEPS, Worker
+from simulated_workers import AS_JOINER, AS_MEMBER, FAULTS, STEPS, Worker
 
 from lockstep.observability.events import JoinRequested, StopRequested, WorkerExited
 from lockstep.protocol.worker import Notice
@@ -19,21 +19,21 @@ from lockstep.topology import View
 
 SCHEDULES = 10_000
 BLOCK = 1_000
-GOING_ON = (Stage.RUNNING, Stage.LOOKING)
+ACTIVE = (Stage.RUNNING, Stage.LOOKING)
 ENDING = (Stage.ENDING, Stage.TERMINATING, Stage.KILLING)
 
 
-class Watched(Job):
-    """A job of which every decision and every step is checked.
+class CheckedJob(Job):
+    """A job that checks each decision and each step.
 
     Attributes:
-        target: how many workers a person wants.
-        budget: how many workers may still be started.
-        asks: what the workers that join have asked for, and not got.
+        target: the number of workers that the user wants.
+        budget: the number of workers that may still start.
+        asks: the pending requests of joiners.
         raised: workers whose script has raised.
-        lost: workers whose loss the person has to be told of.
+        lost: workers whose loss the terminal has to show.
         stop: the signal that ended the job.
-        happened: how many things happened that may change who takes part.
+        happened: the number of events that may change the membership.
     """
 
     def __init__(self, seed: int) -> None:
@@ -63,10 +63,10 @@ class Watched(Job):
             self._check_members()
             self._check_others()
         if before.stage is Stage.SAVING and isinstance(event, events.DeadlinePassed):
-            hung = [one for one in self.workers.values() if one.struck and one.fate == "hangs"]
-            assert hung, "a checkpoint is not kept, though nobody hangs"
+            hung = [one for one in self.workers.values() if one.failed and one.fault == "hangs"]
+            assert hung, "no checkpoint is saved, though no worker hangs"
         if event == StopRequested(15) and before.stage is Stage.RUNNING and before.elastic and before.staying:
-            assert not before.keeps or self.state.stage is Stage.SAVING, "a checkpoint is not kept"
+            assert not before.keeps or self.state.stage is Stage.SAVING, "no checkpoint is saved"
 
     def _note(self, event: events.Event) -> None:
         state = self.state
@@ -95,47 +95,47 @@ class Watched(Job):
             case StopRequested(number) if state.shutdown.outcome is None and self.stop is None:
                 self.stop = number
             case WorkerExited(worker, status) if status and worker not in state.leaving:
-                if state.stage in GOING_ON:
+                if state.stage in ACTIVE:
                     self.lost.append(worker)
 
     def _check_loss(self, before: State) -> None:
-        """A worker is lost: another replaces it, or there is one less from now on, if it was needed."""
+        """A lost worker that was needed is replaced, or the job wants one worker less."""
         was_needed = len(before.present) + len(before.joiners) <= before.size.wanted
-        if was_needed and self.state.stage in GOING_ON and not self.state.finished and before.size.wanted > 1:
+        if was_needed and self.state.stage in ACTIVE and not self.state.finished and before.size.wanted > 1:
             assert self.state.size != before.size, "a loss is not counted"
 
     def _check_members(self) -> None:
         state = self.state
         if state.stage is not Stage.RUNNING or not state.elastic:
             return
-        assert state.present, "nobody is left, and the job goes on"
+        assert state.present, "the job continues without members"
         lost = any(state.workers[worker].phase is Phase.LOST for worker in state.members)
         settles = state.shutdown.deadline is not None or state.running.intersection(state.failures)
-        assert not lost or settles or state.admission.given, "a lost worker is not left behind"
+        assert not lost or settles or state.admission.given, "a lost worker remains a member"
         if state.finished:
             return
         if state.admission.given:
             self._waits_since = self.now if self._waits_since is None else self._waits_since
-            assert self.now <= self._waits_since + state.limits.timeout, "all wait for too long"
+            assert self.now <= self._waits_since + state.limits.timeout, "all members wait too long"
         else:
             self._waits_since = None
             assert state.admission.deadline is None
-            assert self.posted is state.admission.posted, "members are asked for something that nobody wants"
+            assert self.posted is state.admission.posted, "an unnecessary notice is posted"
 
     def _check_others(self) -> None:
         state = self.state
         for worker in state.leaving:
             one = self.workers[worker]
-            assert one.dismissed or not one.alive, "nobody says that it leaves"
+            assert one.dismissed or not one.alive, "a worker that leaves has not received its instruction"
         if state.stage is not Stage.RUNNING or not state.elastic or state.finished:
             return
         will_be = len(state.staying) + len(state.joiners)
-        assert not state.joiners or will_be <= state.size.wanted, "workers join that will not be let in"
+        assert not state.joiners or will_be <= state.size.wanted, "more joiners than the job wants"
         waits = state.admission.backoff_until is not None or (
             state.failures and state.shutdown.deadline is not None
         )
         there = len(state.present) + len(state.joiners)
-        assert waits or there >= state.size.wanted, "workers are missing, and nobody is started"
+        assert waits or there >= state.size.wanted, "workers are missing, and none starts"
 
     def act(self, action: actions.Action) -> None:
         state = self.state
@@ -152,8 +152,8 @@ class Watched(Job):
             case actions.StartView(view, _):
                 self._check_view(view)
             case actions.SendPosition(worker):
-                assert self.asks.pop(worker) is Notice.POSITION, "told where, and had not asked"
-                assert self.holds is not None, "told where, and nothing was given"
+                assert self.asks.pop(worker) is Notice.POSITION, "a position without a request"
+                assert self.holds is not None, "a position without a report of the chief"
                 assert worker in state.joiners
             case actions.StartWorker(worker):
                 self.budget -= 1
@@ -161,10 +161,10 @@ class Watched(Job):
                 assert worker not in self.workers, "two workers with one id"
                 assert self.budget >= 0, "more replacements than allowed"
                 assert not state.finished
-            case actions.KillWorker(worker) if state.stage in GOING_ON:
+            case actions.KillWorker(worker) if state.stage in ACTIVE:
                 one = self.workers[worker]
                 assert worker in state.running
-                assert one.struck or (one.view is None and worker in state.leaving), "killed without need"
+                assert one.failed or (one.view is None and worker in state.leaving), "killed without need"
             case actions.SignalWorker(worker, _) | actions.KillWorker(worker) | actions.DumpStack(worker):
                 assert worker in state.running
             case actions.FinishJob():
@@ -173,21 +173,23 @@ class Watched(Job):
 
     def _check_view(self, view: View) -> None:
         state, before = self.state, self.views[-1]
-        assert view.number == before.number + 1, "two views with one number"
-        assert view.number <= 2 * self.happened + 2, "views without end"
+        assert view.number == before.number + 1, "a view number is not the next one"
+        assert view.number <= 2 * self.happened + 2, "too many views"
         assert view.replicas == before.replicas
-        assert set(view.workers) <= state.present, "an excluded worker is heard"
-        assert not self.raised.intersection(view.workers), "a worker is heard whose script has raised"
+        assert set(view.workers) <= state.present, "a member that is not present"
+        assert not self.raised.intersection(view.workers), "a member whose script has raised"
         new = [worker for worker in view.workers if worker not in before.workers]
         if new:
-            assert self.holds == (True, self.committed), "let in without the state"
-            assert len(view.workers) <= state.size.wanted, "too many are let in"
-            assert all(self.asks.pop(worker) is Notice.CHANGE for worker in new), "let in unasked"
+            assert self.holds == (True, self.committed), "a worker joins without the state"
+            assert len(view.workers) <= state.size.wanted, "too many workers join"
+            assert all(self.asks.pop(worker) is Notice.CHANGE for worker in new), (
+                "a worker joins without a request"
+            )
         for worker in set(view.workers) - set(new):
             assert self.workers[worker].step == self.committed, "a member without the committed state"
-            assert not self.workers[worker].dismissed, "a dismissed worker is heard"
+            assert not self.workers[worker].dismissed, "a member that has to leave"
         if state.leaving.intersection(before.workers):
-            assert len(view.workers) >= self.target, "a worker leaves that is wanted"
+            assert len(view.workers) >= self.target, "a needed worker leaves"
         self._short_steps = self._long_steps = 0
 
     def commit(self, view: View, members: list[Worker]) -> None:
@@ -195,9 +197,9 @@ class Watched(Job):
         assert {one.step for one in members} == {self.committed}, "members of one view are at different steps"
         size = self.state.size
         self._short_steps += len(view.workers) < size.min_workers
-        assert self._short_steps <= 1, "too few workers train on"
+        assert self._short_steps <= 1, "too few workers continue to train"
         self._long_steps += len(view.workers) > size.wanted
-        assert self._long_steps <= 2, "too many workers train on"
+        assert self._long_steps <= 2, "too many workers continue to train"
         super().commit(view, members)
 
     def _check_end(self) -> None:
@@ -214,10 +216,10 @@ class Watched(Job):
             assert decide(state, event, self.now).actions == (), "a decision after the end"
 
     def check_result(self) -> None:
-        """What a job comes to follows from what struck its workers, and from what a person wanted."""
+        """The outcome of a job follows from the faults of its workers and the user's requests."""
         assert self.outcome is not None
         status, message = self.outcome.status, self.outcome.message
-        well = [one for one in self.workers.values() if one.view and not one.struck and not one.dismissed]
+        well = [one for one in self.workers.values() if one.view and not one.failed and not one.dismissed]
         if self.stop is not None:
             assert status == 128 + self.stop
         elif "too few workers" in message:
@@ -232,18 +234,18 @@ class Watched(Job):
             self._check_told()
 
     def _check_told(self) -> None:
-        told = "\n".join(self.notices)
+        notes = "\n".join(self.notices)
         for worker in self.lost:
             named = rf"\bworkers? ([\d, ]|and )*\b{worker}\b"
-            assert re.search(named, told), f"nobody is told that worker {worker} is lost"
+            assert re.search(named, notes), f"no note names the lost worker {worker}"
         if self.state.size.wanted < self.target and not self.state.admission.unreported and not self.mute:
             what = "start it again" if self.state.size.by_hand else " replaced ("
-            assert what in told, f"nobody is told: {what}"
+            assert what in notes, f"no note says: {what}"
 
 
-def watched(seed: int) -> Watched:
-    """Play a job to its end, and check what it comes to."""
-    job = Watched(seed)
+def check_job(seed: int) -> CheckedJob:
+    """Run a job to its end, and check its outcome."""
+    job = CheckedJob(seed)
     try:
         job.run()
         job.check_result()
@@ -253,29 +255,31 @@ def watched(seed: int) -> Watched:
 
 
 @pytest.mark.parametrize("block", range(SCHEDULES // BLOCK))
-def test_whatever_happens_no_step_is_lost_and_every_wait_ends(block: int) -> None:
+def test_with_any_faults_no_step_is_lost_and_every_wait_ends(block: int) -> None:
     for seed in range(block * BLOCK, (block + 1) * BLOCK):
-        watched(seed)
+        check_job(seed)
 
 
-def test_the_simulation_meets_every_fate_at_every_moment() -> None:
+def test_the_simulation_covers_every_fault_at_every_moment() -> None:
     seen: Counter[str] = Counter()
     for seed in range(800):
         job = Job(seed)
         job.run()
         seen += job.seen
-    fates = {f"killed {moment}" for moment in (*AS_MEMBER, *AS_RECRUIT)}
-    fates |= {f"{fate} {moment}" for fate in FATES for moment in ("computing", "state given", *AS_RECRUIT)}
+    faults = {f"killed {moment}" for moment in (*AS_MEMBER, *AS_JOINER)}
+    faults |= {
+        f"{fault} {moment}" for fault in FAULTS for moment in ("computing", "state reported", *AS_JOINER)
+    }
     others = {
-        "came",
+        "started by hand",
         "scaled",
         "stopped",
-        "kept a checkpoint",
+        "saved a checkpoint",
         "joined",
         "left",
-        "given too late",
+        "reported too late",
         "raises while stuck",
         "not started",
     }
-    assert not (fates | others) - seen.keys()
+    assert not (faults | others) - seen.keys()
     assert seen["joined"] > 200

@@ -1,6 +1,6 @@
-"""Supervision: a table of single decisions, and scenarios whose whole trace is written down.
+"""Supervision: a table of single decisions, and scenarios with complete traces.
 
-A scenario file is its own golden trace: unindented lines are what happens, indented ones what follows.
+A scenario file is its own golden trace: unindented lines are events, indented lines the decisions.
 """
 
 import re
@@ -167,7 +167,7 @@ def render(action: Action) -> str:
 
 
 def trace(scenario: str) -> str:
-    """What the scenario's happenings lead to, written as a scenario."""
+    """Return the decisions on the scenario's events, written as a scenario."""
     lines, state = [], TWO
     for line in scenario.splitlines():
         if line.startswith(" "):
@@ -316,7 +316,7 @@ def test_decision(state: State, event: Event, actions: tuple[object, ...] | None
         (AT_THE_END, WorkerExited(0, -9), (StartView, ShowMessage)),
     ],
 )
-def test_decision_about_who_takes_part(state: State, event: Event, actions: tuple[object, ...]) -> None:
+def test_decision_about_the_membership(state: State, event: Event, actions: tuple[object, ...]) -> None:
     decided = decide(state, event, 8.0).actions
     assert len(decided) == len(actions)
     for action, expected in zip(decided, actions, strict=True):
@@ -337,7 +337,9 @@ def test_decision_about_who_takes_part(state: State, event: Event, actions: tupl
         (ELASTIC.with_phase(Phase.FINISHED, 1), 3, "the job is ending"),
     ],
 )
-def test_who_asks_for_a_number_of_workers_hears_why_not(state: State, workers: int, reason: str) -> None:
+def test_an_impossible_number_of_workers_is_refused_with_the_reason(
+    state: State, workers: int, reason: str
+) -> None:
     assert refusal(state, workers).startswith(reason)
     assert bool(refusal(state, workers)) == bool(reason)
 
@@ -352,7 +354,7 @@ def test_a_notice_comes_once_per_late_worker_and_interval() -> None:
     assert texts == [f"worker 0 has waited {now} s for worker 2 in step 4" for now in (10, 20, 30)]
 
 
-def test_a_worker_that_waits_again_for_a_live_one_is_not_deserted() -> None:
+def test_an_early_exit_needs_two_waits_in_a_row_for_the_ended_worker() -> None:
     state = THREE.with_phase(Phase.LOST, 1)
     for workers in [(1,), (2,), (1,)]:
         decision = decide(state, WaitReported(0, "barrier", workers, 1.0), 1.0)
@@ -393,8 +395,8 @@ states = st.builds(
 )
 
 
-def happens(state: State, event: Event) -> bool:
-    """Whether `event` can come: from a worker that runs, from a person who is not refused, after a view."""
+def is_possible(state: State, event: Event) -> bool:
+    """Return whether `event` is possible in `state`."""
     if isinstance(event, WorkerExited | ScriptEnded | FailureReported | WaitReported | JoinRequested):
         return event.worker in state.running
     if isinstance(event, ViewFailed):
@@ -429,12 +431,12 @@ def check(before: State, actions: tuple[Action, ...], after: State) -> None:
         assert after.workers[worker].phase in FOLLOWS.get(record.phase, set(Phase)) | {record.phase}
 
 
-def play(state: State, happenings: list[tuple[float, Event]]) -> None:
-    """Let things happen to a job; then time passes, which alone ends it once something has decided so."""
+def play(state: State, timed_events: list[tuple[float, Event]]) -> None:
+    """Run the events of a job; then time passes, which alone ends a job that has begun to end."""
     now, finishes, aborts = 0.0, 0, 0
-    for passed, event in [*happenings, *[(30.0, DeadlinePassed())] * 8]:
+    for passed, event in [*timed_events, *[(30.0, DeadlinePassed())] * 8]:
         now += passed
-        if not happens(state, event):
+        if not is_possible(state, event):
             continue
         decision = decide(state, event, now)
         check(state, decision.actions, decision.state)
@@ -451,14 +453,14 @@ def play(state: State, happenings: list[tuple[float, Event]]) -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), events), max_size=30))
-def test_whatever_happens_the_job_ends_once_and_nothing_is_done_to_ended_workers(
-    happenings: list[tuple[float, Event]],
+def test_any_events_end_the_job_once_and_no_action_concerns_ended_workers(
+    timed_events: list[tuple[float, Event]],
 ) -> None:
-    play(replace(THREE, limits=TimeLimits(timeout=10)), happenings)
+    play(replace(THREE, limits=TimeLimits(timeout=10)), timed_events)
 
 
 @given(states, st.lists(st.tuples(st.floats(0, 5), st.one_of(events, changes)), max_size=40))
-def test_whoever_joins_and_leaves_the_job_ends_once(
-    state: State, happenings: list[tuple[float, Event]]
+def test_any_changes_of_the_membership_end_the_job_once(
+    state: State, timed_events: list[tuple[float, Event]]
 ) -> None:
-    play(state, happenings)
+    play(state, timed_events)

@@ -1,4 +1,4 @@
-"""What workers find in their environment, and what Lockstep reads in its own."""
+"""The environment of workers, and the variables that Lockstep reads."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def test_the_whole_environment_of_a_worker() -> None:
     }
 
 
-def test_backend_and_devices_only_if_asked() -> None:
+def test_backend_and_devices_are_set_only_on_request() -> None:
     plain = worker_environment(CONFIG, {})
     asked = worker_environment(CONFIG, {}, backend="torch", devices="0,1")
     assert asked == plain | {
@@ -84,14 +84,14 @@ def test_backend_and_devices_only_if_asked() -> None:
 
 
 @pytest.mark.parametrize(("backend", "kept"), [("tensorflow", True), ("torch", True), ("jax", False)])
-def test_glibc_keeps_the_memory_of_backends_that_take_it_from_there(backend: str, kept: bool) -> None:
+def test_glibc_keeps_the_memory_of_backends_that_allocate_with_it(backend: str, kept: bool) -> None:
     assert ("MALLOC_TRIM_THRESHOLD_" in worker_environment(CONFIG, {}, backend=backend)) == kept
 
 
 @pytest.mark.parametrize(
     ("quota", "counted"), [("max 100000", None), ("150000 100000", 1), ("50000 100000", 1)]
 )
-def test_cores_are_counted_by_affinity_and_by_the_time_that_cgroups_allow(
+def test_affinity_and_cgroup_quotas_limit_the_number_of_cores(
     tmp_path: Path, quota: str, counted: int | None
 ) -> None:
     (tmp_path / "proc" / "self").mkdir(parents=True)
@@ -102,7 +102,7 @@ def test_cores_are_counted_by_affinity_and_by_the_time_that_cgroups_allow(
     assert found == (counted or len(os.sched_getaffinity(0)))
 
 
-def test_workers_that_share_a_gpu_take_memory_on_demand() -> None:
+def test_workers_that_share_a_gpu_allocate_memory_on_demand() -> None:
     alone = worker_environment(CONFIG, {}, devices="0")
     shared = worker_environment(CONFIG, {}, devices="0", shared=True)
     assert shared == alone | {
@@ -111,7 +111,7 @@ def test_workers_that_share_a_gpu_take_memory_on_demand() -> None:
     }
 
 
-def test_what_a_person_decided_about_determinism_stays_and_is_named() -> None:
+def test_settings_of_the_user_on_determinism_remain_and_are_named() -> None:
     off = {
         "XLA_FLAGS": "--xla_gpu_deterministic_ops=false --xla_dump_to=x",
         "TF_DETERMINISTIC_OPS": "0",
@@ -141,7 +141,7 @@ def test_the_environment_at_the_start_is_found(tmp_path: Path, monkeypatch: pyte
     assert environment_at_start(file)["LATER"] == "x"
 
 
-def test_a_worker_that_forgets_leaves_the_rest() -> None:
+def test_forgetting_the_worker_keeps_other_variables() -> None:
     environment = worker_environment(CONFIG, {"HOME": "/home"})
     forget_worker(environment)
     assert [name for name in environment if name.startswith("LOCKSTEP_")] == []
@@ -160,7 +160,7 @@ def test_a_worker_that_forgets_leaves_the_rest() -> None:
         ("RUN_DIR", "runs", "expected an absolute path"),
     ],
 )
-def test_a_wrong_variable_is_named(name: str, value: str, expected: str) -> None:
+def test_an_invalid_variable_is_named(name: str, value: str, expected: str) -> None:
     environment = worker_environment(CONFIG, {}) | {f"LOCKSTEP_{name}": value}
     with pytest.raises(ConfigError) as caught:
         read_worker(environment)
@@ -199,7 +199,7 @@ def test_visible_gpus(listed: str | None, gpus: tuple[str, ...], tmp_path: Path)
     assert visible_gpus(environment, tmp_path) == gpus
 
 
-def test_no_driver_no_gpu(tmp_path: Path) -> None:
+def test_without_a_driver_no_gpu_is_visible(tmp_path: Path) -> None:
     assert visible_gpus({}, tmp_path / "nix") == ()
 
 
@@ -208,6 +208,6 @@ def test_the_cache_of_a_user_without_a_home_is_not_at_the_root(monkeypatch: pyte
     assert cache_folder({"HOME": "/b"}) == Path("/b/.cache/lockstep")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert cache_folder({}) == Path("~root/.cache/lockstep").expanduser()
-    # No system has a name for that one.
+    # No system has a user with this id.
     monkeypatch.setattr(os, "geteuid", lambda: 2**31 - 7)
     assert cache_folder({}) == Path("/nonexistent/.cache/lockstep")

@@ -25,7 +25,9 @@ def pipes() -> Iterator[tuple[Pipe, Pipe]]:
             os.close(descriptor)
 
 
-def test_what_is_ready_is_served_until_it_is_unwatched(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
+def test_readable_descriptors_are_served_until_they_are_unwatched(
+    loop: EventLoop, pipes: tuple[Pipe, Pipe]
+) -> None:
     (reading, writing), _ = pipes
     seen: list[bytes] = []
     for _ in range(2):
@@ -39,7 +41,7 @@ def test_what_is_ready_is_served_until_it_is_unwatched(loop: EventLoop, pipes: t
     assert seen == [b"a", b"b"]
 
 
-def test_what_can_be_written_is_served(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
+def test_writable_descriptors_are_served(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
     (_, writing), _ = pipes
     seen: list[str] = []
     loop.watch(writing, lambda: seen.append("now"), writes=True)
@@ -47,7 +49,7 @@ def test_what_can_be_written_is_served(loop: EventLoop, pipes: tuple[Pipe, Pipe]
     assert seen == ["now"]
 
 
-def test_what_another_has_unwatched_in_the_same_turn_is_left_alone(
+def test_a_descriptor_that_is_unwatched_in_the_same_turn_is_not_served(
     loop: EventLoop, pipes: tuple[Pipe, Pipe]
 ) -> None:
     seen: list[int] = []
@@ -65,7 +67,7 @@ def test_what_another_has_unwatched_in_the_same_turn_is_left_alone(
     assert len(seen) == 1
 
 
-def test_what_comes_before_each_wait_may_watch(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
+def test_an_action_before_each_wait_may_watch_descriptors(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:
     (reading, writing), _ = pipes
     seen: list[bytes] = []
     loop.before_each_wait(lambda: loop.watch(reading, lambda: seen.append(os.read(reading, 9))))

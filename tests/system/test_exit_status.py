@@ -1,4 +1,4 @@
-"""How messages name workers, and what a status means."""
+"""The names of workers in messages, and the meaning of a status."""
 
 import pytest
 

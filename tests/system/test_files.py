@@ -38,7 +38,7 @@ def test_fresh_folders_are_unique(tmp_path: Path) -> None:
     assert names[1:] == [f"{names[0]}-2", f"{names[0]}-3"]
 
 
-def test_a_disk_without_room_for_a_folder_is_left_as_it_was(
+def test_a_failure_to_create_a_folder_leaves_no_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = os.mkdir
@@ -64,7 +64,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     os.close(claim_folder(tmp_path / "a" / "b"))
 
 
-def test_the_end_of_a_run_removes_its_lock_and_notes_and_nothing_else(tmp_path: Path) -> None:
+def test_the_end_of_a_run_removes_only_its_lock_and_its_markers(tmp_path: Path) -> None:
     note, own = tmp_path / "saved" / ("0" * 32), tmp_path / "saved" / "step-000000000003"
     for path in (tmp_path / "events.jsonl", note, own):
         path.parent.mkdir(exist_ok=True)
@@ -74,12 +74,12 @@ def test_the_end_of_a_run_removes_its_lock_and_notes_and_nothing_else(tmp_path: 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "saved"]
     assert not note.exists()
     own.unlink()
-    (tmp_path / "lock").write_text("a person's own")
+    (tmp_path / "lock").write_text("of the user")
     leave_folder(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["events.jsonl", "lock"]
 
 
-def test_a_lock_that_is_removed_while_another_run_takes_it_is_taken_anew(
+def test_a_lock_that_is_removed_while_it_is_acquired_is_acquired_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "lock"
@@ -98,8 +98,8 @@ def test_a_lock_that_is_removed_while_another_run_takes_it_is_taken_anew(
     os.close(lock)
 
 
-def test_files_of_a_run_are_not_reached_through_links_and_never_waited_for(tmp_path: Path) -> None:
-    (tmp_path / "other").write_text("of somebody else")
+def test_files_of_a_run_are_neither_links_nor_pipes(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("of another user")
     for name in ("lock", "events.jsonl", "worker-0.log", "worker-0.stack"):
         file = tmp_path / name
         file.symlink_to("other")
@@ -107,18 +107,18 @@ def test_files_of_a_run_are_not_reached_through_links_and_never_waited_for(tmp_p
         file.unlink()
         os.mkfifo(file)
         assert opened(file) in ("", f"{name} is not a regular file")
-    assert (tmp_path / "other").read_text() == "of somebody else"
+    assert (tmp_path / "other").read_text() == "of another user"
 
 
 def opened(file: Path) -> str:
-    """Open and use it as a run does; return why that failed, where that is said."""
+    """Open and use a file as a run does; return the reported reason why that failed."""
     said: list[str] = []
     if file.name == "lock":
         with pytest.raises(OSError, match=r"lock") as raised:
             try_lock(file)
         return raised.value.strerror
     if file.suffix == ".stack":
-        # A question for the stack must not end the worker: what it writes is lost.
+        # A request for the stack must not end the worker; the stack is lost.
         write_when_asked(file)
         signal.raise_signal(STACK_SIGNAL)
         return ""
@@ -130,7 +130,7 @@ def opened(file: Path) -> str:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
-def test_a_run_does_not_work_where_every_user_may_write(tmp_path: Path, mode: int) -> None:
+def test_a_folder_that_every_user_may_write_to_is_refused(tmp_path: Path, mode: int) -> None:
     tmp_path.chmod(mode)
     message = (
         f"^the run's folder {tmp_path} cannot be used: every user may write to it .*; give another --run"
@@ -141,7 +141,7 @@ def test_a_run_does_not_work_where_every_user_may_write(tmp_path: Path, mode: in
 
 
 @pytest.mark.parametrize("folder", ["file", "file/below"])
-def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, folder: str) -> None:
+def test_an_unusable_folder_is_named(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=f"^the run's folder {tmp_path / folder} cannot be used: "):
         claim_folder(tmp_path / folder)
@@ -181,7 +181,7 @@ blocked()
     assert innermost(path.read_text(), 1)[0].endswith(" in blocked")
 
 
-def test_a_full_disk_is_said_once_and_nothing_is_raised() -> None:
+def test_a_full_disk_is_reported_once_and_raises_nothing() -> None:
     said: list[str] = []
     file = AppendFile(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY), said.append)
     file.write(b"first")

@@ -1,4 +1,4 @@
-"""Which program a process runs, from how its interpreter was started."""
+"""The program of a process, from the command line of its interpreter."""
 
 import pytest
 

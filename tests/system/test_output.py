@@ -1,4 +1,4 @@
-"""Logs, lines with prefixes, and sinks that may take their time."""
+"""Logs, lines with prefixes, and sinks that may be slow."""
 
 import errno
 import fcntl
@@ -40,7 +40,7 @@ def test_a_sink_never_blocks_and_loses_nothing(pipe: tuple[int, int]) -> None:
     os.close(writing)
 
 
-def test_a_sink_whose_reader_is_gone_throws_away(pipe: tuple[int, int]) -> None:
+def test_a_sink_without_a_reader_discards_its_data(pipe: tuple[int, int]) -> None:
     reading, writing = pipe
     sink = Sink(writing)
     sink.write(b"x" * 10_000)
@@ -55,7 +55,7 @@ ERRORS = ("ECONNRESET", "EDQUOT", "EFBIG", "EIO", "ENOSPC", "EPIPE", "ESTALE", "
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_output_that_fails_in_any_way_is_told_of_once_and_thrown_away(
+def test_output_that_fails_is_reported_once_and_discarded(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     number = getattr(errno, name)
@@ -73,7 +73,7 @@ def test_output_that_fails_in_any_way_is_told_of_once_and_thrown_away(
         for _ in range(2):
             console.outlets(0)[0](b"text")
             log.write(b"text")
-        told = [*console.lost(), *console.lost()]
+        notes = [*console.lost(), *console.lost()]
         broken.add(err.fileno())
         console.say("this, too")
         assert [text.partition(" (")[0] for text in console.lost()] == ["cannot write to stderr"]
@@ -81,27 +81,27 @@ def test_output_that_fails_in_any_way_is_told_of_once_and_thrown_away(
         monkeypatch.undo()
         log.close()
     why = os.strerror(number)
-    assert told == [
+    assert notes == [
         f"cannot write to stdout ({why}); training continues, and the logs keep the workers' output"
     ]
     lost = f"lockstep: cannot write {tmp_path / 'log'}: {why}; further output to it is lost\n"
     assert (tmp_path / "err").read_text() == lost
 
 
-def test_a_log_that_cannot_be_opened_costs_nothing_but_itself(tmp_path: Path) -> None:
+def test_a_log_that_cannot_be_opened_is_reported_and_empty(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
-    told: list[str] = []
-    log = Log.open(tmp_path / "log", told.append)
+    notes: list[str] = []
+    log = Log.open(tmp_path / "log", notes.append)
     log.write(b"text")
     assert log.tail(3) == []
     log.close()
-    with EventLog.open(tmp_path / "log", told.append) as events:
+    with EventLog.open(tmp_path / "log", notes.append) as events:
         events.append(PublishedEvent(0.0, 1, DistributionBegan()))
-    assert told == [f"cannot write {tmp_path / 'log'}: Is a directory; further output to it is lost"] * 2
+    assert notes == [f"cannot write {tmp_path / 'log'}: Is a directory; further output to it is lost"] * 2
 
 
 @given(st.lists(st.binary(max_size=8).map(lambda data: data.replace(b"[", b"\n"))))
-def test_prefixes_do_not_depend_on_how_the_text_comes(pieces: list[bytes]) -> None:
+def test_prefixes_do_not_depend_on_the_pieces_of_the_text(pieces: list[bytes]) -> None:
     got: list[bytes] = []
     prefixer = LinePrefixer(b"> ", got.append)
     for piece in pieces:
@@ -112,7 +112,7 @@ def test_prefixes_do_not_depend_on_how_the_text_comes(pieces: list[bytes]) -> No
     assert b"".join(got) == b"".join(b"> " + line + b"\n" for line in lines)
 
 
-def test_a_line_without_end_is_passed_on_in_pieces() -> None:
+def test_a_long_line_is_written_in_pieces() -> None:
     got: list[bytes] = []
     prefixer = LinePrefixer(b"> ", got.append)
     for _ in range(3):
@@ -120,7 +120,7 @@ def test_a_line_without_end_is_passed_on_in_pieces() -> None:
     assert b"".join(got) == b"> " + b"x" * 80_000 + b"\n"
 
 
-def test_a_log_keeps_what_an_earlier_run_wrote_and_shows_only_its_own(tmp_path: Path) -> None:
+def test_a_log_appends_to_that_of_an_earlier_run_and_shows_only_new_lines(tmp_path: Path) -> None:
     first = Log.open(tmp_path / "log", pytest.fail)
     first.write(b"old\n")
     first.close()
@@ -133,14 +133,14 @@ def test_a_log_keeps_what_an_earlier_run_wrote_and_shows_only_its_own(tmp_path: 
     assert (tmp_path / "log").read_bytes() == b"old\n1\n2\n3\n"
 
 
-def test_a_tail_is_fit_for_a_terminal(tmp_path: Path) -> None:
+def test_a_tail_has_no_control_characters(tmp_path: Path) -> None:
     log = Log.open(tmp_path / "log", pytest.fail)
     log.write(b"1/9\r2/9\r9/9\n\x1b[31mred\x1b[0m\x07\r\n\xff\n")
     assert log.tail(5) == ["9/9", "red", "\ufffd"]
     log.close()
 
 
-def test_a_tail_of_a_huge_log_reads_its_end_only(tmp_path: Path) -> None:
+def test_the_tail_of_a_huge_log_reads_its_end_only(tmp_path: Path) -> None:
     log = Log.open(tmp_path / "log", pytest.fail)
     log.write(b"x" * 200_000 + b"\nend\n")
     assert [len(line) for line in log.tail(20)] == [64 * 1024 - 5, 3]
@@ -148,7 +148,7 @@ def test_a_tail_of_a_huge_log_reads_its_end_only(tmp_path: Path) -> None:
 
 
 def outputs(tee: str, tmp_path: Path) -> tuple[bytes, bytes]:
-    """What the terminal shows of two workers that each write three pieces."""
+    """Return the terminal's output of two workers that write three pieces each."""
     with (tmp_path / "out").open("w+b", 0) as out, (tmp_path / "err").open("w+b", 0) as err:
         console = Console(Sink(out.fileno()), Sink(err.fileno()), tee, chief=0)  # type: ignore[arg-type]
         outlets = [console.outlets(worker) for worker in (0, 1)]
@@ -161,11 +161,11 @@ def outputs(tee: str, tmp_path: Path) -> tuple[bytes, bytes]:
         return (tmp_path / "out").read_bytes(), (tmp_path / "err").read_bytes()
 
 
-def test_the_console_shows_the_chief_as_it_is(tmp_path: Path) -> None:
+def test_the_console_shows_the_output_of_the_chief_unchanged(tmp_path: Path) -> None:
     assert outputs("chief", tmp_path) == (b"ab\ncd", b"AB\nCDlockstep: note\n")
 
 
-def test_the_console_shows_all_line_by_line(tmp_path: Path) -> None:
+def test_the_console_shows_the_lines_of_all_workers_with_prefixes(tmp_path: Path) -> None:
     out = b"[worker 0] ab\n[worker 1] ab\n[worker 0] cd\n[worker 1] cd\n"
     err = b"[worker 0] AB\n[worker 1] AB\n[worker 0] CD\n[worker 1] CD\nlockstep: note\n"
     assert outputs("all", tmp_path) == (out, err)

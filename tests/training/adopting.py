@@ -1,4 +1,4 @@
-"""Trains on a pipeline for each replica; the second of three workers dies in the middle of an epoch."""
+"""Trains on a pipeline for each replica; the second of three workers is lost in the middle of an epoch."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ strategy = lockstep.MultiWorkerMirroredStrategy()
 
 
 class Shuffled:
-    """A dataset that has another order in each pass and other noise in each element, and no known length."""
+    """A dataset of unknown length with a new order in each pass and new noise in each element."""
 
     def __init__(self, rows: Any, batch: int) -> None:
         self.rows = rows
@@ -35,7 +35,7 @@ def pipeline(context: Any) -> Any:
     return Shuffled(rows, context.get_per_replica_batch_size(9) + context.input_pipeline_id)
 
 
-class Dies(keras.callbacks.Callback):  # type: ignore[misc]
+class KillWorker(keras.callbacks.Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self.steps = 0
@@ -53,7 +53,7 @@ def main() -> None:
         with strategy.scope():
             model = keras.Sequential([keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
             model.compile("adam", "mse")
-        model.fit(dataset, epochs=epochs, verbose=0, callbacks=[Dies()])
+        model.fit(dataset, epochs=epochs, verbose=0, callbacks=[KillWorker()])
         print("result", epochs, lockstep.digest(model))
 
 

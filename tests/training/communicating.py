@@ -1,6 +1,6 @@
 """Trains with the requested communication options, and prints the results.
 
-communicating.py IMPLEMENTATION [stuck]: "stuck" lets worker 1 not come back from the first epoch.
+communicating.py IMPLEMENTATION [stuck]: with "stuck", worker 1 hangs at the end of the first epoch.
 """
 
 import sys

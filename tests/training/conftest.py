@@ -37,12 +37,12 @@ def _backends() -> list[str]:
 BACKENDS = _backends()
 REPLICAS_IN_PROCESS = 3
 PATIENCE = 1200.0
-"""Seconds that a process may take on a machine that others use too."""
+"""The time limit of a process, in seconds, on a shared machine."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a command left behind."""
+    """The results of a command."""
 
     status: int
     stdout: str
@@ -54,7 +54,7 @@ class Run:
 
     @property
     def last_line(self) -> str:
-        """The last line that Lockstep said, without the time that the run has taken."""
+        """Lockstep's last line, without the duration of the run."""
         return re.sub("^lockstep: finished in .*?: ", "", self.stderr.splitlines()[-1])
 
     def marked(self, worker: int, mark: str) -> list[str]:
@@ -68,7 +68,7 @@ def plain(
     lean: Callable[..., dict[str, str]],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., str]:
-    """Run a script of this folder without the command; return what it printed; `optimized` as in `lean`."""
+    """Run a script of this folder without the command; return its output; `optimized` as in `lean`."""
     compiled = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -107,7 +107,7 @@ def launch(
 
 @pytest.fixture(scope="session")
 def undisturbed_run(launch: Callable[..., Run], shared_folder: Path) -> Callable[..., Run]:
-    """Like `launch`, for runs that nothing happens to: each once for all processes of a test run.
+    """Like `launch` for undisturbed runs, each only once for all processes of a test run.
 
     In the arguments, `{folder}` is a folder of its own for each run.
     """
@@ -155,7 +155,7 @@ def published() -> list[Event]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiles_quickly(lean: Callable[..., dict[str, str]]) -> None:
-    """JAX reads XLA's flags once in a process; if no test has used it yet, it does now."""
+    """Set XLA's flags; JAX reads them once in a process, here unless a test has used it already."""
     if os.environ["KERAS_BACKEND"] != "jax":
         return
     import jax
@@ -171,7 +171,7 @@ def job_of_one_worker(published: list[Event]) -> Job:
     view = place(REPLICAS_IN_PROCESS, (0,))
     hub = Hub(ReducePlan.of(view))
     events = Bus(SystemClock(), 0)
-    events.subscribe(lambda heard: published.append(heard.event), *WORKER_EVENTS)
+    events.subscribe(lambda entry: published.append(entry.event), *WORKER_EVENTS)
     context = JobContext(0, 0, 1, events)
     entered = Job(context, (view, hub.member(0)))
     job.enter(entered)

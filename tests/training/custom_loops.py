@@ -1,10 +1,10 @@
-"""Custom loops, each of another kind.
+"""Custom loops of different kinds.
 
-    custom_loops.py [--near] [--dies WORKER STEP] [NAME...]
+    custom_loops.py [--near] [--kill WORKER STEP] [NAME...]
 
 Prints a digest of the results of each. With --near, each runs twice more without parts that are random or per
 replica, and the numbers are printed: with the strategy and with plain Keras, which must agree. On TensorFlow,
-functions run eagerly. --dies kills a worker in the loop that Lockstep drives, before gradients are summed.
+functions run eagerly. --kill kills a worker in the loop that Lockstep drives, before gradients are summed.
 """
 
 import argparse
@@ -47,8 +47,8 @@ class Alone:
 
 
 class Context:
-    def __init__(self, strategy: Any, exact: bool = False, dies: Sequence[int] = ()) -> None:
-        self.strategy, self.exact, self.dies = strategy, exact, list(dies)
+    def __init__(self, strategy: Any, exact: bool = False, killed: Sequence[int] = ()) -> None:
+        self.strategy, self.exact, self.killed = strategy, exact, list(killed)
         self.plain = isinstance(strategy, Alone)
 
     def random(self, *some: keras.Layer) -> list[keras.Layer]:
@@ -323,7 +323,7 @@ def driven() -> Any:
     state = {"model": model, "optimizer": optimizer, "batches": batches, "losses": losses}
     for number in range(8) if context.plain else context.strategy.steps(8, state):
         results = context.strategy.run(compute, args=next(batches))
-        if [job.current().worker, number] == context.dies:
+        if [job.current().worker, number] == context.killed:
             os.kill(os.getpid(), signal.SIGKILL)
         loss, gradients = context.strategy.reduce("SUM", results)
         optimizer.apply(gradients, model.trainable_variables)
@@ -367,13 +367,13 @@ def main(names: Sequence[str]) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--near", action="store_true")
-    parser.add_argument("--dies", type=int, nargs=2, default=[])
+    parser.add_argument("--kill", type=int, nargs=2, default=[])
     parser.add_argument(
         "names", nargs="*", default=["driven", "full", "pure", "two", "talk", "through", "tiny"]
     )
     arguments = parser.parse_args()
     strategy = lockstep.MultiWorkerMirroredStrategy()
-    context = Context(strategy, dies=arguments.dies)
+    context = Context(strategy, killed=arguments.kill)
     main(arguments.names)
     if arguments.near:
         for own in (strategy, Alone()):

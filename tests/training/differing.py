@@ -1,8 +1,8 @@
-"""Two calls of `fit` read one endless generator: a process that skips the first call is elsewhere in it.
+"""Two calls of `fit` read one endless generator: a process that skips the first call reads other elements.
 
     differing.py [killed]
 
-With "killed", worker 1 dies in the second call, and the chief lets its replacement join.
+With "killed", worker 1 is lost in the second call, and the chief lets its replacement join.
 """
 
 import os
@@ -21,7 +21,7 @@ from lockstep.worker import job
 ENTERED = job.current()
 FIRST, SECOND = 5, 40
 WAITS = {4: "false", 24: "true"}
-"""After which steps of the second call the chief waits for which request of the replacement."""
+"""By step of the second call: the request of the replacement for which the chief waits after it."""
 
 
 def batches() -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""A program whose workers differ, in one way after the other; prints each error and continues."""
+"""A program whose workers differ, in one respect after the other; prints each error and continues."""
 
 import json
 import os

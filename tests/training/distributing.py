@@ -104,7 +104,7 @@ def gathered(dataset: Any, leaf: Callable[[Any], Any]) -> list[Any]:
 
 
 def loops() -> None:
-    """What each replica gets is the dataset's own rows, in their order, whatever nest they are in."""
+    """Each replica receives rows of the dataset in their order, in any nest."""
     kinds: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         "tuple": (shuffled(False), lambda element: element[1]),
         "nest": (
@@ -133,7 +133,7 @@ def loops() -> None:
 
 
 def passing_over() -> None:
-    """An iterator that passes over elements comes to the same ones."""
+    """An iterator that skips elements continues with the same ones."""
     for dataset in (distribute(shuffled(False)), from_function(without_length)):
         first, second = iter(dataset), iter(dataset)
         for _ in range(3):
@@ -146,7 +146,7 @@ def passing_over() -> None:
 
 
 def values() -> None:
-    """Values from a function are known everywhere."""
+    """Values from a function are available everywhere."""
     made = strategy.experimental_distribute_values_from_function(
         lambda context: {"id": np.float32(context.replica_id_in_sync_group), "of": np.ones(2, "int32")}
     )
@@ -175,7 +175,7 @@ def fits() -> None:
 
 
 def refusals() -> None:
-    """What cannot be split is refused, and says what to do."""
+    """Inputs that cannot be split are refused, with a remedy."""
     ragged = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1.0], [2.0, 3.0]])).batch(2)
     for data, advice in (
         (ragged, "to_tensor"),
@@ -189,7 +189,7 @@ def refusals() -> None:
 
 
 def disagreement() -> None:
-    """Workers that read different rows are told where to give what is their own."""
+    """The error of workers that read different rows names the function for such inputs."""
     worker = job.current().worker
     mine = tf.data.Dataset.from_tensor_slices((X[worker:], Y[worker:])).batch(8, drop_remainder=True)
     try:

@@ -58,7 +58,7 @@ def looped(x: Any) -> Any:
 
 
 def graphs(dataset: Any, elements: int) -> None:
-    """All ways to iterate come to all of the rows, as often as they are used."""
+    """Every kind of iteration visits all rows, each time that it is used."""
     whole = float(Y.sum())
 
     def total(element: Any) -> Any:

@@ -1,6 +1,6 @@
 """Two custom loops that Lockstep drives; prints their results.
 
-driven_loops.py [DIES LOOP STEP]: kills the worker DIES there, if it started with the job.
+driven_loops.py [WORKER LOOP STEP]: kills WORKER there, if it started with the job.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from lockstep.worker import job
 BATCH = 16
 ROWS = np.random.default_rng(0).normal(size=(200, 6)).astype("float32")
 LABELS = (ROWS.sum(1) > 0).astype("int64")
-DIES = tuple(int(number) for number in sys.argv[1:])
+KILLED = tuple(int(number) for number in sys.argv[1:])
 
 strategy = lockstep.MultiWorkerMirroredStrategy()
 data = tf.data.Dataset.from_tensor_slices((ROWS, LABELS)).shuffle(100, seed=3).repeat().batch(BATCH)
@@ -73,7 +73,7 @@ for loop in range(3):
     named = {f"first {name}": part for name, part in first.state.items()}
     named |= {f"second {name}": part for name, part in second.state.items()} if loop else {}
     for step in strategy.steps(12, {**named, "batches": batches, "notes": notes, "best": best}):
-        if (job.current().worker, loop, step) == DIES:
+        if (job.current().worker, loop, step) == KILLED:
             os.kill(os.getpid(), signal.SIGKILL)
         loss = float(trained.train(batches))
         trained.counter.assign_add(1)

@@ -1,4 +1,4 @@
-"""A program that catches errors of its calls and continues. At the end, its workers die, once."""
+"""A program that catches errors of its calls and continues. At the end, its workers kill themselves, once."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ y = x.sum(axis=1)
 
 
 class Enough(Exception):
-    """Is made with other arguments than its text."""
+    """An error whose arguments are not its text."""
 
     def __init__(self, *, step: int) -> None:
         super().__init__(f"enough at step {step}")

@@ -1,10 +1,10 @@
-"""A program whose job ends well, and is asked for more later.
+"""A program whose job succeeds, and trains for more steps in a later run.
 
-    finishing.py EPOCHS BATCHES [dies]
+    finishing.py EPOCHS BATCHES [killed]
 
-A chief that "dies" does so when it has written half of a checkpoint. A callback changes weights after each
-step, and stops the `fit` at step 12; another changes them at the end of each epoch. Between the last step and
-the end, the program changes weights itself.
+With "killed", the chief is lost when it has written half of a checkpoint. A callback changes weights after
+each step, and stops the `fit` at step 12; another changes them at the end of each epoch. Between the last
+step and the end, the program changes weights itself.
 """
 
 import os

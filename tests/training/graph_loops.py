@@ -176,14 +176,14 @@ def together() -> Any:
         assert context.num_replicas_in_sync == strategy.num_replicas_in_sync
         total = context.all_reduce("SUM", tf.reduce_sum(rows))
         mean = context.all_reduce("MEAN", {"a": rows[0]})
-        everybody = context.all_gather(labels, axis=0)
+        gathered = context.all_gather(labels, axis=0)
         count.assign_add(1)
         seen.assign_add(tf.cast(tf.shape(rows)[0], tf.float32))
         return {
             "id": context.replica_id_in_sync_group,
             "total": total * factor,
             "mean": mean["a"],
-            "labels": everybody,
+            "labels": gathered,
             "rows": rows,
         }
 
@@ -249,8 +249,8 @@ def through() -> Any:
         with tf.GradientTape() as tape:
             rows = tf.reduce_sum(weight) * tf.ones([1])
             context = lockstep.get_replica_context()
-            everybody, total = context.all_gather(rows, axis=0), context.all_reduce("SUM", rows)
-            loss = tf.reduce_sum(rows) + 10 * tf.reduce_sum(everybody) + 100 * tf.reduce_sum(total)
+            gathered, total = context.all_gather(rows, axis=0), context.all_reduce("SUM", rows)
+            loss = tf.reduce_sum(rows) + 10 * tf.reduce_sum(gathered) + 100 * tf.reduce_sum(total)
         return tape.gradient(loss, weight)[0, 0]
 
     wanted = 1 + 110 * strategy.num_replicas_in_sync

@@ -2,10 +2,10 @@
 
     joining.py FOLDER HOW WHERE
 
-HOW is what happens, and WHERE is the place:
+HOW selects what happens, at the place WHERE:
 
-    lost0, lost1    that worker dies; with --min-workers the others wait there
-    overtaken       worker 1 dies; the others have finished the first `fit` when its replacement is ready
+    lost0, lost1    that worker is lost; with --min-workers the others wait there
+    overtaken       worker 1 is lost; the others have finished the first `fit` when its replacement is ready
     scaled          the chief asks for four workers, and later, in the second `fit`, for one
 """
 
@@ -26,7 +26,7 @@ ENTERED = job.current()
 
 
 def until(*texts: str) -> None:
-    """Wait until the run's events say all of `texts`."""
+    """Wait until the run's event log has all of `texts`."""
     assert ENTERED.context.folder is not None
     events = ENTERED.context.folder / "events.jsonl"
     while not all(text in events.read_text() for text in texts):
@@ -34,7 +34,7 @@ def until(*texts: str) -> None:
 
 
 def asks(worker: int, *, whole: bool) -> str:
-    """What the events say when a worker wants to know where the training is, or to be let in."""
+    """Return the events with which a worker requests the position or asks to join."""
     return f'"event":"asks","worker":{worker},"whole":{str(whole).lower()}'
 
 
@@ -45,7 +45,7 @@ def scale(workers: int) -> None:
 
 
 def at(where: str) -> None:
-    """Let happen what happens at this place."""
+    """Cause what HOW selects, at this place."""
     if where == WHERE and ENTERED.worker == {"lost0": 0, "lost1": 1, "overtaken": 1}.get(HOW):
         os.kill(os.getpid(), signal.SIGKILL)
     if ENTERED.is_chief and HOW == "overtaken":
@@ -64,14 +64,14 @@ def at(where: str) -> None:
 
 
 def overtaken(self: AgentMembership, join: Any = AgentMembership.join) -> Any:
-    """Ask to be let in only when the others are in the second `fit`."""
+    """Ask to join only when the others are in the second `fit`."""
     until('"name":"fit 2"')
     return join(self)
 
 
 if HOW == "overtaken":
     AgentMembership.join = overtaken  # type: ignore[method-assign]
-resuming.perhaps_die = at
+resuming.kill_at = at
 
 if __name__ == "__main__":
     resuming.main()

@@ -2,9 +2,9 @@
 
     keeping.py FOLDER FIT EXECUTION [HOW WHERE]
 
-FIT is the number of the `fit` that is given it, 0 for none; checkpoints are kept in FOLDER/kept. The model is
-compiled with EXECUTION steps per execution. HOW and WHERE are as for `resuming`; without the command,
-"stopped" is SIGTERM to this process. With "chiefs", only worker 0 dies there, and worker 1 after step 2 of
+FIT is the number of the `fit` with the callback, 0 for none; it saves checkpoints in FOLDER/kept. The model
+is compiled with EXECUTION steps per execution. HOW and WHERE are as for `resuming`; without the command,
+"stopped" is SIGTERM to this process. With "chiefs", only worker 0 is lost there, and worker 1 after step 2 of
 the second `fit`.
 """
 
@@ -40,14 +40,14 @@ class Model(keras.Sequential):  # type: ignore[misc]
 
 
 class NoBackup(keras.callbacks.Callback):  # type: ignore[misc]
-    """For `BackupAndRestore`, which wants a model that is built before on TensorFlow."""
+    """Replaces `BackupAndRestore`, which requires a built model on TensorFlow."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
 
 
-def at(where: str, otherwise: Any = resuming.perhaps_die) -> None:
-    """Do what HOW says."""
+def at(where: str, otherwise: Any = resuming.kill_at) -> None:
+    """Cause what HOW selects."""
     if resuming.HOW == "chiefs":
         if where == {0: resuming.WHERE, 1: "fit 2 step 2"}.get(job.current().worker):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -58,7 +58,7 @@ def at(where: str, otherwise: Any = resuming.perhaps_die) -> None:
         otherwise(where)
 
 
-resuming.perhaps_die = at
+resuming.kill_at = at
 keras.Sequential = Model
 keras.callbacks.BackupAndRestore = NoBackup
 

@@ -4,9 +4,9 @@
     loading.py load CHECKPOINT [module]
     loading.py step CHECKPOINT FOLDER
 
-With "module", the model has one of PyTorch's own modules, with state of its own.
-The first two print the same of the same state. The third prints what one more step gives, after loading the
-checkpoint, and after loading the file that `train` has saved in FOLDER.
+With "module", the model has a PyTorch module with state.
+The first two print equal lines for equal state. The third prints the results of one more step, after loading
+the checkpoint, and after loading the file that `train` has saved in FOLDER.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ import numpy as np
 import lockstep
 
 STEPS = 10
-"""That `train` takes."""
+"""The number of steps of `train`."""
 MODULE = sys.argv[-1] == "module" and sys.argv.pop()
 
 random = np.random.default_rng(0)
@@ -41,7 +41,7 @@ def build() -> Any:
 
 
 def sha(variables: list[Any]) -> str:
-    """The SHA-256 of all that is not an integer: those have other dtypes on other backends."""
+    """The SHA-256 of all variables except integers, whose dtypes depend on the backend."""
     state = hashlib.sha256()
     for variable in variables:
         array = keras.ops.convert_to_numpy(variable.value)
@@ -82,7 +82,7 @@ def load(checkpoint: Path) -> None:
     model(x[:1])
     print("loaded", vars(lockstep.load_checkpoint(model, checkpoint)))
     show(model)
-    # Keras makes metrics when it sees the first batch.
+    # Keras creates metrics with the first batch.
     model.test_on_batch(x[:1], y[:1])
     lockstep.load_checkpoint(model, checkpoint)
     print("metrics", [f"{float(variable.value):.6f}" for variable in model.metrics_variables])
@@ -93,7 +93,7 @@ def step(checkpoint: Path, folder: Path) -> None:
     lockstep.load_checkpoint(model, checkpoint)
     for one in (model, keras.models.load_model(folder / "saved.keras")):
         one.reset_metrics()
-        # Keras's file is without random states; PyTorch has one of its own.
+        # Keras's file has no random states; PyTorch has its own.
         generator(one).assign([1, 2])
         keras.utils.set_random_seed(1)
         figures = [float(figure).hex() for figure in one.train_on_batch(x[:48], y[:48])]

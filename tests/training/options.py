@@ -1,6 +1,6 @@
 """A program like `program.py`, for options of Keras that are combined in small models.
 
-What a training has drawn from its calls beyond its model is in `Trained.noted`.
+`Trained.noted` has results of a training that are not in its model.
 """
 
 import itertools
@@ -24,10 +24,10 @@ def flat(model: keras.Model) -> np.ndarray:
 
 
 def apart(model: keras.Model) -> None:
-    """Give every variable an array of its own.
+    """Give every variable its own array.
 
-    A `fit` with averaged weights leaves weights and averages in one array on JAX, where the next call of
-    Keras's that gives its arrays away fails.
+    A `fit` with averaged weights leaves weights and averages in one array on JAX, where the next call that
+    donates its arrays fails.
     """
     for variable in model.optimizer.variables:
         variable.assign(np.array(variable))
@@ -94,7 +94,7 @@ def recurrent(context: Context) -> Trained:
 
 
 class Spread(layers.Layer):
-    """Adds the mean square of what passes through to the loss."""
+    """Adds the mean square of its inputs to the loss."""
 
     def call(self, inputs: Any) -> Any:
         self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
@@ -245,7 +245,7 @@ def batchwise(context: Context) -> Trained:
 
 
 class Overridden(keras.Model):
-    """Has a loss, metrics and a test step of its own."""
+    """Has a custom loss, custom metrics and a custom test step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class Overridden(keras.Model):
 
 
 def overridden(context: Context) -> Trained:
-    """Steps and losses of the user's own; another model whose only losses are added ones."""
+    """Custom steps and losses; another model whose only losses are added ones."""
     x, y = table(90)
     with context.scope():
         inputs = keras.Input((12,))

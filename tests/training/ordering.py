@@ -1,6 +1,6 @@
 """Calls that take examples in a random order and draw random numbers, on plain Keras and then on Lockstep.
 
-Prints what came of each kind of input, and the random states afterwards, exactly.
+Prints the exact results of each kind of input, and the random states afterwards.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def arrays() -> Iterator[Any]:
 
 
 def datasets() -> Iterator[Any]:
-    """A model that was built by hand, and what is read batch by batch."""
+    """A model that was built by hand, and inputs that are read batch by batch."""
     made = model(layers.Input((5,)))
     yield made.predict(X, batch_size=50, verbose=0)
     yield made.fit(Batches(), epochs=3, validation_data=(X, Y), verbose=0, callbacks=[Draws()]).history
@@ -92,7 +92,7 @@ def stream() -> Any:
 
 
 def main() -> None:
-    # Lockstep replaces methods of Keras when a strategy is made, not before.
+    # Lockstep replaces methods of Keras when a strategy is created.
     for kind in ("plain", "lockstep"):
         scope = (
             contextlib.nullcontext() if kind == "plain" else lockstep.MultiWorkerMirroredStrategy().scope()

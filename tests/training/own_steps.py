@@ -83,7 +83,7 @@ def averaged() -> tuple[keras.Model, list[float]]:
 
 
 class Parts(keras.Model):
-    """Has no `call`, and parts whose variables its first step makes; a slow copy follows one of them."""
+    """Has no `call`, and parts whose variables its first step creates; a slow copy follows one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ def texts() -> tuple[keras.Model, list[float]]:
 
 
 class Distiller(keras.Model):
-    """Has a `compile` of its own, and learns from another model that it holds and does not train."""
+    """Has a custom `compile`, and learns from another model that it holds and does not train."""
 
     def __init__(self, student: keras.Model, teacher: keras.Model) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ IN_GRAPHS = [parts, eager_parts, triplet, texts]
 
 
 class Stop(keras.callbacks.Callback):
-    """One worker wants to stop after some batches, or after an epoch."""
+    """One worker requests a stop after some batches, or after an epoch."""
 
     def __init__(self, worker: int, batches: int, epochs: int) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Stop(keras.callbacks.Callback):
 
 
 def stopped(scope: Callable[[], Any]) -> None:
-    """Print the number of steps of trainings that one worker wants to stop: the chief decides."""
+    """Print the number of steps of trainings in which one worker requests a stop: the chief decides."""
     for callback in (Stop(0, 3, 0), Stop(1, 3, 2), Stop(0, 0, 1)):
         with scope():
             model = small()

@@ -1,6 +1,6 @@
 """Installs what Lockstep replaces in Keras and its backend, and restores it; argument: a folder.
 
-Ends with an error where the registry of patches does not tell what is replaced.
+Fails where the registry of patches lacks a replacement.
 """
 
 import sys
@@ -70,7 +70,7 @@ def install() -> None:
 
 
 def check(before: Attributes) -> None:
-    """See that what differs from `before` is what the registry has."""
+    """Check that the differences from `before` are those in the registry."""
     now = attributes()
     changed = {at for at, (_, value) in now.items() if at in before and before[at][1] is not value}
     listed = {(id(patch.owner), patch.name) for patch in PATCHES if callable(patch.replacement)}

@@ -1,4 +1,4 @@
-"""A plain Keras script, until it makes a strategy at its end.
+"""A plain Keras script that creates a strategy at its end.
 
 plain_script.py FOLDER whole|scope|lost: as it is; with its first part in a scope; with a worker lost.
 """
@@ -18,8 +18,8 @@ X = np.random.default_rng(0).normal(size=(40, 6)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
 
-class Dies(keras.callbacks.Callback):
-    """Worker 1 dies in the second epoch; that it may join again, the first is none of its replacement's."""
+class KillWorker(keras.callbacks.Callback):
+    """Kills worker 1 in the second epoch; its replacement does not repeat the first one."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         from lockstep.worker.job import current
@@ -42,8 +42,8 @@ def strategy() -> Any:
 
 def train() -> Any:
     model = compiled(keras.layers.Dense(8, "relu"), keras.layers.Dropout(0.1))
-    model.fit(X, Y, batch_size=16, epochs=3, verbose=0, callbacks=[Dies()])
-    # Several times: workers that did not share the file would read what another one is writing.
+    model.fit(X, Y, batch_size=16, epochs=3, verbose=0, callbacks=[KillWorker()])
+    # Several times: without sharing, a worker would read the file while another one writes it.
     for _ in range(5):
         save_model(model, f"{FOLDER}/model.keras")
         loaded = keras.models.load_model(f"{FOLDER}/model.keras")

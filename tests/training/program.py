@@ -34,7 +34,7 @@ class Trained:
     batch_size: int = 50
     weight: Any = None
     noted: dict[str, Any] = field(default_factory=dict)
-    """Further figures and arrays that have to be equal."""
+    """Further values and arrays that must be equal."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Context:
     folder: Path | None = None
 
     def random(self, *some: keras.Layer) -> list[keras.Layer]:
-        """The layers, unless replicas and plain Keras have to agree."""
+        """Return the layers, unless replicas and plain Keras must agree."""
         return [] if self.exact else list(some)
 
 
@@ -229,7 +229,7 @@ def dataset(context: Context) -> Trained:
 
 
 def own_dataset(x: np.ndarray, y: np.ndarray) -> list[Any]:
-    """What the backend's own kind of dataset is, shuffled without a seed of its own; none on JAX."""
+    """The backend's own kind of dataset, shuffled without a seed; None on JAX."""
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -243,7 +243,7 @@ def own_dataset(x: np.ndarray, y: np.ndarray) -> list[Any]:
 
 
 def nested(context: Context) -> Trained:
-    """A dictionary of inputs, two outputs with losses and metrics of their own."""
+    """A dictionary of inputs; two outputs, each with a loss and metrics."""
     x, y = table(150)
     with context.scope():
         left, right = keras.Input((6,), name="left"), keras.Input((6,), name="right")
@@ -285,7 +285,7 @@ def tiny(context: Context) -> Trained:
 
 
 def custom(context: Context) -> Trained:
-    """A subclass with a `train_step` of its own that reports a figure that is no metric."""
+    """A subclass with a custom `train_step` that reports a value that is no metric."""
     x, y = table(90)
 
     class Custom(keras.Model):
@@ -349,7 +349,7 @@ def main(trainings: Sequence[Callable[[Context], Trained]] = TRAININGS) -> None:
     arguments = parser.parse_args()
     known = {training.__name__: training for training in trainings}
     if arguments.both:
-        # Lockstep replaces methods of Keras when a strategy is made, not before.
+        # Lockstep replaces methods of Keras when a strategy is created.
         plain = Context(contextlib.nullcontext, arguments.exact, arguments.save)
         for name in arguments.names or known:
             train(known[name], plain, "plain-")
@@ -359,7 +359,7 @@ def main(trainings: Sequence[Callable[[Context], Trained]] = TRAININGS) -> None:
 
 
 def train(training: Callable[[Context], Trained], context: Context, kind: str = "") -> None:
-    # Names that Keras makes up begin anew.
+    # Keras numbers generated names from the start.
     keras.utils.clear_session()
     keras.utils.set_random_seed(7)
     report(training.__name__, training(context), context.folder, kind)

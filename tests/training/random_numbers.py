@@ -1,6 +1,6 @@
 """Draws random numbers in every way that a program of TensorFlow has; prints the results.
 
-random_numbers.py IMAGES [DIES]: in the folder IMAGES are 24 images; worker 1 is killed in the loop DIES.
+random_numbers.py IMAGES [KILLED]: in the folder IMAGES are 24 images; worker 1 is killed in the loop KILLED.
 If that is "driven", no other loop follows.
 Lines that begin with "result" are the same for any number of workers.
 """
@@ -23,7 +23,7 @@ import lockstep
 from lockstep.worker import job
 
 IMAGES = Path(sys.argv[1])
-DIES = sys.argv[2:]
+KILLED = sys.argv[2:]
 X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
@@ -151,15 +151,15 @@ class Own(keras.Sequential):  # type: ignore[misc]
         return super().train_step((x + 0.01 * noise, y))
 
 
-def perhaps_die(loop: str) -> None:
-    if job.current().worker == 1 and [loop] == DIES:
+def kill_at(loop: str) -> None:
+    if job.current().worker == 1 and [loop] == KILLED:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Dies(keras.callbacks.Callback):  # type: ignore[misc]
+class KillWorker(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if batch == 1:
-            perhaps_die("fit")
+            kill_at("fit")
 
 
 def pairs(context: Any) -> Any:
@@ -168,7 +168,7 @@ def pairs(context: Any) -> Any:
 
 
 def driven() -> None:
-    """A loop that workers join: they draw the same numbers as the others, and read from the same position."""
+    """A loop that workers join; they draw the same numbers as the others and read from the same position."""
     dataset = strategy.distribute_datasets_from_function(pairs)
     batches, total = iter(dataset), tf.Variable(0.0)
 
@@ -178,7 +178,7 @@ def driven() -> None:
 
     for step in strategy.steps(4, {"batches": batches, "total": total}):
         if step == 2:
-            perhaps_die("driven")
+            kill_at("driven")
         total.assign(total / 2 + strategy.reduce("SUM", noisy(next(batches)[0]), axis=None))
     print("result driven", digest(total, random.random(), tf.random.uniform(())))
 
@@ -201,7 +201,10 @@ def fits() -> None:
         model.layers[-1].kernel.assign(np.ones((3, 1), "float32"))
         if name == "graph":
             model.fit(
-                strategy.distribute_datasets_from_function(pairs), epochs=2, verbose=0, callbacks=[Dies()]
+                strategy.distribute_datasets_from_function(pairs),
+                epochs=2,
+                verbose=0,
+                callbacks=[KillWorker()],
             )
         else:
             model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
@@ -290,7 +293,7 @@ def main() -> None:
     if keras.backend.backend() == "tensorflow":
         # Workers cannot join after loops that Lockstep does not drive.
         driven()
-        if DIES == ["driven"]:
+        if KILLED == ["driven"]:
             return
         fits()
         runs()

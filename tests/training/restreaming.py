@@ -4,7 +4,7 @@ On PyTorch steps draw from the same random state as the stream.
 
     restreaming.py [killed]
 
-With "killed", the first run dies in the second pass over the stream.
+With "killed", the first run is killed in the second pass over the stream.
 """
 
 import os
@@ -19,8 +19,8 @@ import lockstep
 from lockstep.worker import job
 
 
-class Dying(keras.callbacks.Callback):  # type: ignore[misc]
-    """Dies after the eighth step, the first time."""
+class KillOnce(keras.callbacks.Callback):  # type: ignore[misc]
+    """Kills the process after the eighth step, once."""
 
     steps = 0
 
@@ -53,7 +53,7 @@ def main() -> None:
     y = x[:, :1] * 2
     model.fit(x, y, batch_size=20, verbose=0)
     stream = shuffled(x, y)
-    history = model.fit(stream, epochs=3, verbose=0, callbacks=[Dying()] if "killed" in sys.argv else [])
+    history = model.fit(stream, epochs=3, verbose=0, callbacks=[KillOnce()] if "killed" in sys.argv else [])
     print("end", lockstep.digest(model), history.history["loss"])
 
 

@@ -1,10 +1,10 @@
-"""A program with several calls, callbacks that decide, and one of its own that counts.
+"""A program with several calls, callbacks that decide, and a custom one that counts.
 
     resuming.py FOLDER [HOW WHERE]
 
-The first time, all its workers die WHERE: "fit 1 step 17" is in the call of that number, after so many steps.
-HOW is "killed", or "stopped": then the command gets SIGTERM. It writes a table to FOLDER, and prints what
-came out, exactly.
+In the first run, all its workers end at WHERE: "fit 1 step 17" is after step 17 of the call `fit 1`. HOW is
+"killed", or "stopped": then the command receives SIGTERM. The program writes a table to FOLDER, and prints
+the exact results.
 """
 
 import os
@@ -24,13 +24,13 @@ TABLE = Path(sys.argv.pop(1)) / "table.csv"
 HOW, WHERE = (sys.argv[1], " ".join(sys.argv[2:])) if sys.argv[1:] else ("", "")
 
 
-def perhaps_die(where: str) -> None:
-    """Die, with all other workers, if this is the place and the first time."""
+def kill_at(where: str) -> None:
+    """End all workers, if this is the place and the first time."""
     if where != WHERE or job.current().checkpoints.resumed is not None:
         return
     if HOW == "killed":
         scheduler = job.current().checkpoints.scheduler
-        # What the chief has taken is on disk.
+        # The checkpoints that the chief has taken are on disk.
         assert scheduler is None or scheduler.close(30)
         os.kill(os.getpid(), signal.SIGKILL)
     elif lockstep.is_chief():
@@ -48,11 +48,11 @@ class Counting(keras.callbacks.Callback):  # type: ignore[misc]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.steps += 1
-        perhaps_die(f"fit {self.call} step {self.steps}")
+        kill_at(f"fit {self.call} step {self.steps}")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         self.epochs.append(float(logs["loss"]))
-        perhaps_die(f"fit {self.call} epoch {epoch}")
+        kill_at(f"fit {self.call} epoch {epoch}")
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     print("predict", float(model.predict(x, batch_size=50, verbose=0).sum()).hex())
     for number in range(6):
         loss = model.train_on_batch(x[number * 10 : number * 10 + 10], y[number * 10 : number * 10 + 10])
-        perhaps_die(f"batch {number}")
+        kill_at(f"batch {number}")
         print("batch", [float(figure).hex() for figure in np.atleast_1d(loss)])
     print("table", TABLE.read_bytes())
     print("end", lockstep.digest(model), np.random.random())

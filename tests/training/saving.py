@@ -1,4 +1,4 @@
-"""A program that saves in every way, all workers to the same paths; prints what each worker then finds.
+"""A program that saves in every way, all workers to the same paths; prints what each worker reads.
 
 saving.py FOLDER
 """

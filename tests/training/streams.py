@@ -1,4 +1,4 @@
-"""A program that trains on what can only be read in its own order; prints a result for each kind.
+"""A program that trains on inputs that have a fixed order; prints a result for each kind.
 
 streams.py KIND...
 """

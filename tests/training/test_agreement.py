@@ -5,7 +5,7 @@ def test_equal_facts_have_no_difference() -> None:
     assert describe_difference((0, 1), [{"call": "fit 1"}, {"call": "fit 1"}]) is None
 
 
-def test_the_first_difference_names_both_workers_the_fact_and_what_to_look_for() -> None:
+def test_the_first_difference_names_both_workers_the_fact_and_a_remedy() -> None:
     facts = [
         {"call": "fit 1", "variable a": "1", "variable b": "2"},
         {"call": "fit 1", "variable a": "1", "variable b": "2"},

@@ -55,7 +55,7 @@ def travelled(states: Any) -> Any:
     return unpack(*pack(states, "callbacks"))
 
 
-def test_settings_and_paths_are_those_of_the_process_that_goes_on(
+def test_settings_and_paths_are_those_of_the_resuming_process(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, before = begun(str(tmp_path / "old"), 1)
@@ -89,7 +89,7 @@ def test_settings_and_paths_are_those_of_the_process_that_goes_on(
 
 
 def _own(found: dict[str, Any]) -> list[str]:
-    """An object without a value that could be compared."""
+    """The names of attributes whose values cannot be compared."""
     return [name for name, value in found.items() if callable(value) or hasattr(value, "__enter__")]
 
 
@@ -104,7 +104,7 @@ def test_a_checkpoint_chooses_no_file(tmp_path: Path) -> None:
     assert made[-1].seen == {"loss": [1.0]}
 
 
-def test_states_that_earlier_versions_have_kept_are_taken() -> None:
+def test_states_of_earlier_versions_are_restored() -> None:
     stopping = callbacks.EarlyStopping(patience=3)
     noting = Noting("new", 2)
     old = [("EarlyStopping", {"patience": 1, "wait": 1}), ("Noting", {"path": "old", "left": 1})]

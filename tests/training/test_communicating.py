@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def test_every_way_to_communicate_gives_the_same_bits(launch: Callable[..., Any]) -> None:
+def test_every_communication_option_gives_the_same_bits(launch: Callable[..., Any]) -> None:
     ring = launch("-n 2", "communicating.py", "RING")
     nccl = launch("-n 2", "communicating.py", "NCCL")
     digests = [run.marked(worker, "digest: ") for run in (ring, nccl) for worker in range(2)]

@@ -42,12 +42,12 @@ def one_worker(launch: Launch) -> Callable[[str], Any]:
     return run
 
 
-def test_workers_do_not_change_a_bit_and_may_be_lost(
+def test_lost_workers_do_not_change_a_bit(
     launch: Launch, eager_backend: str, one_worker: Callable[[str], Any]
 ) -> None:
     # Three workers in the first loop, until one is killed after it has computed gradients; two in the others.
     options = "-n 3 --max-restarts 0"
-    run = launch(options, "custom_loops.py", "--dies", "1", "3", backend=eager_backend)
+    run = launch(options, "custom_loops.py", "--kill", "1", "3", backend=eager_backend)
     assert "worker 1 was killed by SIGKILL" in run.stderr
     assert results(run, 0, 2) == results(one_worker(eager_backend), 0)
 
@@ -60,7 +60,7 @@ def test_three_workers_do_not_change_a_bit(
     assert results(run, 0, 1, 2) == results(one_worker(backend), 0)
 
 
-def test_replicas_agree_with_keras_alone(eager_backend: str, one_worker: Callable[[str], Any]) -> None:
+def test_custom_loops_agree_with_plain_keras(eager_backend: str, one_worker: Callable[[str], Any]) -> None:
     found, wanted = (one_worker(eager_backend).marked(0, mark) for mark in ("numbers ", "plain "))
     assert len(found) == len(wanted) == LOOPS
     for line, expected in zip(found, wanted, strict=True):
@@ -68,11 +68,11 @@ def test_replicas_agree_with_keras_alone(eager_backend: str, one_worker: Callabl
         assert np.linalg.norm(got - plain) <= 1e-6 * np.linalg.norm(plain), line.split()[1]
 
 
-def test_whoever_joins_a_loop_that_lockstep_drives_draws_the_same_numbers(
+def test_a_worker_that_joins_a_driven_loop_draws_the_same_numbers(
     launch: Launch, thorough_backend: str, one_worker: Callable[[str], Any]
 ) -> None:
     options = "-n 2 --replicas 3 --min-workers 2"
-    program = ("custom_loops.py", "--dies", "0", "3", "driven")
+    program = ("custom_loops.py", "--kill", "0", "3", "driven")
     run = launch(options, *program, backend=thorough_backend)
     assert run.status == 0, run.stderr
     assert "worker 2 joined" in run.stderr
@@ -81,7 +81,7 @@ def test_whoever_joins_a_loop_that_lockstep_drives_draws_the_same_numbers(
 
 
 @pytest.mark.slow
-def test_workers_that_train_different_weights_are_told_so(launch: Launch, eager_backend: str) -> None:
+def test_workers_with_different_weights_are_refused(launch: Launch, eager_backend: str) -> None:
     run = launch("-n 2", "custom_loops.py", "differing", backend=eager_backend)
     assert run.status == 1
     assert re.search(

@@ -1,4 +1,4 @@
-"""Workers that compute different things detect it at the first such step, and name the difference."""
+"""Workers that compute different things raise an error at the first such step, and name the difference."""
 
 import re
 from collections.abc import Callable

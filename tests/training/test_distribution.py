@@ -1,4 +1,4 @@
-"""Distributed datasets: every kind, on any number of workers, in loops of the program's own and in `fit`."""
+"""Distributed datasets: every kind, on any number of workers, in custom loops and in `fit`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_input_is_split_and_workers_change_nothing(
+def test_every_input_is_split_alike_on_any_number_of_workers(
     launch: Callable[..., Any], thorough_backend: str, files: Path
 ) -> None:
     checks = []
@@ -43,7 +43,7 @@ def test_graphs_iterate_over_distributed_datasets(launch: Callable[..., Any]) ->
     assert run.status == 0, run.stderr
 
 
-def test_the_pipeline_of_a_lost_worker_is_read_on_by_another(launch: Callable[..., Any]) -> None:
+def test_another_worker_continues_the_pipeline_of_a_lost_one(launch: Callable[..., Any]) -> None:
     undisturbed = launch("-n 1 --replicas 3", "adopting.py")
     assert undisturbed.status == 0, undisturbed.stderr
     run = launch("-n 3 --max-restarts 0", "adopting.py")

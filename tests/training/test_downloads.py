@@ -27,7 +27,7 @@ def archive() -> bytes:
 
 
 class Origin:
-    """A server that counts requests; it answers the first for `dies.bin` with half, and kills the worker."""
+    """Counts requests; answers the first for `partial.bin` with half a file and kills the worker."""
 
     def __init__(self, locks: Path) -> None:
         self.requests: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class Origin:
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
-                if name == "dies.bin" and origin.requests[name] == 1:
+                if name == "partial.bin" and origin.requests[name] == 1:
                     self.wfile.write(body[: len(body) // 2])
                     self.wfile.flush()
                     holder = json.loads((locks / _digest(f"{origin.address}/{name}")).read_bytes())
@@ -70,12 +70,12 @@ def origin(environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_one_request_for_two_workers(origin: Origin, launch: Callable[..., Any], tmp_path: Path) -> None:
-    """A worker that is killed with half a file leaves nothing that another one would take for the whole."""
+    """Half a file of a killed worker is not used by another one."""
     (tmp_path / "cache").mkdir()
-    names = ["plain.bin", "new.bin", "new.bin", "packed.zip", "dies.bin"]
+    names = ["plain.bin", "new.bin", "new.bin", "packed.zip", "partial.bin"]
     run = launch("-n 2 --max-restarts 0", "downloading.py", origin.address, str(tmp_path / "cache"), *names)
     assert run.status == 0, run.stderr
-    assert origin.requests == {"plain.bin": 1, "new.bin": 2, "packed.zip": 1, "dies.bin": 2}
+    assert origin.requests == {"plain.bin": 1, "new.bin": 2, "packed.zip": 1, "partial.bin": 2}
     killed, survivor = sorted(
         ([line for line in run.log(worker) if line.startswith("file ")] for worker in (0, 1)), key=len
     )

@@ -28,7 +28,7 @@ def batch(strategy: lockstep.Strategy) -> Any:
 
 
 @pytest.fixture
-def one_of_two(job_of_one_worker: Job) -> Iterator[Job]:
+def job_of_two_workers(job_of_one_worker: Job) -> Iterator[Job]:
     """This process owns the first two replicas; no process computes the third."""
     job = job_of_one_worker
     before = job._place
@@ -41,9 +41,7 @@ def variable(value: Any = 0.0, **options: Any) -> keras.Variable:
     return keras.Variable(np.asarray(value), **{"name": "wanted", "trainable": False, **options})
 
 
-def test_results_come_back_as_the_nest_that_a_replica_returns(
-    strategy: lockstep.Strategy, batch: Any
-) -> None:
+def test_results_have_the_nest_that_a_replica_returns(strategy: lockstep.Strategy, batch: Any) -> None:
     def results(x: Any) -> Any:
         return {"rows": x, "sum": ops.sum(x), "number": 2, "nothing": None, "text": "some"}
 
@@ -89,7 +87,7 @@ def test_a_replica_without_examples_computes_on_zero_rows(
     assert "replica 1 has no examples in this batch" in caught.value.__notes__[-1]
 
 
-def test_the_mean_of_integers_is_no_integer(strategy: lockstep.Strategy) -> None:
+def test_the_mean_of_integers_is_a_float(strategy: lockstep.Strategy) -> None:
     def own(value: Any) -> Any:
         return strategy.experimental_distribute_values_from_function(
             lambda context: value[context.replica_id_in_sync_group]
@@ -111,7 +109,7 @@ def test_the_mean_of_integers_is_no_integer(strategy: lockstep.Strategy) -> None
         strategy.reduce("SUM", flags)
 
 
-def test_what_replicas_have_is_shown_and_is_no_tensor(strategy: lockstep.Strategy, batch: Any) -> None:
+def test_a_per_replica_value_is_printed_and_is_no_tensor(strategy: lockstep.Strategy, batch: Any) -> None:
     found = strategy.run(ops.sum, args=(batch,))
     assert str(found) == (
         "PerReplica:{\n  0: Array(6., dtype=float32),\n  1: Array(22., dtype=float32),\n"
@@ -131,7 +129,9 @@ def test_what_replicas_have_is_shown_and_is_no_tensor(strategy: lockstep.Strateg
             use(found)
 
 
-def test_gradients_do_not_pass_replicas_where_jax_traces(strategy: lockstep.Strategy, batch: Any) -> None:
+def test_gradients_through_merges_are_refused_where_jax_traces(
+    strategy: lockstep.Strategy, batch: Any
+) -> None:
     def summed(x: Any) -> Any:
         return ops.sum(lockstep.get_replica_context().all_reduce("SUM", ops.sum(x)) ** 2)
 
@@ -143,7 +143,7 @@ def test_gradients_do_not_pass_replicas_where_jax_traces(strategy: lockstep.Stra
             strategy.run(function, args=(batch,))
 
 
-def test_what_is_no_result_is_the_same_on_all_replicas(strategy: lockstep.Strategy) -> None:
+def test_values_that_are_no_results_are_equal_on_all_replicas(strategy: lockstep.Strategy) -> None:
     assert float(strategy.reduce("SUM", 2.0)) == 6
     assert float(strategy.reduce("MEAN", np.float32(2))) == 2
     assert [
@@ -155,9 +155,7 @@ def test_what_is_no_result_is_the_same_on_all_replicas(strategy: lockstep.Strate
     assert strategy.experimental_local_results(7) == (7,)
 
 
-def test_replicas_count_in_metrics_move_states_and_leave_none_of_their_own_behind(
-    strategy: lockstep.Strategy, batch: Any
-) -> None:
+def test_replicas_update_shared_metrics_and_states(strategy: lockstep.Strategy, batch: Any) -> None:
     metric, state, seeds = keras.metrics.Sum(), variable(1.0), keras.random.SeedGenerator(3)
     metric.update_state(100)
     seen: list[tuple[float, float, float]] = []
@@ -180,7 +178,7 @@ def test_replicas_count_in_metrics_move_states_and_leave_none_of_their_own_behin
     assert len(seen) == count + 3
 
 
-def test_variables_are_as_before_where_the_function_raises(strategy: lockstep.Strategy) -> None:
+def test_an_error_in_the_function_restores_variables(strategy: lockstep.Strategy) -> None:
     metric, state = keras.metrics.Sum(), variable(1.0)
 
     def step() -> None:
@@ -193,7 +191,7 @@ def test_variables_are_as_before_where_the_function_raises(strategy: lockstep.St
     assert (float(metric.total), float(state)) == (0, 1)
 
 
-def test_a_layer_that_is_built_by_its_first_replica_is_everybodys(
+def test_all_replicas_use_the_layer_that_the_first_one_builds(
     strategy: lockstep.Strategy, batch: Any
 ) -> None:
     layer = keras.layers.BatchNormalization(momentum=0.0)
@@ -201,7 +199,7 @@ def test_a_layer_that_is_built_by_its_first_replica_is_everybodys(
     np.testing.assert_allclose(layer.moving_mean, X.mean(axis=0), rtol=1e-6)
 
 
-def test_a_metric_of_the_functions_own_concerns_nobody_else(strategy: lockstep.Strategy, batch: Any) -> None:
+def test_a_metric_created_in_the_function_is_per_replica(strategy: lockstep.Strategy, batch: Any) -> None:
     def own(x: Any) -> Any:
         metric = keras.metrics.Mean()
         metric.update_state(x)
@@ -210,13 +208,13 @@ def test_a_metric_of_the_functions_own_concerns_nobody_else(strategy: lockstep.S
     assert [float(value) for value in strategy.run(own, args=(batch,)).values] == [1.5, 5.5, 9.5]
 
 
-def test_the_losses_of_keras_add_up_to_that_of_the_batch(strategy: lockstep.Strategy, batch: Any) -> None:
+def test_the_losses_of_keras_sum_up_to_that_of_the_batch(strategy: lockstep.Strategy, batch: Any) -> None:
     loss = keras.losses.MeanSquaredError()
     parts = strategy.run(lambda x: loss(ops.zeros_like(x), x), args=(batch,))
     assert float(strategy.reduce("SUM", parts)) == pytest.approx(float(np.mean(X**2)))
 
 
-def test_updates_without_state_are_each_replicas_own(strategy: lockstep.Strategy, batch: Any) -> None:
+def test_stateless_updates_are_per_replica(strategy: lockstep.Strategy, batch: Any) -> None:
     weight = variable(1.0, trainable=True)
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build([weight])
@@ -232,7 +230,7 @@ def test_updates_without_state_are_each_replicas_own(strategy: lockstep.Strategy
 
 
 @pytest.mark.parametrize("updates", [False, True])
-def test_an_error_that_speaks_of_the_unknown_is_the_functions_own(
+def test_an_error_of_the_function_that_names_unknown_values_is_raised(
     strategy: lockstep.Strategy, updates: bool
 ) -> None:
     weight, optimizer = variable(1.0, trainable=True), keras.optimizers.SGD(1.0)
@@ -290,7 +288,9 @@ def return_different_nests(strategy: lockstep.Strategy) -> None:
         (take_different_paths, r"replicas compute different things \(.*metric/0/sum/total"),
     ],
 )
-def test_what_cannot_be_combined_is_refused_by_name(strategy: lockstep.Strategy, act: Any, said: str) -> None:
+def test_functions_that_replicas_cannot_run_are_refused_by_name(
+    strategy: lockstep.Strategy, act: Any, said: str
+) -> None:
     with pytest.raises(ModelError, match=said):
         act(strategy)
 
@@ -304,7 +304,7 @@ def test_values_without_an_axis_are_not_joined(strategy: lockstep.Strategy) -> N
         strategy.gather(strategy.run(lambda: 1.0), axis=0)
 
 
-def test_a_worker_that_is_to_join_does_not_follow_a_loop_of_the_scripts_own(
+def test_a_joiner_does_not_follow_a_loop_that_lockstep_does_not_drive(
     strategy: lockstep.Strategy, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_of_one_worker, "_joins", True)
@@ -312,22 +312,22 @@ def test_a_worker_that_is_to_join_does_not_follow_a_loop_of_the_scripts_own(
         strategy.run(lambda: 1)
 
 
-def test_what_a_lost_worker_had_is_computed_again(
-    strategy: lockstep.Strategy, batch: Any, one_of_two: Job
+def test_results_of_a_lost_worker_are_computed_again(
+    strategy: lockstep.Strategy, batch: Any, job_of_two_workers: Job
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
     assert len(found.values) < 3
     view = place(3, (0,))
-    one_of_two._place = view, by_itself(view)
+    job_of_two_workers._place = view, by_itself(view)
     np.testing.assert_array_equal(strategy.gather(found, axis=0), 2 * X)
 
 
-def test_what_a_lost_worker_had_is_gone_once_something_has_changed(
-    strategy: lockstep.Strategy, batch: Any, one_of_two: Job
+def test_results_of_a_lost_worker_are_lost_after_a_change(
+    strategy: lockstep.Strategy, batch: Any, job_of_two_workers: Job
 ) -> None:
     found = strategy.run(lambda x: x * 2, args=(batch,))
     view = place(3, (0,))
-    one_of_two._place = view, by_itself(view)
+    job_of_two_workers._place = view, by_itself(view)
     counter.assign(1)
     with pytest.raises(DataError, match="the value of replica 2 was on the lost worker"):
         strategy.gather(found, axis=0)

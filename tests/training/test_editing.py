@@ -54,7 +54,7 @@ def edited(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_edits_reach_neither_a_replacement_nor_the_next_run_unseen(
+def test_edits_are_reported_to_a_replacement_and_to_the_next_run(
     launch: Callable[..., Any], edited: Path
 ) -> None:
     script, keeping = str(edited / "train.py"), f"--checkpoint {edited / 'kept'} --checkpoint-every 10"
@@ -66,7 +66,7 @@ def test_edits_reach_neither_a_replacement_nor_the_next_run_unseen(
     assert [line.replace("0.5", "0.2") for line in lost.marked(0, "digest")] == expected
     assert lost.marked(2, "digest") == lost.marked(0, "digest")
 
-    # As if all workers had been killed before the last step was saved.
+    # As after a kill of all workers before the last step was saved.
     shutil.rmtree(edited / "kept" / "step-000000000016")
     refused = launch(f"-n 1 {keeping}", script, "elsewhere")
     assert refused.status == 2

@@ -1,4 +1,4 @@
-"""An evaluator and the folder that it watches, in which events happen while it waits."""
+"""An evaluator and the folder that it watches, which changes while it waits."""
 
 import os
 from collections.abc import Callable
@@ -34,22 +34,22 @@ def small(*, built: bool = True, width: int = 4) -> Any:
     return model
 
 
-class Told(keras.callbacks.Callback):  # type: ignore[misc]
-    """Records its calls, and how often it is given a model."""
+class RecordedCalls(keras.callbacks.Callback):  # type: ignore[misc]
+    """Records its calls and those of `set_model`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.heard: list[str] = []
+        self.calls: list[str] = []
 
     def set_model(self, model: Any) -> None:
         super().set_model(model)
-        self.heard.append("model")
+        self.calls.append("model")
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self.heard.append("begin")
+        self.calls.append("begin")
 
     def on_test_end(self, logs: Any = None) -> None:
-        self.heard.append(f"end {sorted(logs)}")
+        self.calls.append(f"end {sorted(logs)}")
 
 
 class Folder:
@@ -61,17 +61,17 @@ class Folder:
         self._job = -1
 
     def begin(self) -> None:
-        """A job begins."""
+        """Begin a job."""
         self.path.mkdir()
         self._job = share_lock(self.path / ".training")
         os.truncate(self._job, 1)
 
     def end(self) -> None:
-        """The job ends."""
+        """End the job."""
         os.close(self._job)
 
     def keep(self, step: int) -> Path:
-        """Save a checkpoint with values of its own; record Keras's evaluation of it in `expected`."""
+        """Save a checkpoint with distinct values; record Keras's evaluation of it in `expected`."""
         model = small()
         for variable in model.trainable_variables:
             variable.assign(np.random.default_rng(step).normal(size=variable.shape))
@@ -84,7 +84,7 @@ class Folder:
         return Store(self.path).write(Contents(step, manifest, arrays))
 
     def check(self, history: Any, *steps: int) -> None:
-        """`history` has these checkpoints, with the bits of Keras's own evaluation."""
+        """Check that `history` has these checkpoints, with the bits of Keras's own evaluation."""
         assert history.epoch == list(steps)
         assert history.history == {
             name: [self.expected[step][name] for step in steps] for name in ("val_loss", "val_mae")
@@ -97,7 +97,7 @@ def folder(tmp_path: Path) -> Folder:
 
 
 def watch(folder: Folder, *events: Event, since: float = NEVER, model: Any = None, **options: Any) -> Any:
-    """Follow the folder; one of `events` happens each time that the evaluator waits."""
+    """Follow the folder; call one of `events` each time that the evaluator waits."""
     clock, left = VirtualClock(), list(events)
 
     def pause(seconds: float) -> None:
@@ -113,13 +113,13 @@ def watch(folder: Folder, *events: Event, since: float = NEVER, model: Any = Non
 
 
 def nothing() -> None:
-    """Nothing happens."""
+    """Do nothing."""
 
 
-def test_each_checkpoint_that_appears_is_evaluated_until_the_job_ends(
+def test_each_new_checkpoint_is_evaluated_until_the_job_ends(
     folder: Folder, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told, model = Told(), small(built=False)
+    recorded, model = RecordedCalls(), small(built=False)
     history = watch(
         folder,
         *[nothing] * 10,
@@ -130,11 +130,11 @@ def test_each_checkpoint_that_appears_is_evaluated_until_the_job_ends(
         lambda: [folder.keep(step) for step in (20, 30)],
         lambda: [folder.keep(40), folder.end()],
         model=model,
-        callbacks=[told],
+        callbacks=[recorded],
     )
     folder.check(history, 10, 30, 40)
     assert model.history is history
-    assert told.heard == ["model", *["begin", "end ['loss', 'mae']"] * 3]
+    assert recorded.calls == ["model", *["begin", "end ['loss', 'mae']"] * 3]
     text = capsys.readouterr()
     figures = {
         step: [f"{folder.expected[step][name]:.4f}" for name in ("val_loss", "val_mae")] for step in (10, 40)
@@ -149,9 +149,7 @@ def test_each_checkpoint_that_appears_is_evaluated_until_the_job_ends(
     ]
 
 
-def test_while_a_job_trains_it_says_so_now_and_then(
-    folder: Folder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_notes_report_the_wait_while_a_job_trains(folder: Folder, capsys: pytest.CaptureFixture[str]) -> None:
     folder.begin()
     long = [nothing] * 130
     watch(folder, *long, lambda: folder.keep(10), *long, folder.end)
@@ -195,14 +193,14 @@ def test_a_damaged_checkpoint_is_named_once_and_an_older_one_evaluated(
     assert said[0].startswith(f"lockstep: {damaged}/manifest.json is missing")
 
 
-def test_a_job_that_was_over_before_anybody_looked(folder: Folder) -> None:
+def test_the_checkpoint_of_a_job_that_has_ended_is_evaluated(folder: Folder) -> None:
     folder.begin()
     folder.keep(10)
     folder.end()
     folder.check(watch(folder, since=folder.path.stat().st_mtime), 10)
 
 
-def test_another_job_s_checkpoints_are_evaluated_and_the_job_is_waited_for(folder: Folder) -> None:
+def test_the_evaluator_does_not_end_with_an_earlier_job(folder: Folder) -> None:
     folder.begin()
     folder.keep(10)
     folder.end()
@@ -210,20 +208,20 @@ def test_another_job_s_checkpoints_are_evaluated_and_the_job_is_waited_for(folde
         watch(folder, *[nothing] * 1200)
 
 
-def test_a_job_that_has_left_nothing(folder: Folder) -> None:
+def test_a_job_without_checkpoints_is_an_error(folder: Folder) -> None:
     folder.begin()
     with pytest.raises(PeerLostError, match=r"has ended without a complete one, so nothing was eval"):
         watch(folder, nothing, folder.end)
 
 
-def test_so_many_evaluations(folder: Folder) -> None:
+def test_max_evaluations_ends_the_evaluation(folder: Folder) -> None:
     folder.begin()
     folder.keep(10)
     folder.check(watch(folder, lambda: folder.keep(20), max_evaluations=2), 10, 20)
     folder.end()
 
 
-def test_another_model(folder: Folder) -> None:
+def test_checkpoints_of_another_model_are_refused(folder: Folder) -> None:
     folder.begin()
     folder.keep(10)
     with pytest.raises(CheckpointError, match="does not fit model"):
@@ -231,7 +229,7 @@ def test_another_model(folder: Folder) -> None:
     folder.end()
 
 
-def test_steps(folder: Folder) -> None:
+def test_steps_limits_the_evaluation(folder: Folder) -> None:
     folder.begin()
     folder.keep(10)
     model = small()
@@ -241,7 +239,7 @@ def test_steps(folder: Folder) -> None:
     assert history.history == {f"val_{name}": [value] for name, value in expected.items()}
 
 
-def test_a_process_that_trains_itself_is_told_that_it_would_wait_for_itself(
+def test_an_evaluator_in_the_training_process_is_refused(
     folder: Folder, job_of_one_worker: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_of_one_worker.checkpoints, "_scheduler", object())
@@ -270,7 +268,7 @@ class TestFit:
             callbacks=[lockstep.callbacks.Checkpoint(folder.path)],
         )
         folder.check(first, 10)
-        # It would be a job of the past, had this process not watched the folder.
+        # Without watching the folder, this process would take the job for an old one.
         for path in (folder.path / ".training", folder.path):
             os.utime(path, (5, 5))
         folder.check(self.fit(evaluating, validation_data=(X, Y), validation_batch_size=16), 10)
@@ -278,7 +276,7 @@ class TestFit:
         assert split.epoch == [10]
         assert split.history["val_loss"] != first.history["val_loss"]
 
-    def test_what_is_missing_is_named(self, folder: Folder) -> None:
+    def test_missing_arguments_of_fit_are_named(self, folder: Folder) -> None:
         with pytest.raises(
             ConfigError, match=r"callbacks=\[lockstep.callbacks.Checkpoint\(folder\)\], in all"
         ):

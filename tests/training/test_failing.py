@@ -18,7 +18,7 @@ from lockstep.worker import job
 
 
 class Enough(Exception):
-    """Takes other arguments than its text."""
+    """An error whose arguments are not its text."""
 
     def __init__(self, *, step: int) -> None:
         super().__init__("enough")
@@ -28,10 +28,10 @@ class Enough(Exception):
         return f"{self.args[0]} at {self.step}"
 
 
-def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_job_resumes_after_calls_that_raised(launch: Callable[..., Any], tmp_path: Path) -> None:
     keeping = f"--replicas 2 --checkpoint {tmp_path / 'kept'} --checkpoint-every 5"
-    died = launch(f"-n 2 {keeping}", "failing.py")
-    assert died.status == 137, died.stderr
+    lost = launch(f"-n 2 {keeping}", "failing.py")
+    assert lost.status == 137, lost.stderr
     # Step 10 is always saved; the last step only if the disk is not busy when its call ends.
     newest = max(int(path.name.removeprefix("step-")) for path in (tmp_path / "kept").glob("step-*"))
     assert newest in (10, 12)
@@ -39,7 +39,7 @@ def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_
     assert done.status == 0, done.stderr
     assert f"resumed after step {newest - 6} of fit 2" in done.stderr
     marked = [
-        [line for mark in ("caught ", "figure ") for line in run.marked(0, mark)] for run in (died, done)
+        [line for mark in ("caught ", "figure ") for line in run.marked(0, mark)] for run in (lost, done)
     ]
     assert len(marked[0]) == 5
     assert marked[0] == marked[1]
@@ -57,7 +57,7 @@ def test_a_job_goes_on_behind_calls_that_raised(launch: Callable[..., Any], tmp_
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_are_made_again(error: BaseException) -> None:
+def test_errors_are_raised_again(error: BaseException) -> None:
     again = error_of(unpack(*pack(failure_of(error, "fit 1"), "error")))
     assert (type(again), str(again), again.args) == (type(error), str(error), error.args)
     assert getattr(again, "step", None) == getattr(error, "step", None)
@@ -65,7 +65,7 @@ def test_errors_are_made_again(error: BaseException) -> None:
     assert getattr(again, "code", None) == getattr(error, "code", None)
 
 
-def test_errors_that_cannot_be_made_again_are_named() -> None:
+def test_errors_that_cannot_be_raised_again_are_named() -> None:
     class Hidden(Exception):
         pass
 
@@ -84,7 +84,7 @@ def test_errors_that_cannot_be_made_again_are_named() -> None:
 
 
 class TestWhereTheTrainingResumes:
-    """The script makes calls until it reaches the one in progress; otherwise, later calls are refused."""
+    """The script repeats calls until it reaches the one in progress; otherwise, later calls are refused."""
 
     @pytest.fixture
     def begun(self) -> Callable[[], ResumableCalls]:
@@ -116,7 +116,7 @@ class TestWhereTheTrainingResumes:
             calls.arrive()
             assert calls.resumption is None
 
-    def test_asking_what_a_call_is_changes_nothing(self, begun: Callable[[], ResumableCalls]) -> None:
+    def test_querying_the_kind_of_a_call_changes_nothing(self, begun: Callable[[], ResumableCalls]) -> None:
         calls = begun()
         with suppress(ValueError), calls.call("predict") as call:
             before = random.getstate()
@@ -142,7 +142,7 @@ class TestWhereTheTrainingResumes:
         with calls.call("fit"):
             assert calls.standing() == Fresh()
 
-    def test_another_call_was_made(self, begun: Callable[[], ResumableCalls]) -> None:
+    def test_another_call_is_refused(self, begun: Callable[[], ResumableCalls]) -> None:
         calls = begun()
         for method in ("evaluate", "fit"):
             with (
@@ -152,7 +152,7 @@ class TestWhereTheTrainingResumes:
                 calls.resume()
 
     @pytest.mark.parametrize("raises", [False, True])
-    def test_the_call_in_progress_ends_before(
+    def test_a_call_that_ends_before_the_position_is_refused(
         self, begun: Callable[[], ResumableCalls], raises: bool
     ) -> None:
         calls = begun()
@@ -172,6 +172,8 @@ class TestWhereTheTrainingResumes:
             pass
 
     @pytest.mark.parametrize("part", ["journal", "steps", "methods", "inner", "taken", "logs", "callbacks"])
-    def test_a_checkpoint_that_lacks_a_part(self, begun: Callable[..., ResumableCalls], part: str) -> None:
+    def test_a_checkpoint_without_a_part_is_refused(
+        self, begun: Callable[..., ResumableCalls], part: str
+    ) -> None:
         with pytest.raises(CheckpointError, match=rf"the checkpoint of step 3 lacks .*: {part}, random; rem"):
             begun(**{part: None, "random": ()})

@@ -9,7 +9,7 @@ WITHOUT = ["amsgrad", "accumulated", "another"]
 
 
 @pytest.mark.parametrize("in_graph", ["", "1"])
-def test_updates_are_those_of_keras(plain: Callable[..., str], backend: str, in_graph: str) -> None:
+def test_fused_updates_are_those_of_keras(plain: Callable[..., str], backend: str, in_graph: str) -> None:
     if backend == "jax":
         pytest.skip("XLA makes one pass by itself")
     if in_graph and backend != "tensorflow":

@@ -50,7 +50,7 @@ def undisturbed(launch: Launch) -> list[str]:
     return results(launch("-n 1 --replicas 2", "driven_loops.py", backend="tensorflow"), 0)
 
 
-def test_workers_do_not_change_the_bits_and_replicas_hardly(launch: Launch) -> None:
+def test_workers_do_not_change_the_bits_and_replicas_only_the_rounding(launch: Launch) -> None:
     program = ("graph_loops.py", "--figures")
     one = launch("-n 1 --replicas 3", *program, backend="tensorflow")
     two = launch("-n 2 --replicas 3", *program, backend="tensorflow")
@@ -63,12 +63,12 @@ def test_workers_do_not_change_the_bits_and_replicas_hardly(launch: Launch) -> N
         np.testing.assert_allclose(figures(one, case), figures(single, case), atol=1e-5)
 
 
-def test_workers_with_other_weights_are_told_so(launch: Launch) -> None:
+def test_workers_with_other_weights_are_refused(launch: Launch) -> None:
     run = launch("-n 2 --max-restarts 0", "graph_loops.py", "--unequal", backend="tensorflow")
     assert run.status == 1
     assert "the models differ" in run.stderr
     assert "after execution 1 of step: worker 0 has variable " in run.stderr
-    # No frame of TensorFlow is shown around Lockstep's message.
+    # Lockstep's message has no traceback with frames of TensorFlow.
     assert re.match(
         r"lockstep: worker \d: DisagreementError: .* \(graph_loops.py:\d+\)$", run.stderr.splitlines()[-2]
     )
@@ -76,7 +76,7 @@ def test_workers_with_other_weights_are_told_so(launch: Launch) -> None:
     assert any(line.startswith("Traceback") for line in run.log(0))
 
 
-def test_a_driven_loop_goes_on_without_whoever_is_lost(launch: Launch, undisturbed: list[str]) -> None:
+def test_a_driven_loop_continues_without_a_lost_worker(launch: Launch, undisturbed: list[str]) -> None:
     options = "-n 2 --min-workers 2"
     lost = launch(options, "driven_loops.py", "0", "0", "7", backend="tensorflow")
     assert "worker 2 joined (2 workers, view 3)" in lost.stderr
@@ -84,14 +84,14 @@ def test_a_driven_loop_goes_on_without_whoever_is_lost(launch: Launch, undisturb
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dies", ["1 2 3", "0 1 1"])
-def test_workers_are_lost_in_later_loops(launch: Launch, undisturbed: list[str], dies: str) -> None:
-    lost = launch("-n 2 --min-workers 2", "driven_loops.py", *dies.split(), backend="tensorflow")
-    survivor = 1 - int(dies[0])
+@pytest.mark.parametrize("killed", ["1 2 3", "0 1 1"])
+def test_workers_are_lost_in_later_loops(launch: Launch, undisturbed: list[str], killed: str) -> None:
+    lost = launch("-n 2 --min-workers 2", "driven_loops.py", *killed.split(), backend="tensorflow")
+    survivor = 1 - int(killed[0])
     assert results(lost, survivor) == results(lost, 2) == undisturbed
 
 
-def test_a_driven_loop_goes_on_from_its_checkpoint(
+def test_a_driven_loop_resumes_from_its_checkpoint(
     launch: Launch, undisturbed: list[str], tmp_path: Path
 ) -> None:
     options = f"-n 1 --replicas 2 --max-restarts 0 --checkpoint {tmp_path / 'saved'} --checkpoint-every 5"

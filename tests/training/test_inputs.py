@@ -1,4 +1,4 @@
-"""Which rows a worker reads, and when."""
+"""The rows that a worker reads, and the times at which it reads them."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def inputs(**options: Any) -> GlobalInput:
     return global_input(x, **OPTIONS | {"batch_size": 4, "shuffle": True} | options)
 
 
-def test_each_pass_has_an_order_of_its_own_that_another_process_finds_again() -> None:
+def test_each_pass_has_an_order_that_another_process_reproduces() -> None:
     passes = [[batch.check() for batch in source.batches()] for source in [inputs()] for _ in range(2)]
     assert passes[0] != passes[1]
     again = inputs()
@@ -79,12 +79,12 @@ def test_keras_loops_see_the_size_of_the_input() -> None:
     assert [batch.examples for batch in source.batches()] == [4, 2]
 
 
-def test_with_one_replica_keras_gets_what_it_would_get_without_lockstep() -> None:
+def test_with_one_replica_keras_receives_the_input_of_plain_keras() -> None:
     batches = list(inputs(shuffle=False, unsplit=True).get_jax_iterator())
     assert [batch.tolist() for batch in batches] == [[[0, 1], [2, 3], [4, 5], [6, 7]], [[8, 9], [10, 11]]]
 
 
-def test_what_steps_read_and_where_their_rows_come_from_is_in_their_check() -> None:
+def test_the_check_of_a_step_depends_on_its_rows_and_their_source() -> None:
     x = np.arange(12, dtype="float32").reshape(6, 2)
     other = x.copy()
     other[2:] += 1
@@ -104,7 +104,7 @@ def test_what_steps_read_and_where_their_rows_come_from_is_in_their_check() -> N
     ],
     ids=["flat", "without targets", "nested"],
 )
-def test_a_whole_batch_is_read_and_hashed_where_it_is(data: Any) -> None:
+def test_a_whole_batch_is_read_and_hashed_in_place(data: Any) -> None:
     batch = whole_batch(data, 3)
     share = batch.share(1, 2).data()
     keras.tree.assert_same_structure(share, data)
@@ -116,7 +116,7 @@ def test_a_whole_batch_is_read_and_hashed_where_it_is(data: Any) -> None:
     assert whole_batch(data, 3).check() != before == batch.check()
 
 
-def test_tensors_of_a_dataset_are_read_where_they_are() -> None:
+def test_tensors_of_a_dataset_are_read_in_place() -> None:
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices((np.arange(8).reshape(4, 2), np.zeros(4))).batch(4)
     source = global_input(dataset, **OPTIONS)
@@ -129,7 +129,7 @@ def test_tensors_of_a_dataset_are_read_where_they_are() -> None:
     assert not parts[0].flags.writeable
 
 
-def test_tensors_that_are_not_dense_are_made_so_as_keras_does() -> None:
+def test_sparse_tensors_become_dense_as_in_keras() -> None:
     tf = pytest.importorskip("tensorflow")
     dataset = tf.data.Dataset.from_tensor_slices(np.arange(4.0).reshape(4, 1)).batch(2)
     sparse = dataset.map(tf.sparse.from_dense)

@@ -16,10 +16,10 @@ TRAININGS = [
     *("tiny", "custom", "summed"),
 ]
 TO_THE_LAST_BIT = ("cnn", "weighted", "dataset", "nested")
-"""What one replica computes as plain Keras does, though XLA optimizes other functions."""
+"""Trainings in which one replica has the bits of plain Keras, although XLA optimizes other functions."""
 IMPOSSIBLE = {("torch", "several"): "Keras has no steps_per_execution on PyTorch"}
 TOLERANCE = {"mixed": 1e-3}
-"""How close replicas are to plain Keras, relative in norm; half precision rounds differently in each."""
+"""The relative distance of replicas from plain Keras, in norm; half precision rounds differently."""
 LOSSES, ROUNDS = ["masked", "weighted"], {"jax": ["Twice"], "tensorflow": ["Twice", "Gan"]}
 ROUNDS["torch"] = ROUNDS["tensorflow"]
 
@@ -86,7 +86,7 @@ def trained(launch: Launch) -> Trained:
 
 
 class Alone(NamedTuple):
-    """What plain Keras printed for the programs, and the place of its figures."""
+    """The output of plain Keras, and the folder of its values."""
 
     trainings: list[str]
     losses: list[str]
@@ -109,7 +109,7 @@ def alone(plain: Callable[..., str], tmp_path_factory: pytest.TempPathFactory, b
 
 @pytest.fixture(scope="module")
 def optimized(plain: Callable[..., str], alone: Alone, backend: str) -> tuple[list[str], list[str]]:
-    """What plain Keras, and then a strategy by hand, come to with code that is optimized as a user's is."""
+    """The results of plain Keras and of a strategy by hand, with fully optimized code."""
     if backend != "jax":
         return [line for line in alone.trainings if line.split()[1] in TO_THE_LAST_BIT], alone.by_hand
     programs = f"program --plain --exact {' '.join(TO_THE_LAST_BIT)} -- program --exact cnn"
@@ -118,7 +118,7 @@ def optimized(plain: Callable[..., str], alone: Alone, backend: str) -> tuple[li
 
 
 class Replicas(NamedTuple):
-    """What two workers with four replicas printed, and the place of their figures."""
+    """The output of two workers with four replicas, and the folder of their values."""
 
     trainings: list[str]
     losses: list[str]
@@ -135,7 +135,7 @@ def replicas(trained: Trained, tmp_path_factory: pytest.TempPathFactory, backend
 
 
 def test_four_replicas_give_the_same_bits_on_any_number_of_workers(trained: Trained, backend: str) -> None:
-    # What a training draws may depend on the calls before it: the first is compared.
+    # Random numbers may depend on earlier calls: only the first training is compared.
     (one,), (three,) = (trained(backend, n, f"program {' '.join(in_ci(backend))}") for n in (1, 3))
     assert one[:1] == three[:1] == results(one, "cnn")
 

@@ -1,4 +1,4 @@
-"""The journal of finished calls: what is packed and unpacked replays what happened."""
+"""The journal of finished calls replays them after packing and unpacking."""
 
 import random
 from typing import Any
@@ -22,7 +22,7 @@ RESULTS: list[Any] = [
 ]
 
 
-def test_calls_are_replayed_as_they_were() -> None:
+def test_calls_are_replayed() -> None:
     dice, journal = random.Random(3), Journal()
     methods: dict[str, int] = {}
     expected = []

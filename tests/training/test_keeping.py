@@ -45,8 +45,8 @@ def undisturbed(undisturbed_run: Launch) -> Undisturbed:
 
 
 @pytest.fixture
-def dies(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
-    """Run the program twice: all workers die, and the second run resumes; return it.
+def run_and_resume(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
+    """Run the program twice: all workers are lost, and the second run resumes; return it.
 
     `fit` is the number of the call with the callback; with 0, the command saves checkpoints.
     """
@@ -55,8 +55,8 @@ def dies(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
         first, last = options if options else ("--replicas 1", "--replicas 1")
         keeping = "" if fit else f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 2"
         arguments = (str(tmp_path), str(fit), str(execution), how, *place.split())
-        died = launch(f"{first} {keeping}", "keeping.py", *arguments, backend=backend)
-        assert died.status == STATUS[how], died.stderr
+        lost = launch(f"{first} {keeping}", "keeping.py", *arguments, backend=backend)
+        assert lost.status == STATUS[how], lost.stderr
         done = launch(f"{last} {keeping}", "keeping.py", *arguments, backend=backend)
         assert done.status == 0, done.stderr
         assert f"resuming from {tmp_path / 'kept'}" in done.stderr
@@ -65,10 +65,10 @@ def dies(launch: Launch, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
-def test_a_job_of_one_replica_goes_on(
-    dies: Callable[..., Any], backend: str, undisturbed: Undisturbed
+def test_a_job_of_one_replica_resumes(
+    run_and_resume: Callable[..., Any], backend: str, undisturbed: Undisturbed
 ) -> None:
-    assert results(dies(backend, 0, "killed", "fit 1 step 7")) == undisturbed(backend)
+    assert results(run_and_resume(backend, 0, "killed", "fit 1 step 7")) == undisturbed(backend)
 
 
 @pytest.mark.slow
@@ -76,26 +76,28 @@ def test_a_job_of_one_replica_goes_on(
     ("how", "place"),
     [("killed", "fit 1 epoch 1"), ("stopped", "fit 2 step 4"), ("killed", "batch 3"), ("stopped", "batch 3")],
 )
-def test_a_job_of_one_replica_goes_on_from_wherever_it_was(
-    dies: Callable[..., Any], backend: str, undisturbed: Undisturbed, how: str, place: str
+def test_a_job_of_one_replica_resumes_at_any_place(
+    run_and_resume: Callable[..., Any], backend: str, undisturbed: Undisturbed, how: str, place: str
 ) -> None:
-    assert results(dies(backend, 0, how, place)) == undisturbed(backend)
+    assert results(run_and_resume(backend, 0, how, place)) == undisturbed(backend)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["fit 1 step 5", "fit 2 step 2", "batch 3"])
-def test_several_steps_an_execution(
-    dies: Callable[..., Any], backend: str, undisturbed: Undisturbed, place: str
+def test_a_job_with_several_steps_per_execution_resumes(
+    run_and_resume: Callable[..., Any], backend: str, undisturbed: Undisturbed, place: str
 ) -> None:
     if backend == "torch":
         pytest.skip("Keras takes one step at a time there")
-    assert results(dies(backend, 0, "killed", place, execution=2)) == undisturbed(backend, execution=2)
+    assert results(run_and_resume(backend, 0, "killed", place, execution=2)) == undisturbed(
+        backend, execution=2
+    )
 
 
-def test_the_callback_with_one_replica(
-    dies: Callable[..., Any], thorough_backend: str, undisturbed: Undisturbed
+def test_a_job_with_the_callback_resumes_with_one_replica(
+    run_and_resume: Callable[..., Any], thorough_backend: str, undisturbed: Undisturbed
 ) -> None:
-    done = dies(thorough_backend, 2, "killed", "fit 2 step 4")
+    done = run_and_resume(thorough_backend, 2, "killed", "fit 2 step 4")
     assert results(done) == undisturbed(thorough_backend)
 
 
@@ -104,17 +106,19 @@ def test_the_callback_with_one_replica(
     ("fit", "how", "place"),
     [(1, "killed", "fit 1 step 7"), (2, "stopped", "fit 2 step 4"), (1, "killed", "batch 3")],
 )
-def test_the_callback_with_several_workers(
-    dies: Callable[..., Any], backend: str, undisturbed: Undisturbed, fit: int, how: str, place: str
+def test_a_job_with_the_callback_resumes_with_several_workers(
+    run_and_resume: Callable[..., Any], backend: str, undisturbed: Undisturbed, fit: int, how: str, place: str
 ) -> None:
-    done = dies(backend, fit, how, place, "-n 2 --replicas 4", "-n 3 --replicas 4 --threads-per-worker 1")
+    done = run_and_resume(
+        backend, fit, how, place, "-n 2 --replicas 4", "-n 3 --replicas 4 --threads-per-worker 1"
+    )
     for worker in (0, 2):
         assert results(done, worker) == undisturbed(backend, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("how", "place"), [("killed", "fit 1 epoch 1"), ("stopped", "fit 2 step 4")])
-def test_the_callback_in_a_program_by_itself(
+def test_a_program_without_the_command_resumes_from_the_callback(
     environment: dict[str, str], backend: str, how: str, place: str, tmp_path: Path
 ) -> None:
     def run(folder: Path, fit: int, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -128,8 +132,8 @@ def test_the_callback_in_a_program_by_itself(
         return [line for line in run.stdout.splitlines() if line.startswith(MARKS)]
 
     arguments = (how, *place.split())
-    died = run(tmp_path / "a", 1, *arguments)
-    assert died.returncode == {"killed": -9, "stopped": 143}[how], died.stderr
+    lost = run(tmp_path / "a", 1, *arguments)
+    assert lost.returncode == {"killed": -9, "stopped": 143}[how], lost.stderr
     done = run(tmp_path / "a", 1, *arguments)
     assert "lockstep: resuming from" in done.stderr
     assert shown(done) == shown(run(tmp_path / "b", 0))
@@ -137,7 +141,7 @@ def test_the_callback_in_a_program_by_itself(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fit", ["1", "2"])
-def test_the_next_chief_keeps_the_checkpoints_and_so_does_a_worker_that_has_joined(
+def test_the_next_chiefs_continue_to_save_checkpoints(
     launch: Launch, undisturbed: Undisturbed, fit: str, tmp_path: Path
 ) -> None:
     arguments = (str(tmp_path), fit, "1", "chiefs", "fit", "1", "step", "7")
@@ -148,7 +152,7 @@ def test_the_next_chief_keeps_the_checkpoints_and_so_does_a_worker_that_has_join
 
 
 @pytest.mark.slow
-def test_every_worker_says_that_the_folder_is_another_jobs(launch: Launch, tmp_path: Path) -> None:
+def test_every_worker_reports_the_folder_of_another_job(launch: Launch, tmp_path: Path) -> None:
     claim = FolderLock(tmp_path / "kept")
     claim.acquire()
     run = launch("-n 2", "keeping.py", str(tmp_path), "1", "1")
@@ -161,9 +165,7 @@ def test_every_worker_says_that_the_folder_is_another_jobs(launch: Launch, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_stream_is_read_again_as_before(
-    launch: Launch, backend: str, replicas: int, tmp_path: Path
-) -> None:
+def test_a_stream_is_read_again_alike(launch: Launch, backend: str, replicas: int, tmp_path: Path) -> None:
     options = f"-n 1 --replicas {replicas}"
     expected = launch(options, "restreaming.py", backend=backend)
     keeping = f"{options} --checkpoint {tmp_path} --checkpoint-every 1"
@@ -178,7 +180,7 @@ class TestRefusals:
 
     @pytest.fixture
     def asking(self) -> Any:
-        """A job of its own, which is not entered, whose first `fit` has a callback."""
+        """A separate job, not entered, whose first `fit` has a callback."""
         pytest.importorskip("keras")
         from lockstep.keras.numbered_calls import NumberedCalls
         from lockstep.keras.state.checkpoint_callback import ScriptCheckpoints
@@ -209,11 +211,13 @@ class TestRefusals:
             ({"folder": 5}, "Checkpoint, folder=5: give the path of a folder"),
         ],
     )
-    def test_options(self, asking: Any, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    def test_invalid_options_are_refused(
+        self, asking: Any, tmp_path: Path, options: dict[str, Any], message: str
+    ) -> None:
         with pytest.raises(ConfigError, match=message):
             asking(**{"folder": tmp_path} | options)
 
-    def test_the_folder_of_another_job(self, asking: Any, tmp_path: Path) -> None:
+    def test_the_folder_of_a_running_job_is_refused(self, asking: Any, tmp_path: Path) -> None:
         run = "import sys; from pathlib import Path; from lockstep.checkpoint.store_lock import FolderLock\n"
         run += f"FolderLock(Path({str(tmp_path)!r})).acquire(); print('taken', flush=True); sys.stdin.read()"
         other = subprocess.Popen(
@@ -241,13 +245,15 @@ class TestRefusals:
             ({"threads": 0}, "with the backend's own number of threads, and .* without `lockstep run`"),
         ],
     )
-    def test_another_job(self, asking: Any, tmp_path: Path, facts: dict[str, Any], message: str) -> None:
+    def test_checkpoints_of_another_job_are_refused(
+        self, asking: Any, tmp_path: Path, facts: dict[str, Any], message: str
+    ) -> None:
         own = {"replicas": 3, "seed": 7, "threads": 1}
         Store(tmp_path).write(Contents(5, {"job": own | facts}, {}))
         with pytest.raises(ConfigError, match=message):
             asking(tmp_path)
 
-    def test_another_place_in_the_program(self, asking: Any, tmp_path: Path) -> None:
+    def test_checkpoints_of_another_call_are_refused(self, asking: Any, tmp_path: Path) -> None:
         training = {"journal": {}, "steps": 1, "since": 2}
         job_facts = {"replicas": 3, "seed": 7, "threads": 1}
         Store(tmp_path).write(Contents(5, {"job": job_facts, "training": training}, {}))
@@ -259,14 +265,16 @@ class TestRefusals:
                 asking(tmp_path)
             message = message.replace("in call 1 of", "in call 2 of")
 
-    def test_checkpoints_of_the_command(self, asking: Any, tmp_path: Path) -> None:
+    def test_the_callback_and_checkpoints_of_the_command_are_refused(
+        self, asking: Any, tmp_path: Path
+    ) -> None:
         asking.job.checkpoints.keep(object())
         with pytest.raises(
             ConfigError, match="already saved where --checkpoint says; configure checkpoints in one place"
         ):
             asking(tmp_path)
 
-    def test_a_model_of_no_scope(self, asking: Any, tmp_path: Path) -> None:
+    def test_a_model_outside_a_scope_is_refused(self, asking: Any, tmp_path: Path) -> None:
         import keras
 
         from lockstep.callbacks import Checkpoint
@@ -276,7 +284,7 @@ class TestRefusals:
         with pytest.raises(ScopeError, match="model 'outsider' was not compiled in the scope"):
             callback.on_train_begin()
 
-    def test_several(self, asking: Any, tmp_path: Path) -> None:
+    def test_several_callbacks_are_refused(self, asking: Any, tmp_path: Path) -> None:
         from lockstep.callbacks import Checkpoint
         from lockstep.keras.state.checkpoint_callback import asked_in
 
@@ -284,7 +292,7 @@ class TestRefusals:
             asked_in([Checkpoint(tmp_path), [Checkpoint(tmp_path)]])
 
 
-def test_the_callback_is_taken_from_among_the_others(tmp_path: Path) -> None:
+def test_the_callback_is_found_among_others_and_removed(tmp_path: Path) -> None:
     import keras
 
     from lockstep.callbacks import Checkpoint

@@ -31,7 +31,7 @@ def kept(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_what_was_compiled_before_computes_the_same_bits(tmp_path: Path, lean: Lean) -> None:
+def test_cached_programs_compute_the_same_bits(tmp_path: Path, lean: Lean) -> None:
     variables = lean(PROGRAM, "jax", optimized=True)
     without = run(tmp_path, 0, **variables, JAX_ENABLE_COMPILATION_CACHE="false")
     assert not kept(tmp_path / "cache")
@@ -42,6 +42,6 @@ def test_what_was_compiled_before_computes_the_same_bits(tmp_path: Path, lean: L
     assert kept(tmp_path / "cache") == compiled
 
 
-def test_a_folder_of_the_persons_own_is_used_instead(tmp_path: Path, lean: Lean) -> None:
+def test_the_users_own_cache_folder_takes_precedence(tmp_path: Path, lean: Lean) -> None:
     run(tmp_path, 0, "tiny", **lean(PROGRAM, "jax"), JAX_COMPILATION_CACHE_DIR=str(tmp_path / "own"))
     assert not kept(tmp_path / "cache")

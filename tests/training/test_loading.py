@@ -45,7 +45,7 @@ def predictions(text: str) -> list[float]:
     return [float(figure.strip("[],'")) for figure in line.split()[1:]]
 
 
-def test_a_model_gets_all_that_it_had_in_the_job(
+def test_a_model_receives_its_whole_state_of_the_job(
     trained: Callable[..., tuple[Any, Path]], plain: Callable[..., str], thorough_backend: str
 ) -> None:
     run, folder = trained(thorough_backend)
@@ -57,7 +57,7 @@ def test_a_model_gets_all_that_it_had_in_the_job(
     assert "step-000000000010'), 'name': 'current', 'step': 10, 'call': 'fit 1', 'call_step': 10" in loaded
 
 
-def test_one_more_step_is_the_one_after_a_file_that_keras_has_saved(
+def test_the_next_step_is_the_one_after_loading_keras_own_file(
     trained: Callable[..., tuple[Any, Path]], plain: Callable[..., str], thorough_backend: str
 ) -> None:
     folder = trained(thorough_backend)[1]
@@ -125,7 +125,7 @@ def values(model: Any) -> list[Any]:
 
 @pytest.fixture
 def keep(tmp_path: Path) -> Keep:
-    """Save a checkpoint of models as a job does: the current one, and of others what they do not share."""
+    """Save a checkpoint of models as a job does: the current one, and the unshared variables of others."""
 
     def write(step: int, current: Any, *others: Any, at: str = "kept", training: Any = None) -> Path:
         arrays = {f"current/{name}": variable.value for name, variable in step_state(current).items()}
@@ -174,7 +174,7 @@ def test_a_model_that_is_not_compiled_gets_no_optimizer(keep: Keep) -> None:
         (lambda: small(compiled="sgd"), ["missing in the checkpoint: 'sgd", "missing in the model: 'adam"]),
     ],
 )
-def test_what_does_not_fit_is_named_and_nothing_is_loaded(
+def test_differences_are_named_and_nothing_is_loaded(
     keep: Keep, other: Callable[[], Any], parts_of_message: list[str]
 ) -> None:
     path = keep(7, changed(small()))
@@ -194,7 +194,7 @@ def test_a_model_without_variables_is_refused(tmp_path: Path) -> None:
         lockstep.load_checkpoint(model, tmp_path)
 
 
-def test_the_newest_whole_one_is_taken_and_damaged_ones_are_named(
+def test_the_newest_complete_checkpoint_is_loaded_and_damaged_ones_named(
     keep: Keep, capfd: pytest.CaptureFixture[str]
 ) -> None:
     source, model = changed(small()), small()
@@ -216,7 +216,7 @@ def test_a_folder_without_checkpoints_is_refused(tmp_path: Path) -> None:
         lockstep.load_checkpoint(small(), tmp_path / "nowhere")
 
 
-def test_of_several_models_the_one_that_fits_is_taken(keep: Keep) -> None:
+def test_of_several_models_the_matching_one_is_loaded(keep: Keep) -> None:
     first, second = changed(small()), changed(small(width=5))
     path = keep(7, first, second)
     for source, width, name in ((first, 4, "current"), (second, 5, "model 0")):
@@ -227,7 +227,7 @@ def test_of_several_models_the_one_that_fits_is_taken(keep: Keep) -> None:
         lockstep.load_checkpoint(small(width=6), path)
 
 
-def test_of_several_models_that_fit_one_has_to_be_chosen(keep: Keep) -> None:
+def test_of_several_matching_models_one_must_be_chosen(keep: Keep) -> None:
     first, second = small(), small()
     path = keep(7, changed(first), changed(second))
     second.layers[0].kernel.assign(np.zeros((3, 4)))
@@ -245,7 +245,7 @@ def test_of_several_models_that_fit_one_has_to_be_chosen(keep: Keep) -> None:
     assert values(model) == values(second)
 
 
-def test_a_model_and_one_that_it_is_part_of_are_loaded_each(keep: Keep) -> None:
+def test_a_model_and_its_inner_model_are_loaded_separately(keep: Keep) -> None:
     inner = small()
     outer = keras.Sequential([layers.Input((3,)), inner, layers.Dense(2)])
     outer.compile("adam", "mse")
@@ -261,7 +261,7 @@ def test_a_model_and_one_that_it_is_part_of_are_loaded_each(keep: Keep) -> None:
             assert values(model) == before
 
 
-def test_an_optimizer_is_built_for_the_weights_that_it_had(keep: Keep) -> None:
+def test_an_optimizer_is_built_for_its_original_weights(keep: Keep) -> None:
     source = small()
     source.layers[0].trainable = False
     path = keep(7, changed(source))
@@ -274,7 +274,7 @@ def test_an_optimizer_is_built_for_the_weights_that_it_had(keep: Keep) -> None:
     assert len(model.optimizer.variables) == 2 + 2 * 4
 
 
-def test_repeated_paths_are_told_apart_as_a_step_on_jax_orders_them(keep: Keep) -> None:
+def test_repeated_paths_are_numbered_in_the_order_of_a_step_on_jax(keep: Keep) -> None:
     def repeated() -> Any:
         model = keras.Sequential([layers.Input((2,)), *(layers.Dense(2, name=f"same_{i}") for i in "ab")])
         for layer in model.layers:
@@ -295,7 +295,7 @@ def test_repeated_paths_are_told_apart_as_a_step_on_jax_orders_them(keep: Keep) 
     assert values(model) == values(source)
 
 
-def test_a_job_goes_on_only_with_a_value_for_every_variable() -> None:
+def test_a_job_resumes_only_with_a_value_for_every_variable() -> None:
     model = small()
     kept = {name: np.array(variable.value) for name, variable in step_state(model).items()}
     del kept[model.layers[0].kernel.path]
@@ -306,7 +306,7 @@ def test_a_job_goes_on_only_with_a_value_for_every_variable() -> None:
     assert values(model) == before
 
 
-def test_names_are_told_apart_by_the_counters_of_optimizers() -> None:
+def test_the_counters_of_optimizers_divide_the_names() -> None:
     names = [
         "net/dense/kernel",
         "seed/state",

@@ -14,7 +14,7 @@ from lockstep.topology import split_evenly
 
 ops = keras.ops
 REPLICAS = 3
-"""Of the job that this process is in."""
+"""The number of replicas of the job that this process belongs to."""
 X = np.random.default_rng(0).normal(size=(10, 4)).astype("float32")
 Y = np.random.default_rng(1).normal(size=(10, 4, 1)).astype("float32")
 
@@ -85,7 +85,7 @@ def after_a_step(model: keras.Model, rows: slice, fit: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_listed_as_per_replica_is_the_mean_of_the_replicas(kind: str) -> None:
+def test_losses_listed_as_per_replica_are_the_mean_of_the_replicas(kind: str) -> None:
     """With SGD, that is the mean of the weights after each replica's examples, weighted by their numbers."""
     found = after_a_step(
         compiled(kind, lockstep.MultiWorkerMirroredStrategy().scope()), slice(None), keras.Model.fit

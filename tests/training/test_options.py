@@ -23,7 +23,7 @@ QUICK = {
 RANDOM = {"noisy"}
 """Trainings that one process cannot reproduce."""
 TOLERANCE = 1e-5
-"""How close replicas are to plain Keras, relative in norm."""
+"""The relative distance of replicas from plain Keras, in norm."""
 
 
 def train(
@@ -56,7 +56,7 @@ def others(backend: str) -> tuple[str, ...]:
 
 
 def far_from_plain_keras(folder: Path, names: Sequence[str]) -> list[tuple[str, str, float]]:
-    """Return what replicas computed differently from plain Keras, and the distance."""
+    """Return the arrays in which replicas differ from plain Keras, and the distance."""
     far = []
     for name in names:
         (expected,), (found,) = folder.glob(f"plain-{name}-*.npz"), folder.glob(f"{name}-*.npz")

@@ -1,6 +1,6 @@
 """Training steps that users write run on replicas as in plain Keras, with the same results.
 
-With a strategy or, as it stands, without one.
+They run with a strategy or, unchanged, without one.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,7 @@ from lockstep.keras.numbered_calls import NumberedCalls
 Launch = Callable[..., Any]
 
 
-def test_programs_of_others_run_with_the_same_bits_and_the_numbers_of_plain_keras(
-    launch: Launch, backend: str
-) -> None:
+def test_users_steps_have_equal_bits_and_the_numbers_of_plain_keras(launch: Launch, backend: str) -> None:
     one = launch("-n 1 --replicas 2 --no-adopt", "own_steps.py", "--both", backend=backend)
     two = launch("-n 2 --replicas 2", "own_steps.py", "--adopted", backend=backend)
     assert (one.status, two.status) == (0, 0), one.stderr + two.stderr

@@ -1,4 +1,4 @@
-"""What a process restores that skipped its first calls: also what only those calls would have created."""
+"""A process that skips its first calls also restores state that only those calls create."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ def process() -> tuple[Snapshots, list[Any]]:
     return snapshots, models
 
 
-def test_optimizers_that_calls_passed_over_have_built_get_their_values() -> None:
+def test_optimizers_that_skipped_calls_built_are_restored() -> None:
     snapshots, (first, second) = process()
     for model in (first, second):
         model.optimizer.build(model.trainable_variables)

@@ -22,14 +22,14 @@ class Derived(Library):
     pass
 
 
-def test_the_registry_has_what_differs_and_gives_it_back(backend: str, tmp_path: Path) -> None:
+def test_the_registry_has_all_replacements_and_restores_them(backend: str, tmp_path: Path) -> None:
     environment = os.environ | {"KERAS_BACKEND": backend}
     done = subprocess.run(
         [sys.executable, PROGRAM, tmp_path], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     listed = done.stdout.splitlines()
-    # What is replaced on every backend: the list is not empty.
+    # Every backend has replacements: the list is not empty.
     for line in (
         "Trainer compile",
         "keras.patches CallbackList on_epoch_end",
@@ -40,7 +40,7 @@ def test_the_registry_has_what_differs_and_gives_it_back(backend: str, tmp_path:
         assert any(one.endswith(line) for one in listed), (line, listed)
 
 
-def test_what_several_have_replaced_is_given_back_in_turn() -> None:
+def test_repeated_replacements_are_restored_in_turn() -> None:
     patches, original = PatchRegistry(), Library.first
     patches.replace("a", Library, "first", lambda inner: lambda self: f"a {inner(self)}")
     patches.replace("a.b", Library, "first", lambda inner: lambda self: f"b {inner(self)}")
@@ -53,7 +53,7 @@ def test_what_several_have_replaced_is_given_back_in_turn() -> None:
     assert vars(Library)["first"] is original
 
 
-def test_an_attribute_that_was_not_there_is_removed() -> None:
+def test_a_new_attribute_is_removed() -> None:
     patches = PatchRegistry()
     patches.put("a", Derived, "first", lambda self: "own")
     patches.put("a", sys.modules, "lockstep_of_tests", sys)
@@ -64,7 +64,7 @@ def test_an_attribute_that_was_not_there_is_removed() -> None:
     assert Derived().first() == "first"
 
 
-def test_a_part_that_a_library_no_longer_has_is_named() -> None:
+def test_a_missing_part_of_a_library_is_named() -> None:
     patches = PatchRegistry()
     with pytest.raises(UnfitError, match=r"Library has no second, which lockstep\.x replaces: this version"):
         patches.replace("lockstep.x", Library, "second", lambda inner: inner)

@@ -43,7 +43,7 @@ def test_a_plain_script_has_the_bits_of_one_in_a_scope(
     assert "plain Keras script" not in scope.stderr
 
 
-def test_the_program_of_the_readme(environment: dict[str, str], tmp_path: Path) -> None:
+def test_the_program_of_the_readme_trains(environment: dict[str, str], tmp_path: Path) -> None:
     """One replica has the bits of plain Keras, two have its figures up to rounding."""
     program = re.search("```python\n(import keras\n.*?)```", README.read_text(), re.DOTALL)
     assert program is not None
@@ -83,7 +83,9 @@ def test_no_adopt_lets_each_worker_train_by_itself(launch: Callable[..., Any], t
         (2, 2, ("A", "B"), "model.fit is distributed over 2 workers; computed per replica: A, B"),
     ],
 )
-def test_the_introduction(workers: int, replicas: int, parts: tuple[str, ...], text: str) -> None:
+def test_the_first_note_describes_the_replicas(
+    workers: int, replicas: int, parts: tuple[str, ...], text: str
+) -> None:
     view = place(replicas, tuple(range(workers)))
     assert introduction("fit", view, parts) == f"plain Keras script: {text}"
 
@@ -142,7 +144,7 @@ class Adds(keras.layers.Layer):
         (Own, (keras.layers.BatchNormalization(),), "mse", ["BatchNormalization", "compute_loss of Own"]),
     ],
 )
-def test_what_is_computed_per_replica_is_named(
+def test_parts_that_are_per_replica_are_named(
     cls: Any, layers: tuple[Any, ...], loss: Any, parts: list[str]
 ) -> None:
     model = cls([keras.layers.Input((4,)), *layers, keras.layers.Dense(1, "sigmoid")])

@@ -1,7 +1,7 @@
-"""The private parts of Keras that Lockstep stands on. A failure here means that Keras has changed.
+"""The private parts of Keras that Lockstep uses. A failure means that Keras has changed.
 
-Those that Lockstep replaces are in the registry of `lockstep.worker.patch_registry`, which names one that is
-missing; `test_patches.py` installs all of them.
+The parts that Lockstep replaces are in the registry of `lockstep.worker.patch_registry`, which names missing
+ones; `test_patches.py` installs all of them.
 """
 
 import inspect
@@ -58,7 +58,7 @@ def model() -> keras.Model:
         ("keras/fit/callbacks.py", keras.callbacks.ProgbarLogger, "_finalize_progbar"),
     ],
 )
-def test_a_part_is_there(file: str, owner: Any, name: str) -> None:
+def test_a_private_part_exists(file: str, owner: Any, name: str) -> None:
     assert hasattr(owner, name), CHANGED.format(file, f"{owner.__name__}.{name}")
 
 
@@ -115,21 +115,21 @@ def test_keras_keeps_whether_tensorflow_can_be_imported() -> None:
     assert not module_utils.LazyModule("never_there").available
 
 
-def test_a_csv_logger_knows_its_file() -> None:
+def test_a_csv_logger_has_its_file() -> None:
     logger = vars(keras.callbacks.CSVLogger("log.csv"))
     assert {"csv_file", "filename", "append", "sep"} <= logger.keys(), CHANGED.format(
         "keras/fit/callbacks.py", "CSVLogger"
     )
 
 
-def test_callbacks_keep_what_changes_under_known_names() -> None:
+def test_callbacks_keep_their_state_under_known_names() -> None:
     for kind, names in KEPT.items():
         source = "".join(inspect.getsource(base) for base in kind.__mro__[:-1])
         missing = [name for name in names if f"self.{name}" not in source and name != "rows"]
         assert not missing, CHANGED.format("keras/state/callback_states.py", f"{kind.__name__}.{missing}")
 
 
-def test_a_jax_model_says_whether_its_variables_have_its_state() -> None:
+def test_a_jax_model_has_a_flag_for_the_state_of_its_variables() -> None:
     assert model()._jax_state_synced is True, CHANGED.format("keras/backends/jax.py", "_jax_state_synced")
 
 
@@ -191,7 +191,7 @@ def test_jax_passes_a_global_batch_through_to_the_train_function() -> None:
     assert keras.tree.map_structure(jax.device_put, batch) is batch
 
 
-def test_an_unchanged_variable_comes_out_of_a_traced_step_as_the_same_object() -> None:
+def test_a_traced_step_returns_an_unchanged_variable_as_the_same_object() -> None:
     made = model()
     state = [[v.value for v in group] for group in (made.trainable_variables, made.non_trainable_variables)]
     same: list[bool] = []

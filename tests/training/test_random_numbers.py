@@ -27,7 +27,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def results(run: Any, *workers: int) -> list[str]:
-    """Check that these workers agree, and that one warning names what is equal; return their results."""
+    """Check that these workers agree, and that one warning names the equal draws; return their results."""
     assert run.status == 0, run.stderr
     lines = [run.marked(worker, "result ") for worker in workers]
     assert lines == [lines[0]] * len(workers)
@@ -36,7 +36,7 @@ def results(run: Any, *workers: int) -> list[str]:
     return lines[0]
 
 
-def test_workers_that_come_and_go_draw_the_same_numbers(launch: Launch, images: Path) -> None:
+def test_workers_that_join_and_leave_draw_the_same_numbers(launch: Launch, images: Path) -> None:
     pytest.importorskip("tensorflow")
     program = ("random_numbers.py", str(images))
     one = results(launch("-n 1 --replicas 3", *program, backend="tensorflow"), 0)

@@ -1,4 +1,4 @@
-"""What replicas cannot compute is refused at the first step, by name."""
+"""Steps that replicas cannot compute are refused by name at the first step."""
 
 import re
 from contextlib import nullcontext
@@ -71,7 +71,7 @@ def test_a_second_optimizer_on_jax_is_refused_with_the_shape_that_works(
         model.fit(X, Y, verbose=0)
 
 
-def test_a_row_that_a_replica_does_not_have_is_not_another_one(
+def test_a_missing_row_of_a_replica_is_an_error(
     strategy: lockstep.MultiWorkerMirroredStrategy,
 ) -> None:
     class Pairs(keras.Sequential):
@@ -176,7 +176,7 @@ def test_a_loaded_model_is_compiled_and_trains(
 
 
 @pytest.mark.filterwarnings("ignore:.build\\(\\). was called:UserWarning")
-def test_layers_that_are_never_built_do_no_harm(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
+def test_layers_that_are_never_built_are_allowed(strategy: lockstep.MultiWorkerMirroredStrategy) -> None:
     class Unused(keras.Model):
         def __init__(self) -> None:
             super().__init__()
@@ -203,7 +203,7 @@ def test_layers_that_are_never_built_do_no_harm(strategy: lockstep.MultiWorkerMi
     assert model.predict(X, verbose=0).shape == (9, 1)
 
 
-def test_predicting_within_training_leaves_the_metrics_alone(
+def test_predicting_within_training_does_not_change_the_metrics(
     strategy: lockstep.MultiWorkerMirroredStrategy,
 ) -> None:
     class Predict(keras.callbacks.Callback):
@@ -293,7 +293,7 @@ def test_calls_are_reported(strategy: lockstep.MultiWorkerMirroredStrategy, publ
     assert names == ["fit", "validation within fit", "evaluate"]
 
 
-def test_a_model_that_was_loaded_outside_the_scope_is_refused_with_what_to_do(
+def test_a_model_loaded_outside_the_scope_is_refused_with_a_remedy(
     strategy: lockstep.MultiWorkerMirroredStrategy, tmp_path: Path
 ) -> None:
     build().save(tmp_path / "model.keras")
@@ -351,7 +351,7 @@ def test_a_fixed_batch_is_named_where_a_step_fails_with_it(
         model.fit(X[:6], Y[:6], batch_size=6, verbose=0)
 
 
-def test_a_metric_is_tried_before_the_first_batch_that_is_given_alone(
+def test_a_metric_is_checked_before_the_first_single_batch(
     strategy: lockstep.MultiWorkerMirroredStrategy,
 ) -> None:
     class Largest(keras.metrics.Metric):
@@ -371,7 +371,7 @@ def test_a_metric_is_tried_before_the_first_batch_that_is_given_alone(
         model.train_on_batch(X, Y)
 
 
-def test_parts_of_a_batch_with_unequal_rows_are_shared_out_in_proportion_or_refused() -> None:
+def test_unequal_parts_of_a_batch_are_split_in_proportion_or_refused() -> None:
     batch = whole_batch((np.arange(12), np.arange(6)))
     shares = [batch.share(replica, 3).data() for replica in range(3)]
     assert [(a.tolist(), b.tolist()) for a, b in shares] == [

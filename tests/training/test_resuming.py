@@ -1,4 +1,4 @@
-"""All processes of a job die; the same command resumes from its newest checkpoint, to the same bits."""
+"""All processes of a job are lost; the same command resumes from its newest checkpoint, to the same bits."""
 
 import re
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Launch = Callable[..., Any]
 PLACES = ("fit 1 step 2", "fit 1 epoch 1", "fit 2 step 4", "batch 3")
 MARKS = ("fit ", "evaluate ", "predict ", "batch ", "table ", "end ")
 WEIGHTS = {"fit 1": ("weights 1", "weights 2"), "fit 2": ("weights 2",), "batch": ()}
-"""The weights that a script sees when it resumes there: those of finished calls are not saved."""
+"""The weights that a script has when it resumes there: those of finished calls are not saved."""
 
 
 def results(run: Any, place: str, worker: int = 0) -> list[str]:
@@ -32,12 +32,12 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
     """Kill all workers, and run the same command again with another number of workers."""
     keeping = f"--checkpoint {folder / 'kept'} --checkpoint-every 2"
     arguments = (str(folder), how, *place.split())
-    died = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", *arguments, backend=backend)
-    assert died.status == {"killed": 137, "stopped": 143}[how]
+    lost = launch(f"-n 2 --replicas 4 {keeping}", "resuming.py", *arguments, backend=backend)
+    assert lost.status == {"killed": 137, "stopped": 143}[how]
     if how == "stopped":
         assert re.search(
             r"stopping: step (\d+) is complete[^$]*^lockstep: checkpoint written at step \1$",
-            died.stderr,
+            lost.stderr,
             re.M,
         )
     run = launch(f"-n 3 {keeping}", "resuming.py", *arguments, backend=backend)
@@ -47,7 +47,7 @@ def resumes(launch: Launch, backend: str, how: str, place: str, folder: Path, ex
         assert results(run, place, worker) == results(expected, place)
 
 
-def test_a_job_that_was_killed_goes_on_with_another_number_of_workers(
+def test_a_killed_job_resumes_with_another_number_of_workers(
     launch: Launch, backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
     resumes(launch, backend, "killed", "fit 1 step 7", tmp_path, undisturbed(backend))
@@ -55,19 +55,19 @@ def test_a_job_that_was_killed_goes_on_with_another_number_of_workers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
-def test_wherever_it_was_killed(
+def test_a_job_that_was_killed_at_any_place_resumes(
     launch: Launch, backend: str, undisturbed: Callable[[str], Any], place: str, tmp_path: Path
 ) -> None:
     resumes(launch, backend, "killed", place, tmp_path, undisturbed(backend))
 
 
-def test_a_job_that_was_stopped_goes_on_at_the_step_that_it_had_come_to(
+def test_a_stopped_job_resumes_at_its_last_step(
     launch: Launch, undisturbed: Callable[[str], Any], tmp_path: Path
 ) -> None:
     resumes(launch, "jax", "stopped", "fit 2 step 4", tmp_path, undisturbed("jax"))
 
 
-def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
+def test_a_successful_job_is_finished_until_it_has_more_steps(
     launch: Launch, thorough_backend: str, tmp_path: Path
 ) -> None:
     def run(options: str, *asked: str, kept: bool = True) -> Any:
@@ -89,9 +89,9 @@ def test_a_job_that_has_ended_well_is_finished_until_it_is_asked_for_more(
     digest_and_model = f"digest {digest(first)} of model 'sequential'"
     assert first.last_line == f"10 steps on 2 workers; 1 checkpoint; {digest_and_model}"
     assert (steps(), Store(tmp_path / "kept").finished()) == ([10], 10)
-    lost = run("-n 2 --max-restarts 0", "3", "0", "dies")
+    lost = run("-n 2 --max-restarts 0", "3", "0", "killed")
     assert "worker 0 was killed by SIGKILL" in lost.stderr
-    assert steps() == [10], "the chief has written half of another one"
+    assert steps() == [10], "the chief has written only half of the next one"
     more = run("-n 1", "3", "0")
     assert "is finished after 10 steps" in more.stderr
     assert steps() == [10, 12], "the fit was stopped in its third epoch"

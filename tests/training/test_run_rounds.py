@@ -76,7 +76,7 @@ def test_a_replica_without_examples_computes_and_every_worker_gets_all_numbers()
     assert sorted(computed) == [0, 1, 2]
 
 
-def test_joined_arrays_have_the_rows_of_all_replicas_in_their_order() -> None:
+def test_gathered_arrays_have_the_rows_of_all_replicas_in_order() -> None:
     def act(worker: int, rounds: RunRounds) -> Any:
         counts = [2, 1, 0]
         this = rounds.round("a run", lambda r: {"gather/0/0": np.full((counts[r], 1), r)})
@@ -115,7 +115,7 @@ def test_replicas_of_one_worker_that_compute_different_things_are_refused() -> N
     assert "compute different things (metric/0)" in str(error)
 
 
-def test_arrays_to_sum_have_one_shape_on_all_replicas() -> None:
+def test_arrays_to_sum_must_have_one_shape() -> None:
     def act(worker: int, rounds: RunRounds) -> Any:
         this = rounds.round("a run", lambda r: {"merge/0": np.ones(r + 1)})
         return {} if worker else rounds.total(this)
@@ -125,7 +125,7 @@ def test_arrays_to_sum_have_one_shape_on_all_replicas() -> None:
     assert "values of the shapes [1] and [2] (replica 1): give them the same shape" in str(error)
 
 
-def test_several_leaves_take_one_reduce_and_empty_ones_have_no_weight() -> None:
+def test_several_leaves_share_a_reduce_and_empty_ones_have_no_weight() -> None:
     rows = {0: np.array([1.0, 2.0]), 1: np.array([3.0]), 2: np.array([])}
 
     def act(worker: int, rounds: RunRounds) -> Any:
@@ -140,7 +140,7 @@ def test_several_leaves_take_one_reduce_and_empty_ones_have_no_weight() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int64", "bool"])
-def test_numbers_travel_bit_by_bit(dtype: str) -> None:
+def test_numbers_are_transferred_exactly(dtype: str) -> None:
     numbers = [np.array(number).astype(dtype) for number in (-0.0, 1.5, np.nan if dtype[0] == "f" else 7)]
     bits = sum(spread(number, replica, 3) for replica, number in enumerate(numbers))
     found = gathered_scalars(np.asarray(bits), dtype)

@@ -16,7 +16,7 @@ def saved(launch: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) 
     return run, folder
 
 
-def test_every_worker_loads_what_was_saved(saved: tuple[Any, Path]) -> None:
+def test_every_worker_loads_the_saved_files(saved: tuple[Any, Path]) -> None:
     for worker in range(2):
         assert saved[0].marked(worker, "loaded ") == [
             "loaded whole.keras True",
@@ -29,7 +29,7 @@ def test_one_worker_is_the_chief(saved: tuple[Any, Path]) -> None:
     assert [saved[0].marked(worker, "chief ") for worker in range(2)] == [["chief True"], ["chief False"]]
 
 
-def test_callbacks_write_once_and_leave_nothing_behind(saved: tuple[Any, Path]) -> None:
+def test_callbacks_write_once_and_leave_no_temporary_files(saved: tuple[Any, Path]) -> None:
     folder = saved[1]
     with (folder / "log.csv").open() as file:
         assert [row["epoch"] for row in csv.DictReader(file)] == ["0", "1", "2"]
@@ -37,7 +37,7 @@ def test_callbacks_write_once_and_leave_nothing_behind(saved: tuple[Any, Path]) 
     assert sorted(path.name for path in folder.iterdir()) == [
         "best.keras", "chief.keras", "log.csv", "made", "own-0.keras", "own-1.keras", "whole.keras",
     ]  # fmt: skip
-    assert not (saved[0].folder / "saved").exists(), "the notes of those who saved together"
+    assert not (saved[0].folder / "saved").exists(), "the markers of shared saves"
 
 
 def test_a_failure_to_write_is_an_error_on_every_worker(saved: tuple[Any, Path]) -> None:

@@ -1,4 +1,4 @@
-"""Which changes count as another setting when a training resumes from a checkpoint."""
+"""The changes that count as other settings when a training resumes from a checkpoint."""
 
 import inspect
 import sys
@@ -101,13 +101,13 @@ def program(edit: Callable[[str], str] = str, **changes: Any) -> dict[str, str]:
         ),
     ],
 )
-def test_what_decides_about_the_result_is_a_setting(changes: dict[str, Any], named: str) -> None:
+def test_values_that_affect_the_result_are_settings(changes: dict[str, Any], named: str) -> None:
     found = differences(program(), program(**changes))
     assert named in found
     assert found.count("; ") == (1 if "more" in changes else 0), found
 
 
-def test_paths_clocks_comments_and_what_training_changes_are_no_settings() -> None:
+def test_paths_clocks_comments_and_trained_values_are_no_settings() -> None:
     commented = program(
         lambda text: "\n\n# A comment\n" + text.replace("Multiply.", "Multiply it."), path="new", clock=2.0
     )
@@ -154,7 +154,7 @@ def test_other_settings_have_to_be_accepted(capsys: pytest.CaptureFixture[str]) 
     )
 
 
-def test_tensorflow_is_not_imported_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing_settings_does_not_import_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     class Finder:
         def find_spec(self, name: str, *details: Any) -> None:
             asked.append(name)

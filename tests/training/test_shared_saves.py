@@ -12,7 +12,7 @@ from lockstep.keras.shared_saves import write_once
 
 
 def save(folder: Path, state: bytes, text: str) -> list[str]:
-    """Save `text` as a worker with `state` does; return the paths to which it was written."""
+    """Save `text` as a worker with `state` does; return the written paths."""
     written: list[str] = []
 
     def write(path: str) -> None:
@@ -23,7 +23,7 @@ def save(folder: Path, state: bytes, text: str) -> list[str]:
     return written
 
 
-def test_the_first_to_come_writes_and_the_others_find_it(tmp_path: Path) -> None:
+def test_the_first_worker_writes_and_the_others_find_the_file(tmp_path: Path) -> None:
     (temporary,) = save(tmp_path, b"one", "first")
     assert Path(temporary).parent.parent == tmp_path
     assert Path(temporary).name == "file.txt"
@@ -32,7 +32,7 @@ def test_the_first_to_come_writes_and_the_others_find_it(tmp_path: Path) -> None
     assert (tmp_path / "file.txt").read_text() == "first"
 
 
-def test_another_state_and_a_file_that_is_gone_are_written(tmp_path: Path) -> None:
+def test_another_state_and_a_deleted_file_are_written(tmp_path: Path) -> None:
     save(tmp_path, b"one", "first")
     assert len(save(tmp_path, b"two", "second")) == 1
     assert (tmp_path / "file.txt").read_text() == "second"
@@ -54,7 +54,7 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
     assert len(save(tmp_path, b"two", "second")) == 1
 
 
-def test_nothing_is_written_through_a_link_with_a_name_that_can_be_guessed(tmp_path: Path) -> None:
+def test_a_link_with_a_predictable_name_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "other").write_text("of another user")
     for name in (f".{os.getpid()}-file.txt", ".file.txt"):
         (tmp_path / name).symlink_to("other")
@@ -63,7 +63,7 @@ def test_nothing_is_written_through_a_link_with_a_name_that_can_be_guessed(tmp_p
     assert (tmp_path / "file.txt").read_text() == "first"
 
 
-def test_folders_above_are_for_those_who_write(tmp_path: Path) -> None:
+def test_parent_folders_are_created_by_the_writer(tmp_path: Path) -> None:
     def write(path: str) -> None:
         Path(path).mkdir(parents=True)
         (Path(path) / "file.txt").write_text("first")
@@ -74,7 +74,7 @@ def test_folders_above_are_for_those_who_write(tmp_path: Path) -> None:
         assert (tmp_path / "a" / "b" / "model" / "file.txt").read_text() == "first"
 
 
-def test_a_worker_that_writes_for_ever_is_waited_for_aloud_and_not_for_ever(
+def test_the_wait_for_a_writer_is_reported_and_limited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(tmp_path, b"one", "first")

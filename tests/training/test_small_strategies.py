@@ -9,7 +9,7 @@ from typing import Any
 PROGRAM = "small_strategies.py"
 
 
-def test_a_script_is_started_again_once_a_device(
+def test_a_script_restarts_once_per_device(
     launch: Callable[..., Any],
     environment: dict[str, str],
     lean: Callable[..., dict[str, str]],
@@ -26,7 +26,7 @@ def test_a_script_is_started_again_once_a_device(
     assert "replicas: 2\ndigest: " in done.stdout
 
 
-def test_one_device_and_none(launch: Callable[..., Any], plain: Callable[..., str]) -> None:
+def test_one_device_needs_no_restart(launch: Callable[..., Any], plain: Callable[..., str]) -> None:
     single = launch("-n 1", PROGRAM, "workers")
     one = launch("-n 1", PROGRAM, "one")
     assert one.status == 0, one.stderr
@@ -38,6 +38,6 @@ def test_one_device_and_none(launch: Callable[..., Any], plain: Callable[..., st
     assert plain(PROGRAM, "default") == "default: as without a strategy\n"
 
 
-def test_a_device_that_is_not_there_is_refused(plain: Callable[..., str], backend: str) -> None:
+def test_a_missing_device_is_refused(plain: Callable[..., str], backend: str) -> None:
     said = plain(PROGRAM, "missing", backend=backend)
     assert said.splitlines() == ["'GPU:7'", "'banana' is not a device that Keras can use here"]

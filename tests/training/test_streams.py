@@ -1,4 +1,4 @@
-"""Inputs that have an order of their own: every worker reads them, and all see the same."""
+"""Inputs with a fixed order: every worker reads all of them, and all workers read the same rows."""
 
 from collections.abc import Callable
 from importlib.util import find_spec

@@ -9,7 +9,7 @@ import pytest
 
 Launch = Callable[..., Any]
 PROGRAM = Path(__file__).parents[1] / "chaos" / "survival.py"
-SOME = ("0:7:halfway through publishing", "1:12:after apply", "2:12:told of a loss")
+SOME = ("0:7:halfway through publishing", "1:12:after apply", "2:12:before the next view")
 """The chief, and two more of four, one of them during the recovery from the loss of the other."""
 REST = (
     ("1:3:before publishing", "0:9:published"),
@@ -48,7 +48,7 @@ def test_the_result_is_that_of_an_undisturbed_run(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("faults", REST, ids=" and ".join)
-def test_wherever_workers_are_lost(
+def test_workers_may_be_lost_at_every_point(
     launch: Launch,
     backend: str,
     undisturbed: tuple[set[str], dict[str, str]],

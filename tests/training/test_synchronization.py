@@ -44,7 +44,7 @@ def jobs(workers: int) -> list[Job]:
 
 
 class Server:
-    """Gets the partials of all workers: a synchronization without a collective."""
+    """Receives the partials of all workers: a synchronization without a collective."""
 
     def __init__(self, workers: int) -> None:
         self.met = threading.Barrier(workers, timeout=60.0)
@@ -128,9 +128,7 @@ def with_bytes(total: Total) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-def test_totals_have_the_bits_of_the_sum_along_the_tree_on_any_number_of_workers(
-    make: Make, workers: int
-) -> None:
+def test_totals_have_the_bits_of_the_tree_on_any_number_of_workers(make: Make, workers: int) -> None:
     computed: list[int] = []
 
     def compute(replica: int) -> dict[str, Any]:
@@ -158,7 +156,7 @@ def test_a_replica_that_contributes_nothing_counts_as_zeros_of_the_layout(make: 
     assert others == [([1, 2], [])] * 2
 
 
-def test_single_numbers_and_rows_reach_every_worker_in_the_order_of_the_replicas(make: Make) -> None:
+def test_numbers_and_rows_reach_every_worker_in_the_order_of_replicas(make: Make) -> None:
     def compute(replica: int) -> dict[str, Any]:
         return {"output/0": np.float32(replica / 3), "gather/1/0": np.full((2, replica % 2 + 1), replica)}
 
@@ -172,7 +170,7 @@ def test_single_numbers_and_rows_reach_every_worker_in_the_order_of_the_replicas
     assert together(make(2), act) == [wanted] * 2
 
 
-def test_workers_whose_data_differs_all_raise(make: Make) -> None:
+def test_a_difference_of_the_data_is_an_error_on_all_workers(make: Make) -> None:
     def act(worker: int, synchronization: Synchronization) -> Any:
         return synchronization.synchronize(a_round(gradients, check=lambda names: bytes([worker])))
 
@@ -180,7 +178,7 @@ def test_workers_whose_data_differs_all_raise(make: Make) -> None:
     assert [type(error) for error in errors] == [DisagreementError] * 2
 
 
-def test_the_check_gets_the_names_in_their_order(make: Make) -> None:
+def test_the_check_receives_the_names_in_order(make: Make) -> None:
     given: list[Any] = []
 
     def act(worker: int, synchronization: Synchronization) -> Any:
@@ -194,7 +192,7 @@ def test_the_check_gets_the_names_in_their_order(make: Make) -> None:
     assert given == [("a", "b")] * 2
 
 
-def test_partials_remain_after_an_error_of_another_replica(make: Make) -> None:
+def test_partials_are_kept_after_an_error_of_another_replica(make: Make) -> None:
     (synchronization,) = make(1)
     computed: list[int] = []
 
@@ -235,9 +233,7 @@ class NextPlace(Alone):
         return self._following
 
 
-def test_all_reduce_keeps_what_is_computed_and_computes_only_the_replicas_of_the_worker_that_is_lost() -> (
-    None
-):
+def test_all_reduce_recomputes_only_the_replicas_of_the_lost_worker() -> None:
     survivor, other = jobs(2)
     alone = place(REPLICAS, (0,))
     survivor.membership = NextPlace((alone, Hub(ReducePlan.of(alone)).member(0)))

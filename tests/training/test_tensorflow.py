@@ -91,7 +91,7 @@ def layers(*given: keras.Layer) -> keras.Model:
 
 
 @here
-def test_an_array_is_borrowed_in_place_where_that_is_possible() -> None:
+def test_an_array_is_borrowed_without_a_copy_if_possible() -> None:
     total = as_total({"large": np.ones(LARGE, "float32"), "small": np.ones(3, "float32")})
     for name, in_place in (("large", True), ("small", False)):
         tensor = borrowed(total[name])
@@ -157,7 +157,7 @@ def test_computing_changes_nothing(kind: str, options: dict[str, Any]) -> None:
 
 
 @here
-def test_only_what_a_step_assigns_is_part_of_a_partial() -> None:
+def test_a_partial_has_only_the_variables_that_a_step_assigns() -> None:
     frozen = keras.layers.BatchNormalization()
     frozen.trainable = False
     model = layers(
@@ -216,7 +216,7 @@ def test_assignments_within_nested_graphs_are_found(how: str) -> None:
 
 
 @here
-def test_a_generator_that_no_layer_owns_is_mixed_like_the_others() -> None:
+def test_a_generator_outside_of_layers_is_mixed_like_the_others() -> None:
     class Noise(keras.layers.Layer):  # type: ignore[misc]
         def call(self, inputs: Any) -> Any:
             return inputs + keras.random.normal(keras.ops.shape(inputs))
@@ -235,7 +235,7 @@ def test_a_generator_that_no_layer_owns_is_mixed_like_the_others() -> None:
 
 
 @here
-def test_gradients_are_dense_and_those_that_are_none_stay_away() -> None:
+def test_gradients_are_dense_and_missing_ones_are_omitted() -> None:
     class Both(keras.Model):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -391,7 +391,7 @@ def test_a_step_that_replicas_cannot_compute_is_refused(
 
 
 @here
-def test_an_error_in_a_layer_is_not_hidden_by_what_follows_from_it() -> None:
+def test_an_error_in_a_layer_is_not_hidden_by_its_consequences() -> None:
     class Broken(keras.layers.Layer):
         def call(self, x: Any) -> Any:
             raise ValueError("no good")
@@ -404,7 +404,7 @@ def test_an_error_in_a_layer_is_not_hidden_by_what_follows_from_it() -> None:
 
 
 @here
-def test_an_update_that_xla_does_not_know_is_applied_without_it() -> None:
+def test_an_update_that_xla_does_not_support_is_applied_without_xla() -> None:
     class Printing(keras.optimizers.SGD):  # type: ignore[misc]
         def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
             tf.py_function(lambda: None, [], [])
@@ -423,7 +423,7 @@ def test_an_update_that_xla_does_not_know_is_applied_without_it() -> None:
 
 
 @here
-def test_the_private_parts_are_there() -> None:
+def test_the_private_parts_of_tensorflow_exist() -> None:
     from tensorflow.python.framework import auto_control_deps_utils
     from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 

@@ -39,7 +39,7 @@ def tutorial(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[
     return run
 
 
-def in_lockstep_s_words(folder: Path) -> Path:
+def with_lockstep_names(folder: Path) -> Path:
     """The tutorial with `lockstep` in place of `tf.distribute`."""
     shutil.copy(TUTORIAL / "mnist.py", folder)
     text = (TUTORIAL / "main.py").read_text()
@@ -52,13 +52,13 @@ def in_lockstep_s_words(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_tutorial_as_it_stands(
+def test_the_unchanged_tutorial_trains(
     tutorial: Callable[..., list[list[str]]], tmp_path: Path, backend: str
 ) -> None:
     """It trains on two workers; with one worker and Lockstep's own names, it has the same bits."""
     pytest.importorskip(backend)
     first, second = tutorial(TUTORIAL / "main.py", backend, "--tf-distribute", "-n", "2")
-    script = in_lockstep_s_words(tmp_path)
+    script = with_lockstep_names(tmp_path)
     (alone,) = tutorial(script, backend, "-n", "1", "--replicas", "2")
     assert first[0] == second[0] == alone[0]
     assert first[1] == second[1] == "strategy: lockstep.strategy.mirrored"
@@ -85,7 +85,7 @@ def test_scripts_find_lockstep_and_keras_finds_tensorflow(names: Any) -> None:
     assert names.marked(0, "keras finds:") in ([], ["keras finds: tensorflow 1"])
 
 
-def test_what_is_not_served_is_refused_when_it_is_called(names: Any) -> None:
+def test_unsupported_names_are_refused_when_they_are_called(names: Any) -> None:
     said = names.marked(0, "refused: tf.distribute.")
     refused = ["ParameterServerStrategy", "TPUStrategy", "experimental.CentralStorageStrategy"]
     refused += ["coordinator.ClusterCoordinator", "experimental_set_strategy"]
@@ -96,18 +96,18 @@ def test_what_is_not_served_is_refused_when_it_is_called(names: Any) -> None:
         )
 
 
-def test_a_strategy_may_come_after_devices_and_sessions(names: Any) -> None:
+def test_a_strategy_may_follow_devices_and_sessions(names: Any) -> None:
     assert names.marked(0, "computed:") == ["computed: 2", "computed: 3"]
 
 
-def test_one_file_is_read_to_its_end_by_two_workers(names: Any) -> None:
-    """Two epochs of 5 steps and 70 examples, all of which the loss and the accuracy count."""
+def test_two_workers_read_one_file_to_its_end(names: Any) -> None:
+    """The loss and the accuracy count all 70 examples of the 5 steps of two epochs."""
     (trained,) = names.marked(0, "trained:")
     assert trained.startswith("trained: 10 70 70 ")
     assert names.marked(1, "trained:") == [trained]
 
 
-def test_strategies_of_tensorflow_s_own_are_refused_by_name(launch: Callable[..., Any]) -> None:
+def test_strategies_of_tensorflow_are_refused_by_name(launch: Callable[..., Any]) -> None:
     """Without the option, they would train outside of the job; the default strategy is allowed."""
     run = launch("-n 2", "tf_strategies.py", backend="tensorflow")
     assert run.status == 1

@@ -9,14 +9,14 @@ from lockstep.observability.events import StepEnded
 PARTS = ("input", "compute", "wait", "exchange", "update", "other")
 
 
-def test_each_step_is_heard_with_its_parts(launch: Callable[..., object], backend: str) -> None:
+def test_a_subscriber_receives_each_step_with_its_parts(launch: Callable[..., object], backend: str) -> None:
     run = launch("-n 2 --replicas 4 --tee all", "timed_steps.py", backend=backend)
     assert run.status == 0, run.stderr
     assert set(StepEnded.__struct_fields__) == {"call", "number", "seconds", *PARTS, "logs"}
-    heard = {}
+    steps_of = {}
     for worker in (0, 1):
-        (unheard,), (digest,) = run.marked(worker, "unheard "), run.marked(worker, "heard ")
-        assert unheard.split()[1] == digest.split()[1]
+        (without,), (digest,) = run.marked(worker, "without "), run.marked(worker, "with ")
+        assert without.split()[1] == digest.split()[1]
         assert run.marked(worker, "lost ") == ["lost 0"]
         steps = [json.loads(line.removeprefix("step ")) for line in run.marked(worker, "step ")]
         names = [(step["call"].partition(" ")[0], step["number"]) for step in steps]
@@ -28,8 +28,8 @@ def test_each_step_is_heard_with_its_parts(launch: Callable[..., object], backen
             assert math.isclose(sum(step[part] for part in PARTS), step["seconds"], abs_tol=1e-6), step
             assert min(step["input"], step["compute"], step["exchange"], step["update"]) > 0, step
             assert math.isfinite(step["loss"])
-        heard[worker] = steps
-    assert [step["loss"] for step in heard[0]] == [step["loss"] for step in heard[1]]
-    waiting, holding = heard[0][2], heard[1][2]
+        steps_of[worker] = steps
+    assert [step["loss"] for step in steps_of[0]] == [step["loss"] for step in steps_of[1]]
+    waiting, holding = steps_of[0][2], steps_of[1][2]
     assert waiting["wait"] >= 0.2, waiting
     assert holding["other"] >= 0.2, holding

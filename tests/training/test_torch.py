@@ -43,7 +43,7 @@ def test_in_a_process_with_the_pytorch_backend(lean: Callable[..., dict[str, str
 
 
 @pytest.fixture(autouse=True)
-def as_it_was() -> Iterator[None]:
+def unchanged() -> Iterator[None]:
     yield
     if HERE:
         torch.use_deterministic_algorithms(False)
@@ -94,7 +94,7 @@ def step_with(then: Any) -> type[keras.Model]:
 
 
 @here
-def test_a_compute_leaves_every_bit_as_it_was() -> None:
+def test_a_compute_changes_no_bit() -> None:
     model = layers(keras.layers.BatchNormalization(), keras.layers.Dropout(0.5, seed=3))
     prepared = program(model, optimizer="adam")
     before, states = bits(model), (random.getstate(), torch.get_rng_state(), np.random.get_state()[1])
@@ -111,7 +111,7 @@ def test_a_compute_leaves_every_bit_as_it_was() -> None:
 
 @here
 @pytest.mark.parametrize("draw", ["dropout", "layer", "numpy", "random", "torch"])
-def test_what_is_drawn_follows_from_the_steps_seed_and_the_replica(draw: str) -> None:
+def test_draws_depend_only_on_the_seed_of_the_step_and_the_replica(draw: str) -> None:
     class Noise(keras.Layer):
         def call(self, inputs: Any) -> Any:
             drawn = {
@@ -184,7 +184,7 @@ def test_a_variable_without_a_gradient_keeps_its_value() -> None:
         lambda model: [model.optimizer.apply([1 + v for v in model.trainable_variables]), {}][1],
     ],
 )
-def test_a_step_that_uses_new_weights_is_computed_again_when_they_are_known(then: Any) -> None:
+def test_a_step_that_uses_new_weights_is_computed_again(then: Any) -> None:
     model = layers(cls=step_with(then))
     prepared = program(model)
     before = bits(model)
@@ -207,7 +207,7 @@ def test_a_step_that_uses_new_weights_is_computed_again_when_they_are_known(then
 
 @here
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_step_that_updates_weights_past_its_optimizers_is_refused(when: str) -> None:
+def test_a_step_that_updates_weights_without_its_optimizers_is_refused(when: str) -> None:
     # The model has no attribute for it.
     other = keras.optimizers.SGD(0.1)
 
@@ -304,7 +304,7 @@ def test_the_averages_of_pytorchs_own_normalization_are_layer_state() -> None:
 
 
 @here
-def test_tensors_over_memory_that_is_read_only() -> None:
+def test_tensors_over_read_only_memory() -> None:
     for dtype in ("float32", "float16", ml_dtypes.bfloat16, "int32"):
         array = np.arange(6).astype(dtype).reshape(2, 3)
         array.flags.writeable = False
@@ -327,7 +327,7 @@ def test_inputs_are_copied_to_aligned_memory() -> None:
 
 
 @here
-def test_what_keras_does_not_do_on_pytorch_is_refused_or_said() -> None:
+def test_features_that_keras_lacks_on_pytorch_are_refused_or_reported() -> None:
     with pytest.raises(ModelError, match="steps_per_execution is 2"):
         program(layers(), steps_per_execution=2)
     with pytest.warns(UserWarning, match="jit_compile=True is ignored"):
@@ -335,7 +335,7 @@ def test_what_keras_does_not_do_on_pytorch_is_refused_or_said() -> None:
 
 
 @here
-def test_equal_bits_are_switched_on_and_missed_where_the_script_switches_them_off() -> None:
+def test_determinism_is_on_and_a_note_reports_that_the_script_disables_it() -> None:
     torch.set_num_threads(2)
     model, backend = layers(), TorchBackend()
     model.compile("sgd", "mse")
@@ -348,7 +348,7 @@ def test_equal_bits_are_switched_on_and_missed_where_the_script_switches_them_of
 
 
 @here
-def test_replicas_begin_without_gradients_and_leave_those_from_outside() -> None:
+def test_replicas_begin_without_gradients_and_keep_outer_ones() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
     first, second = (keras.Variable(np.ones(2, "float32")) for _ in range(2))
     first.value.sum().backward()
@@ -366,7 +366,7 @@ def test_replicas_begin_without_gradients_and_leave_those_from_outside() -> None
 
 
 @here
-def test_replicas_draw_numbers_of_their_own_and_leave_the_global_states_alone() -> None:
+def test_replicas_draw_distinct_numbers_and_keep_the_global_states() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
     states = torch.get_rng_state(), np.random.get_state()[1]
     draws = (lambda: torch.rand(())), np.random.random, (lambda: keras.random.uniform(())), random.random
@@ -392,7 +392,7 @@ def test_results_keep_their_values_when_variables_change() -> None:
 
 
 @here
-def test_state_of_modules_of_pytorchs_own_is_refused_in_functions_of_replicas() -> None:
+def test_state_of_pytorch_modules_is_refused_in_functions_of_replicas() -> None:
     strategy = lockstep.MultiWorkerMirroredStrategy()
     module = torch.nn.BatchNorm1d(6)
     with pytest.raises(ModelError, match=r"changes BatchNorm1d\.running_mean, the state of a PyTorch module"):
@@ -402,7 +402,7 @@ def test_state_of_modules_of_pytorchs_own_is_refused_in_functions_of_replicas() 
 
 
 @here
-def test_values_come_back_under_their_own_keys() -> None:
+def test_values_keep_their_keys() -> None:
     """On PyTorch, `keras.tree.map_structure` visits the keys of a dict in another order than `flatten`."""
     strategy = lockstep.MultiWorkerMirroredStrategy()
     batches = strategy.experimental_distribute_dataset([{"x": X, "label": 100 + Y}])
@@ -414,7 +414,7 @@ def test_values_come_back_under_their_own_keys() -> None:
 
 
 @here
-def test_a_sum_of_losses_is_the_whole_batchs_in_a_step_of_the_programs_own() -> None:
+def test_a_sum_of_losses_in_a_custom_step_is_that_of_the_whole_batch() -> None:
     class Own(keras.Model):
         def train_step(self, data: Any) -> Any:
             x, y, _ = keras.utils.unpack_x_y_sample_weight(data)

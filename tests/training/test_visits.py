@@ -38,12 +38,12 @@ def passes(x: Any, shuffle: Any, seed: OrderSeed) -> list[list[float]]:
     visited = [looked]
     for _ in range(2):
         visited.append([row for batch in source.batches() for row in batch.read(slice(0, batch.examples))])
-        # Keras begins one more pass when one ends.
+        # Keras begins another pass when one ends.
         draw_as_a_loader()
     return visited
 
 
-def test_one_replica_is_plain_keras_whatever_is_random(plain: Callable[..., str], backend: str) -> None:
+def test_one_replica_has_the_random_order_of_plain_keras(plain: Callable[..., str], backend: str) -> None:
     printed = [line.split(maxsplit=1) for line in plain("ordering.py", backend=backend).splitlines()]
     alone, with_lockstep = (
         [line[1] for line in printed if line[0] == kind] for kind in ("plain", "lockstep")
@@ -54,7 +54,7 @@ def test_one_replica_is_plain_keras_whatever_is_random(plain: Callable[..., str]
 
 @pytest.mark.parametrize("shuffle", [True, "batch"])
 @pytest.mark.parametrize("make", [lambda: ROWS, Rows], ids=["arrays", "dataset"])
-def test_the_seed_of_the_script_decides_alone(make: Source, shuffle: Any) -> None:
+def test_only_the_seed_of_the_script_decides(make: Source, shuffle: Any) -> None:
     found = []
     for seed in (1, 2, 1):
         keras.utils.set_random_seed(seed)
@@ -74,7 +74,7 @@ def test_seeds_are_the_same_without_tensorflow(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("make", [lambda: ROWS, Rows], ids=["arrays", "dataset"])
-def test_without_one_each_call_and_each_pass_has_an_order_of_its_own_whatever_is_drawn(make: Source) -> None:
+def test_without_a_seed_each_call_and_pass_has_its_own_order(make: Source) -> None:
     keras.utils.clear_session()
     seeds = [order_seed(job_seed=1, call=call) for call in (1, 2, 1)]
     assert None not in seeds
@@ -88,7 +88,7 @@ def test_without_one_each_call_and_each_pass_has_an_order_of_its_own_whatever_is
 
 @pytest.mark.parametrize("shuffle", [True, "batch", False])
 @pytest.mark.parametrize("make", [lambda: ROWS, Rows], ids=["arrays", "dataset"])
-def test_the_order_is_shown_before_it_is_drawn(make: Source, shuffle: Any) -> None:
+def test_the_order_is_known_before_it_is_drawn(make: Source, shuffle: Any) -> None:
     keras.utils.set_random_seed(5)
     x: Any = make()
     table = show_input(x, batch_size=6, shuffle=shuffle, steps=20, replicas=1, epoch=2)

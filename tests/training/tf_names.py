@@ -1,4 +1,4 @@
-"""What a script finds under `tf.distribute`, and may do: run with `--tf-distribute` and two replicas."""
+"""The names that a script finds under `tf.distribute`: run with `--tf-distribute` and two replicas."""
 
 import tempfile
 from pathlib import Path
@@ -19,7 +19,7 @@ ROWS = 70
 
 
 def facts() -> tuple[object, ...]:
-    """Where the program is, asked under TensorFlow's names."""
+    """The position of the program under TensorFlow's names."""
     context = tf.distribute.get_replica_context()
     return (
         tf.distribute.has_strategy(),
@@ -30,7 +30,7 @@ def facts() -> tuple[object, ...]:
 
 
 def begin_too_early() -> None:
-    """What TensorFlow's own strategy must come before: devices are set up, and used."""
+    """Configure and use devices, which must follow TensorFlow's own strategy."""
     (cpu,) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()])
     options = tf.compat.v1.ConfigProto(gpu_options=tf.compat.v1.GPUOptions(allow_growth=True))

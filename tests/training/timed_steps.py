@@ -1,6 +1,6 @@
 """Training with a subscriber to its steps: prints the digest without and with a subscriber, and the steps.
 
-Worker 1 holds up worker 0 after a step of the first epoch until its agent has noted that worker 0 waits.
+Worker 1 delays worker 0 after a step of the first epoch until the event log says that worker 0 waits.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ OWN.policy.report_every = 0.2
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(40, 6)).astype("float32")
 HELD = 1
-"""The batch, from 0, after which worker 1 holds up the others."""
+"""The batch, from 0, after which worker 1 delays the others."""
 
 
 @dataclasses.dataclass
 class Hold(keras.callbacks.Callback):
-    """Lets worker 0 wait."""
+    """Makes worker 0 wait."""
 
     epoch: int = 0
 
@@ -43,7 +43,7 @@ class Hold(keras.callbacks.Callback):
 
 
 def waits() -> bool:
-    """Whether worker 0 has been noted as waiting in the call that is heard."""
+    """Whether the event log says that worker 0 waits in the call with a subscriber."""
     assert OWN.context.folder is not None
     events = [json.loads(line) for line in (OWN.context.folder / "events.jsonl").read_text().splitlines()]
     return any(
@@ -62,10 +62,10 @@ def train(strategy: lockstep.Strategy) -> str:
 
 strategy = lockstep.MultiWorkerMirroredStrategy()
 CALLBACKS: list[Any] = []
-print("unheard", train(strategy))
+print("without", train(strategy))
 feed = OWN.events.feed(StepEnded)
 CALLBACKS.append(Hold())
-print("heard", train(strategy))
+print("with", train(strategy))
 feed.close()
 events, lost = feed.take(0)
 print("lost", lost)

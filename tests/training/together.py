@@ -26,7 +26,7 @@ def main() -> None:
     for divides, group in itertools.groupby(sys.argv[1:], lambda argument: argument == "--"):
         if not divides:
             name, *sys.argv[1:] = group
-            # As in a process of its own, names that Keras makes up begin anew.
+            # As in a new process, Keras numbers generated names from the start.
             keras.utils.clear_session()
             print("begins", name, *sys.argv[1:])
             PROGRAMS[name]()

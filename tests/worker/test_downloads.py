@@ -23,10 +23,10 @@ def turns(tmp_path: Path) -> Callable[..., Turns]:
     return make
 
 
-def test_the_same_call_of_another_worker_is_not_made_again(
+def test_the_same_call_of_another_worker_downloads_nothing(
     turns: Callable[..., Turns], tmp_path: Path
 ) -> None:
-    """The n-th calls of both are one download; a deleted file, or one of another run, is downloaded again."""
+    """A deleted file is downloaded again, and so is a file of another run."""
     file, made = tmp_path / "file", []
 
     def download() -> str:
@@ -50,7 +50,7 @@ def test_the_same_call_of_another_worker_is_not_made_again(
     assert len(made) == 5
 
 
-def test_the_next_worker_tries_what_has_failed(turns: Callable[..., Turns], tmp_path: Path) -> None:
+def test_the_next_worker_retries_a_failed_download(turns: Callable[..., Turns], tmp_path: Path) -> None:
     def fail() -> str:
         raise OSError("no route")
 
@@ -60,7 +60,7 @@ def test_the_next_worker_tries_what_has_failed(turns: Callable[..., Turns], tmp_
 
 
 @pytest.mark.parametrize(("job", "of"), [("7 run", "worker 0"), ("8 run", "another job (process ")])
-def test_who_waits_says_for_whom(
+def test_a_waiting_worker_reports_the_worker_or_job_that_downloads(
     turns: Callable[..., Turns], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, of: str
 ) -> None:
     monkeypatch.setattr(downloads, "_FIRST_REPORT", 0.0)
@@ -86,9 +86,7 @@ def test_who_waits_says_for_whom(
     assert event.of.startswith(of)
 
 
-def test_a_download_of_another_process_is_not_waited_for_without_end(
-    turns: Callable[..., Turns], tmp_path: Path
-) -> None:
+def test_the_wait_for_another_download_has_a_limit(turns: Callable[..., Turns], tmp_path: Path) -> None:
     def slow() -> str:
         with pytest.raises(PeerStuckError, match=r"worker 0 has not downloaded file within 0\.1 s; check"):
             turns(1, patience=0.1).take(ORIGIN, "file", "a", lambda: str(tmp_path))
@@ -97,8 +95,8 @@ def test_a_download_of_another_process_is_not_waited_for_without_end(
     assert turns(0).take(ORIGIN, "file", "a", slow) == str(tmp_path)
 
 
-def test_a_folder_that_cannot_be_used_is_passed_over(tmp_path: Path) -> None:
-    """Such as a home that is read-only or missing."""
+def test_an_unusable_folder_is_skipped(tmp_path: Path) -> None:
+    """Such a folder is a home that is read-only or missing."""
     (tmp_path / "file").touch()
     folders = (tmp_path / "file" / "below", tmp_path / "run")
     made = Turns(folders, tmp_path / "downloaded", "7", 0, lambda event: None)

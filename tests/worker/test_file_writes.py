@@ -1,4 +1,4 @@
-"""Which files are a program's own results, and which line writes them."""
+"""The files that are results of the program, and the lines that write them."""
 
 import os
 import sys
@@ -32,7 +32,9 @@ def places(tmp_path: Path) -> LibraryFolders:
         ("work/data.lock", False),
     ],
 )
-def test_places(places: LibraryFolders, tmp_path: Path, path: str, own: bool) -> None:
+def test_files_of_the_program_and_of_libraries_are_distinguished(
+    places: LibraryFolders, tmp_path: Path, path: str, own: bool
+) -> None:
     assert places.are_not_the_program_s(str(tmp_path / path)) is not own
 
 
@@ -42,7 +44,7 @@ def test_the_home_of_a_container_may_be_the_root() -> None:
     assert not places.are_not_the_program_s("/work/results.csv")
 
 
-def test_what_is_no_file_is_nobodys_result(places: LibraryFolders, tmp_path: Path) -> None:
+def test_only_regular_files_are_results(places: LibraryFolders, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (f"{tmp_path}/pipe", str(tmp_path), "/dev/null", "/proc/self/comm"):
         assert places.are_not_the_program_s(path)
@@ -51,7 +53,7 @@ def test_what_is_no_file_is_nobodys_result(places: LibraryFolders, tmp_path: Pat
 
 
 def called_through(*files: str) -> FrameType:
-    """Return the frame of a function that these files' code calls in turn, the last of them in its line 2."""
+    """Return the frame in line 2 of the last of these files, whose functions call each other in turn."""
     call: Callable[[], Any] = lambda: sys._getframe(1)  # noqa: E731
     for file in reversed(files):
         found: dict[str, Any] = {"call": call}
@@ -72,14 +74,14 @@ IMPORT = "<frozen importlib._bootstrap>"
         ([SCRIPT], "train.py:2"),
         ([SCRIPT, LIBRARY, os.__file__], "train.py:2"),
         ([SCRIPT, HELPER, "<string>", LIBRARY], "helper.py:2"),
-        # A callback of the program's own, and one of Keras's, which Lockstep calls on one worker.
+        # A callback of the program, and one of Keras, which Lockstep calls on one worker only.
         ([SCRIPT, OURS, HELPER], "helper.py:2"),
         ([SCRIPT, OURS, LIBRARY], None),
-        # What a library caches when it is imported, and what a module of the program writes.
+        # A library that writes a cache during its import, and a module of the program that writes.
         ([SCRIPT, IMPORT, LIBRARY], None),
         ([SCRIPT, IMPORT, HELPER], "helper.py:2"),
         (["<ipython-input-1-abc>", LIBRARY], "<ipython-input-1-abc>:2"),
     ],
 )
-def test_the_line_of_the_program(files: list[str], line: str | None) -> None:
+def test_the_line_of_the_program_that_writes_is_found(files: list[str], line: str | None) -> None:
     assert line_of_program(called_through(*files)) == line

@@ -12,7 +12,7 @@ from lockstep.worker.import_hooks import when_imported
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The name of a module that can be imported, and has not been."""
+    """The name of a module that is not imported yet."""
     (tmp_path / "newly_found.py").write_text("steps = ['executed']\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", sys.meta_path.copy())
@@ -27,7 +27,7 @@ def note(text: str) -> object:
     return act
 
 
-def test_actions_follow_the_module_and_none_hides_another(module: str) -> None:
+def test_all_actions_on_a_module_follow_its_import(module: str) -> None:
     when_imported({module: note("first")})
     when_imported({module: note("second"), "never_imported": note("wrong")})
     assert module not in sys.modules
@@ -35,14 +35,14 @@ def test_actions_follow_the_module_and_none_hides_another(module: str) -> None:
     assert sorted(__import__(module).steps) == ["executed", "first", "second"]
 
 
-def test_what_is_there_is_acted_on_at_once_and_only_once(module: str) -> None:
+def test_an_imported_module_is_acted_on_at_once_and_only_once(module: str) -> None:
     steps = __import__(module).steps
     when_imported({module: note("now")})
     assert steps == ["executed", "now"]
     assert __import__(module).steps == ["executed", "now"]
 
 
-def test_a_module_that_nobody_finds_is_not_there(module: str) -> None:
+def test_a_module_that_does_not_exist_is_not_found(module: str) -> None:
     when_imported({"never_imported": note("wrong")})
     with pytest.raises(ModuleNotFoundError, match="never_imported"):
         __import__("never_imported")

@@ -33,7 +33,7 @@ def files(tmp_path: Path) -> CompilationCache:
 
 
 def other(tmp_path: Path) -> "subprocess.Popen[bytes]":
-    """A process that has found no entry, and is about to make it."""
+    """Start a process that has found no entry and compiles it."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "cache")]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -41,7 +41,7 @@ def other(tmp_path: Path) -> "subprocess.Popen[bytes]":
     return process
 
 
-def test_what_was_put_is_there_for_others(files: CompilationCache, tmp_path: Path) -> None:
+def test_another_process_finds_an_entry(files: CompilationCache, tmp_path: Path) -> None:
     assert files.get("step") is None
     files.put("step", b"compiled")
     assert CompilationCache.open(tmp_path / "cache").get("step") == b"compiled"
@@ -49,7 +49,7 @@ def test_what_was_put_is_there_for_others(files: CompilationCache, tmp_path: Pat
 
 
 @pytest.mark.parametrize("which", ["", "cache"])
-def test_a_folder_into_which_others_could_put_code_is_not_used(tmp_path: Path, which: str) -> None:
+def test_a_folder_that_other_users_can_write_to_is_not_used(tmp_path: Path, which: str) -> None:
     CompilationCache.open(tmp_path / "cache")
     (tmp_path / which).chmod(0o777)
     with pytest.raises(
@@ -58,7 +58,7 @@ def test_a_folder_into_which_others_could_put_code_is_not_used(tmp_path: Path, w
         CompilationCache.open(tmp_path / "cache")
 
 
-def test_the_folder_that_was_checked_is_the_one_that_is_used(files: CompilationCache, tmp_path: Path) -> None:
+def test_the_folder_that_was_checked_is_used(files: CompilationCache, tmp_path: Path) -> None:
     files.put("step", b"compiled")
     (tmp_path / "cache").rename(tmp_path / "checked")
     (tmp_path / "cache").mkdir()
@@ -78,7 +78,7 @@ def test_links_are_not_followed(files: CompilationCache, tmp_path: Path) -> None
         CompilationCache.open(tmp_path / "linked")
 
 
-def test_that_nothing_is_kept_is_said(
+def test_a_note_says_why_nothing_is_cached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = SimpleNamespace(jax_compilation_cache_dir=None, jax_enable_compilation_cache=True)
@@ -93,7 +93,7 @@ def test_that_nothing_is_kept_is_said(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_there_are_no_locks_everybody_makes_what_is_missing(
+def test_without_locks_each_process_compiles_missing_entries(
     files: CompilationCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -106,14 +106,16 @@ def test_where_there_are_no_locks_everybody_makes_what_is_missing(
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"x" * 40])
-def test_what_is_damaged_is_made_again(files: CompilationCache, tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_entry_is_replaced(files: CompilationCache, tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "cache" / "step").write_bytes(damage)
     assert files.get("step") is None
     files.put("step", b"compiled")
     assert files.get("step") == b"compiled"
 
 
-def test_who_needs_what_another_process_makes_waits_for_it(files: CompilationCache, tmp_path: Path) -> None:
+def test_a_process_waits_for_an_entry_that_another_one_compiles(
+    files: CompilationCache, tmp_path: Path
+) -> None:
     with other(tmp_path) as process:
         assert process.stdin is not None
         process.stdin.write(b"\n")
@@ -121,14 +123,16 @@ def test_who_needs_what_another_process_makes_waits_for_it(files: CompilationCac
         assert files.get("step") == b"compiled"
 
 
-def test_nobody_waits_for_a_process_that_is_gone(files: CompilationCache, tmp_path: Path) -> None:
+def test_no_process_waits_for_one_that_has_ended(files: CompilationCache, tmp_path: Path) -> None:
     with other(tmp_path) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
         assert files.get("step") is None
 
 
-def test_nobody_waits_for_who_makes_something_else_by_now(files: CompilationCache, tmp_path: Path) -> None:
+def test_no_process_waits_for_one_that_compiles_another_entry(
+    files: CompilationCache, tmp_path: Path
+) -> None:
     again = HOLD.replace('print("makes', 'files.get("other"); print("makes')
     command = [sys.executable, "-c", again, str(tmp_path / "cache")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -138,7 +142,7 @@ def test_nobody_waits_for_who_makes_something_else_by_now(files: CompilationCach
         process.kill()
 
 
-def test_a_full_folder_loses_what_was_not_used_for_the_longest_time(
+def test_a_full_folder_loses_the_least_recently_used_entry(
     files: CompilationCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.worker.jax_cache._MOST_BYTES", 40)
@@ -150,19 +154,19 @@ def test_a_full_folder_loses_what_was_not_used_for_the_longest_time(
     assert files.get("new") is not None
 
 
-def test_a_folder_that_cannot_be_written_to_keeps_nothing(files: CompilationCache, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_caches_nothing(files: CompilationCache, tmp_path: Path) -> None:
     (tmp_path / "cache" / "turns").unlink()
     (tmp_path / "cache").rmdir()
     files.put("step", b"compiled")
     assert files.get("step") is None
 
 
-def test_processors_of_another_kind_have_another_name(tmp_path: Path) -> None:
-    told = "vendor_id\t: A\nmodel name\t: {}\ncpu MHz\t: {}\nflags\t: sse {}\n\nprocessor: 1\n"
+def test_different_processors_have_different_names(tmp_path: Path) -> None:
+    text = "vendor_id\t: A\nmodel name\t: {}\ncpu MHz\t: {}\nflags\t: sse {}\n\nprocessor: 1\n"
     names = []
     for number, texts in enumerate([("one", 1, "avx"), ("one", 2, "avx"), ("two", 1, "avx"), ("one", 1, "")]):
         file = tmp_path / str(number)
-        file.write_text(told.format(*texts))
+        file.write_text(text.format(*texts))
         names.append(processor(file))
     assert names[0] == names[1]
     assert len(set(names)) == 3

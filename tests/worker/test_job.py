@@ -1,4 +1,4 @@
-"""A job's calls of the exchange where workers differ: which continue, and which end."""
+"""Calls of the exchange in which workers differ: some workers continue, others exit."""
 
 from dataclasses import FrozenInstanceError, dataclass, field
 from typing import NoReturn
@@ -54,7 +54,7 @@ def job_of(worker: int, began_with: int | None) -> tuple[Job, Agent]:
     return Job(context, (view, by_itself(place(1, (0,)))), agent), agent
 
 
-def test_a_call_is_made_again_without_those_that_joined_and_differ() -> None:
+def test_a_call_is_repeated_without_joined_workers_that_differ() -> None:
     job, agent = job_of(worker=0, began_with=4)
     call = Call((4, 5))
     assert job.exchange(call) == "done"
@@ -63,7 +63,7 @@ def test_a_call_is_made_again_without_those_that_joined_and_differ() -> None:
     assert agent.calls == ["they differ"]
 
 
-def test_who_has_joined_and_differs_ends() -> None:
+def test_a_joined_worker_that_differs_exits() -> None:
     job, agent = job_of(worker=4, began_with=4)
     with pytest.raises(Ended):
         job.exchange(Call((4,)))
@@ -74,7 +74,7 @@ def test_who_has_joined_and_differs_ends() -> None:
 
 @pytest.mark.parametrize(("others", "began_with"), [((1,), 4), ((1, 4), 4), ((), 4), ((4,), None)])
 @pytest.mark.parametrize("worker", [0, 4])
-def test_otherwise_a_difference_is_an_error_everywhere(
+def test_any_other_difference_is_an_error_on_every_worker(
     others: tuple[int, ...], began_with: int | None, worker: int
 ) -> None:
     job, agent = job_of(worker, began_with)
@@ -87,12 +87,12 @@ def test_otherwise_a_difference_is_an_error_everywhere(
     assert agent.calls == []
 
 
-def test_a_process_by_itself_has_nobody_to_leave() -> None:
+def test_a_single_process_that_differs_raises_the_error() -> None:
     with pytest.raises(DisagreementError, match=r"^they differ$"):
         Alone().end_differing(DisagreementError("they differ", (1,)))
 
 
-def test_what_a_worker_knows_of_its_job_cannot_be_changed() -> None:
+def test_the_context_of_a_job_is_frozen() -> None:
     job, _ = job_of(worker=0, began_with=4)
     with pytest.raises(FrozenInstanceError):
         job.context.seed = 1  # type: ignore[misc]
@@ -105,7 +105,7 @@ def test_a_process_with_the_task_of_an_evaluator_evaluates() -> None:
     assert job.evaluates
 
 
-def test_a_block_aside_computes_all_replicas_and_comes_back() -> None:
+def test_a_detached_block_owns_all_replicas_until_its_end() -> None:
     job, _ = job_of(worker=4, began_with=4)
     before = job.view, job.communicator, job.joins
     with job.detached():
@@ -115,7 +115,7 @@ def test_a_block_aside_computes_all_replicas_and_comes_back() -> None:
 
 
 @pytest.mark.parametrize(("worker", "done"), [(0, ["first", "second"]), (1, [])])
-def test_the_chief_does_what_is_left_at_the_end(worker: int, done: list[str]) -> None:
+def test_only_the_chief_runs_the_actions_at_the_end(worker: int, done: list[str]) -> None:
     job, _ = job_of(worker, began_with=4)
     did: list[str] = []
     job.at_end(lambda: did.append("first"))
@@ -124,7 +124,7 @@ def test_the_chief_does_what_is_left_at_the_end(worker: int, done: list[str]) ->
     assert did == done
 
 
-def test_events_of_the_first_time_are_reported_once() -> None:
+def test_first_events_are_reported_once() -> None:
     view, events, published = place(1, (0,)), Bus(SystemClock(), 0), list[Event]()
     events.subscribe(lambda entry: published.append(entry.event), *WORKER_EVENTS)
     job = Job(JobContext(0, 0, 1, events), (view, by_itself(view)))

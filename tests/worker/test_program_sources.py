@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from lockstep.worker.script import Script
 from lockstep.worker.program_sources import keep_sources, own_sources
-keep_sources(Path(sys.argv[1]), lambda path, what: print("told", Path(path).name, what))
+keep_sources(Path(sys.argv[1]), lambda path, what: print("note", Path(path).name, what))
 sys.argv[:] = sys.argv[2:]
 Script.parse(sys.argv).run()
 """
@@ -75,12 +75,12 @@ def program(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", [("train.py", "config.py"), ("-m", "package.train", "config.py")])
-def test_a_later_process_runs_the_texts_of_the_first(program: Path, command: tuple[str, ...]) -> None:
+def test_a_later_process_runs_the_sources_of_the_first(program: Path, command: tuple[str, ...]) -> None:
     files = [path for path in program.rglob("*.py") if path.parent.name != "kept"]
     first = run(program, *command)
     assert str(program / ("package" if "-m" in command else "")) in first
     assert "line 6, in fail\n    return 1 / 0  # the first text" in first
-    assert "told" not in first
+    assert "note" not in first
     assert {path.stat().st_mode & 0o777 for path in (program / "kept").iterdir()} == {0o600}
     assert not list(program.rglob("__pycache__"))
     read = [path for path in files if path.stat().st_size or path.name == "__init__.py"]
@@ -89,21 +89,21 @@ def test_a_later_process_runs_the_texts_of_the_first(program: Path, command: tup
     (program / "lazy.py").unlink()
     (program / "package" / "deep" / "inner.py").unlink()
     lines = run(program, *command).splitlines()
-    said = [line for line in lines if line.startswith("told")]
+    said = [line for line in lines if line.startswith("note")]
     assert [line for line in lines if line not in said] == first.splitlines()
-    assert "told train.py has changed; this worker uses the version that the job read first" in said
+    assert "note train.py has changed; this worker uses the version that the job read first" in said
     assert {line.split()[1] for line in said} >= {"lazy.py", "part.py", "config.py", "inner.py"}
 
 
-def test_what_cannot_be_kept_is_named_and_read(program: Path) -> None:
+def test_a_source_that_cannot_be_saved_is_named_and_read(program: Path) -> None:
     (program / "train.py").write_text("print('ran')")
     (program / "kept").rmdir()
     first, *_, last = run(program, "train.py").splitlines()
-    assert first.startswith("told train.py cannot be saved (No such file or directory)")
+    assert first.startswith("note train.py cannot be saved (No such file or directory)")
     assert last == "ran"
 
 
-def test_libraries_are_not_the_programs_own() -> None:
+def test_sources_of_libraries_do_not_belong_to_the_program() -> None:
     assert not is_own(os.__file__)
     assert not is_own(pytest.__file__)
     assert not is_own(sys.modules["lockstep"].__file__ or "")

@@ -1,4 +1,4 @@
-"""A script is found, and run, as `python` itself would."""
+"""Scripts are found and run as by `python`."""
 
 import re
 import subprocess
@@ -51,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
         ["-m", "package"],
     ],
 )
-def test_it_sees_what_python_shows(arguments: list[str], folder: Path) -> None:
+def test_a_script_has_the_environment_of_python(arguments: list[str], folder: Path) -> None:
     assert run(["-P", "-c", RUN, *arguments], folder) == run(arguments, folder)
 
 
@@ -70,7 +70,7 @@ def test_it_sees_what_python_shows(arguments: list[str], folder: Path) -> None:
         (Script("math", True), "-m math: it has no Python code to run"),
     ],
 )
-def test_what_cannot_be_found_is_named(
+def test_a_missing_script_is_named(
     script: Script, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -165,11 +165,11 @@ def test_an_error_of_lockstep_in_one_line(error: LockstepError, text: str) -> No
 
 
 @pytest.mark.parametrize("script", [Script("a.py", False, ("-m", "x")), Script("a.b", True, ("-m", "x"))])
-def test_the_command_line_is_what_parse_reads(script: Script) -> None:
+def test_parse_reads_the_command_line(script: Script) -> None:
     assert Script.parse(script.command_line) == script
 
 
-def test_an_error_whose_text_a_library_has_passed_on_is_found_again() -> None:
+def test_an_error_that_a_library_wraps_is_found() -> None:
     first, last = ModelError("no such step"), ModelError("no such loss")
     keep_original(first)
     keep_original(last)

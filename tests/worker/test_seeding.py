@@ -23,20 +23,20 @@ def run(*statements: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_what_is_imported_later_is_seeded(name: str) -> None:
+def test_a_package_that_is_imported_later_is_seeded(name: str) -> None:
     pytest.importorskip(name)
     load, seed, draw = DRAWN[name]
     first, expected = run(SEEDED, load, f"print({draw})", seed, f"print({draw})")
     assert first == expected
 
 
-def test_what_is_imported_already_is_seeded_too() -> None:
+def test_an_imported_package_is_seeded_too() -> None:
     load, seed, draw = DRAWN["numpy"]
     first, expected = run(load, SEEDED, f"print({draw})", seed, f"print({draw})")
     assert first == expected
 
 
-def test_the_scripts_own_seed_stays() -> None:
+def test_the_seed_of_the_script_takes_precedence() -> None:
     load, _, draw = DRAWN["numpy"]
     script = (load, "numpy.random.seed(5)", load, f"print({draw})")
     assert run(SEEDED, *script) == run(*script)

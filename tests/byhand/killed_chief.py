@@ -1,6 +1,6 @@
-"""The custom loop of the examples, in which the chief dies once: behind the first checkpoint that it keeps.
+"""The custom loop of the examples; the chief kills itself once, after its first checkpoint.
 
-dying_loop.py FOLDER
+killed_chief.py FOLDER
 """
 
 import os
@@ -17,7 +17,7 @@ FOLDER = Path(sys.argv[1])
 save = tf.train.CheckpointManager.save
 
 
-def save_and_die(manager: Any, *args: Any, **kwargs: Any) -> Any:
+def save_and_kill(manager: Any, *args: Any, **kwargs: Any) -> Any:
     begun = FOLDER.exists() and any(FOLDER.glob("ckpt-*.index"))
     saved = save(manager, *args, **kwargs)
     if manager.directory == str(FOLDER) and not begun:
@@ -25,6 +25,6 @@ def save_and_die(manager: Any, *args: Any, **kwargs: Any) -> Any:
     return saved
 
 
-tf.train.CheckpointManager.save = save_and_die
+tf.train.CheckpointManager.save = save_and_kill
 sys.path.insert(0, str(EXAMPLES))
 runpy.run_path(str(EXAMPLES / "custom_loop_tensorflow.py"), run_name="__main__")

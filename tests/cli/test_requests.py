@@ -1,4 +1,4 @@
-"""From another terminal: `lockstep list`, `lockstep scale` and `lockstep stop`, with real jobs."""
+"""`lockstep list`, `lockstep scale` and `lockstep stop` from another terminal, on real jobs."""
 
 import os
 import signal
@@ -15,28 +15,28 @@ Gone = Callable[[list[int], float], bool]
 STAYS = "announce('worker'); stay()"
 
 
-def order(*arguments: str) -> "subprocess.CompletedProcess[str]":
+def command(*arguments: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *arguments], capture_output=True, text=True, timeout=600
     )
 
 
 def listed(name: str) -> list[str]:
-    """The lines of `lockstep list` about one job: others may run on this machine."""
-    done = order("list")
+    """Return the lines of `lockstep list` about one job; other jobs may run on this machine."""
+    done = command("list")
     assert done.returncode == 0
     return [line for line in done.stdout.splitlines() if line.split()[0] == name]
 
 
 @pytest.fixture
 def name(request: pytest.FixtureRequest) -> str:
-    """A name that no other job of this user has."""
-    return f"orders-{os.getpid()}-{request.node.name.replace('/', '-')[:40]}"
+    """A job name that is unique for this user."""
+    return f"requests-{os.getpid()}-{request.node.name.replace('/', '-')[:40]}"
 
 
 def begin(lockstep: Any, name: str, *options: str, text: str = STAYS) -> tuple[Any, list[int]]:
     running = lockstep.start("-n", "2", *options, lockstep.script(text), run=name)
-    return running, running.born(2)["worker"]
+    return running, running.announced(2)["worker"]
 
 
 def test_a_job_is_listed_until_it_ends(lockstep: Any, is_gone: Gone, name: str) -> None:
@@ -52,7 +52,7 @@ def test_a_job_is_listed_until_it_ends(lockstep: Any, is_gone: Gone, name: str) 
 
 def test_stop_ends_a_job_as_sigterm_does(lockstep: Any, is_gone: Gone, name: str) -> None:
     running, workers = begin(lockstep, name)
-    done = order("stop", name)
+    done = command("stop", name)
     assert is_gone(workers, 0)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == f"{name} has ended"
@@ -60,17 +60,17 @@ def test_stop_ends_a_job_as_sigterm_does(lockstep: Any, is_gone: Gone, name: str
     assert listed(name) == []
 
 
-def test_stop_kills_the_deaf(lockstep: Any, is_gone: Gone, name: str) -> None:
-    deaf = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS
-    running, workers = begin(lockstep, name, text=deaf)
-    assert order("stop", name).returncode == 0
+def test_stop_kills_workers_that_ignore_sigterm(lockstep: Any, is_gone: Gone, name: str) -> None:
+    ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAYS
+    running, workers = begin(lockstep, name, text=ignores)
+    assert command("stop", name).returncode == 0
     assert is_gone(workers, 0)
     assert running.end().status == 143
 
 
 def test_more_workers_than_replicas_are_refused(lockstep: Any, is_gone: Gone, name: str) -> None:
     running, workers = begin(lockstep, name, "--replicas", "4")
-    done = order("scale", name, "5")
+    done = command("scale", name, "5")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("lockstep: ")
     assert "4" in done.stderr
@@ -79,7 +79,7 @@ def test_more_workers_than_replicas_are_refused(lockstep: Any, is_gone: Gone, na
     assert running.end().status == 143
 
 
-def test_a_job_that_was_killed_has_no_name(lockstep: Any, is_gone: Gone, name: str) -> None:
+def test_a_killed_job_is_not_listed(lockstep: Any, is_gone: Gone, name: str) -> None:
     running, workers = begin(lockstep, name)
     agent = os.pidfd_open(running.agent())
     signal.pidfd_send_signal(agent, signal.SIGKILL)
@@ -87,16 +87,16 @@ def test_a_job_that_was_killed_has_no_name(lockstep: Any, is_gone: Gone, name: s
     assert is_gone([*workers, agent], 300)
     running.end()
     assert listed(name) == []
-    assert order("stop", name).returncode == 2
+    assert command("stop", name).returncode == 2
 
 
-def test_two_jobs_of_one_name_are_told_apart(lockstep: Any, is_gone: Gone, name: str) -> None:
+def test_two_jobs_with_one_name_are_distinguished(lockstep: Any, is_gone: Gone, name: str) -> None:
     first, workers = begin(lockstep, name)
     second, others = begin(lockstep, f"elsewhere/{name}")
-    assert order("stop", f"{name}-2").returncode == 0
+    assert command("stop", f"{name}-2").returncode == 0
     assert second.end().status == 143
     assert is_gone(others, 0)
     assert len(listed(name)) == 1
-    assert order("stop", name).returncode == 0
+    assert command("stop", name).returncode == 0
     assert first.end().status == 143
     assert is_gone(workers, 0)
