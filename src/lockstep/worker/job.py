@@ -329,8 +329,8 @@ class Job:
         Raises:
             PeerLostError: the job is over.
         """
-        contents, place = self.membership.join()
-        self._enter(place)
+        contents, admitted = self.membership.join()
+        self._enter(admitted)
         self._joins = False
         self._undone.clear()
         return contents

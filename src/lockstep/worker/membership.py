@@ -79,7 +79,7 @@ class AgentMembership:
         Raises:
             PeerLostError: the job is over.
         """
-        return self._place(self._receive())
+        return self._enter_announced(self._receive())
 
     def next_place(self, lost: PeerLostError) -> Place:
         """Wait for the view after the one that ended with `lost`, and enter it.
@@ -93,7 +93,7 @@ class AgentMembership:
         answer = self._client.next_view(patience)
         if answer is None:
             raise PeerLostError(f"{lost}; the agent has not announced the next view within {patience:.0f} s")
-        return self._place(answer)
+        return self._enter_announced(answer)
 
     def end_differing(self, differs: DisagreementError) -> NoReturn:
         """Report to the agent why this worker ends, and end the process; the others continue without it."""
@@ -127,7 +127,7 @@ class AgentMembership:
         message = self._receive()
         if isinstance(message, Position):
             return self._states.fetch(message.state)
-        self._place(message)
+        self._enter_announced(message)
         raise InternalError("the agent admitted a worker that had not asked to join")
 
     def join(self) -> tuple[Contents, Place]:
@@ -139,10 +139,10 @@ class AgentMembership:
         self._buffers.map_allocated()
         self._client.request_to_join(whole=True)
         message = self._receive()
-        place = self._place(message)
+        admitted = self._enter_announced(message)
         if not isinstance(message, NewView) or message.state is None:
             raise InternalError("the agent admitted a worker without the state")
-        return self._states.fetch(message.state), place
+        return self._states.fetch(message.state), admitted
 
     def _receive(self) -> AgentMessage:
         # The agent says when the job is over, and if it dies, this process dies too.
@@ -150,7 +150,7 @@ class AgentMembership:
         assert message is not None
         return message
 
-    def _place(self, message: AgentMessage) -> Place:
+    def _enter_announced(self, message: AgentMessage) -> Place:
         match message:
             case NewView(number, workers, endpoint):
                 view = place(self._config.replicas, workers, number)
