@@ -166,7 +166,7 @@ def prepare(faults: Faults) -> None:
 
     reduce = communicator.SharedCommunicator.reduce
     communicator.SharedCommunicator.reduce = restart  # type: ignore[method-assign]
-    halfway("publish", "merges", "halfway through publishing", "published")
+    halfway("publish", "local_sums", "halfway through publishing", "published")
     halfway("sum", "total", "halfway through summing", "summed")
     PackedReduce.publish = published  # type: ignore[method-assign]
     PackedReduce.sum = summed  # type: ignore[method-assign]

@@ -398,7 +398,7 @@ def test_a_timeout_ends_the_view_for_all_members(world: World) -> None:
     assert PeerStuckError in (outcomes[0].error, outcomes[1].error)
     for outcome in outcomes[:2]:
         assert outcome.error in (PeerStuckError, PeerLostError)
-        assert re.search(r"waited 2\.\d s for worker 2 in barrier for step 5", outcome.message)
+        assert re.search(r"waited \d+\.\d s for worker 2 in barrier for step 5", outcome.message)
 
 
 # Invalid arguments.

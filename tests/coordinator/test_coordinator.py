@@ -214,6 +214,26 @@ def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
     assert made.instructions.index(ReportAll()) < made.instructions.index(SignalProcess(0, signal.SIGINT))
 
 
+def test_a_report_in_the_same_turn_as_its_deadline_stops_the_job_once(
+    job: Callable[[State], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "_REPORT_PATIENCE", 0.0)
+    made = job(new_state())
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case ReportAll():
+                return [AllReported()]
+            case SignalProcess(worker, number):
+                return [ProcessExited(worker, -number)]
+        return ends(instruction)
+
+    made.reacts = react
+    made.command.send(Stop(signal.SIGINT))
+    assert made.coordinator.run() == 130
+    assert len(made.entries("stop")) == 1
+
+
 def test_a_job_ends_without_the_last_report_of_its_agent(
     job: Callable[[State], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +244,7 @@ def test_a_job_ends_without_the_last_report_of_its_agent(
     )
     assert made.coordinator.run() == 0
     assert made.instructions[-1] == EndHost(0.5)
-    assert b"the agent has not ended all processes within 0.01 s\n" in (made.folder / "err").read_bytes()
+    assert b"the agent has not ended all processes within 0.51 s\n" in (made.folder / "err").read_bytes()
 
 
 def test_workers_do_not_wait_for_a_slow_terminal_once_the_job_is_stopped(

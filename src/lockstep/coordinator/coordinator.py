@@ -180,7 +180,8 @@ class Coordinator:
         stop = self._stops[0][1] if self._stops else None
         dues = [due for due in (self.state.due, waits, stop) if due is not None]
         self.loop.turn(max(0.0, min(dues) - self.clock.now()) if dues else None)
-        if stop is not None and self.clock.now() >= stop:
+        # The turn may have taken the report of the first stop.
+        if self._stops and self.clock.now() >= self._stops[0][1]:
             self._stop()
         if self.state.due is not None and self.clock.now() >= self.state.due:
             self._decide(job_events.DeadlinePassed())
@@ -503,7 +504,7 @@ class Coordinator:
             left = deadline - self.clock.now()
             self.loop.turn(max(0.0, left))
             if self._ended is None and left <= 0:
-                self._warn(f"the agent has not ended all processes within {_END_PATIENCE:g} s")
+                self._warn(f"the agent has not ended all processes within {end.grace + _END_PATIENCE:g} s")
                 return HostEnded()
         return self._ended
 
