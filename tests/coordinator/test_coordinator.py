@@ -16,7 +16,7 @@ from lockstep.coordinator.coordinator import Coordinator
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
-from lockstep.observability.events import RUN_EVENTS, StrategyInstalled
+from lockstep.observability.events import RUN_EVENTS, StopRequested, StrategyInstalled
 from lockstep.protocol.admin import (
     MAX_PACKET,
     AdminRequest,
@@ -217,8 +217,12 @@ def test_a_stop_does_not_wait_for_an_agent_that_does_not_report(
 def test_a_report_in_the_same_turn_as_its_deadline_stops_the_job_once(
     job: Callable[[State], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(coordinator, "_REPORT_PATIENCE", 0.0)
     made = job(new_state())
+    clock = made.coordinator.clock
+    later, now = [0.0], clock.now
+    monkeypatch.setattr(clock, "now", lambda: now() + later[0])
+    # As if it took a minute to publish the event.
+    made.coordinator.events.subscribe(lambda published: later.append(later.pop() + 60.0), StopRequested)
 
     def react(instruction: Instruction) -> list[HostReport]:
         match instruction:
