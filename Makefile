@@ -1,7 +1,7 @@
 # Everything runs in .venv, which is created when it is first needed. Any Python 3.11 or newer works.
 PYTHON ?= python3
 BIN := .venv/bin
-# Compiling on all cores takes a third of the time that pip needs; some packages have templates that do not compile.
+# pip compiles on one core; this uses all. Some packages contain templates that do not compile.
 INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 COMPILE := $(BIN)/python -m compileall -q -j 0 .venv/lib > /dev/null || true
 

@@ -128,6 +128,16 @@ def ends(instruction: Instruction) -> list[HostReport]:
     return [HostEnded()] if isinstance(instruction, EndHost) else []
 
 
+def obeys(instruction: Instruction) -> list[HostReport]:
+    """The reports of an agent whose workers a signal ends at once."""
+    match instruction:
+        case ReportAll():
+            return [AllReported()]
+        case SignalProcess(worker, number):
+            return [ProcessExited(worker, -number)]
+    return ends(instruction)
+
+
 def test_the_agent_receives_the_first_view_and_then_starts_its_members(
     job: Callable[[State], Job],
 ) -> None:
@@ -224,15 +234,7 @@ def test_a_report_in_the_same_turn_as_its_deadline_stops_the_job_once(
     # As if it took a minute to publish the event.
     made.coordinator.events.subscribe(lambda published: later.append(later.pop() + 60.0), StopRequested)
 
-    def react(instruction: Instruction) -> list[HostReport]:
-        match instruction:
-            case ReportAll():
-                return [AllReported()]
-            case SignalProcess(worker, number):
-                return [ProcessExited(worker, -number)]
-        return ends(instruction)
-
-    made.reacts = react
+    made.reacts = obeys
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 130
     assert len(made.entries("stop")) == 1
@@ -256,15 +258,7 @@ def test_workers_do_not_wait_for_a_slow_terminal_once_the_job_is_stopped(
 ) -> None:
     made = job(new_state())
 
-    def react(instruction: Instruction) -> list[HostReport]:
-        match instruction:
-            case ReportAll():
-                return [AllReported()]
-            case SignalProcess(worker, number):
-                return [ProcessExited(worker, -number)]
-        return ends(instruction)
-
-    made.reacts = react
+    made.reacts = obeys
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 130
     assert made.instructions.index(DropOutput(True)) < made.instructions.index(ReportAll())
