@@ -143,7 +143,7 @@ def cases() -> Iterator[Case]:
 def given(x: Any, y: Any = None, *, shuffle: bool = False, batch_size: int | None = None) -> Any:
     from lockstep.keras.input.fit_inputs import global_input
 
-    return global_input(x, y, batch_size=batch_size, steps=None, shuffle=shuffle, seed=SEED, joint=False)
+    return global_input(x, y, batch_size=batch_size, steps=None, shuffle=shuffle, seed=SEED, unsplit=False)
 
 
 def arrays(x: Any, y: Any, steps: int, what: str) -> Case:

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
-from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input, whole_batch
+from lockstep.keras.input.fit_inputs import ArrayInput, GlobalInput, global_input
+from lockstep.keras.input.readings import whole_batch
 
 SEED = (0, 0, 1)
 OPTIONS: dict[str, Any] = {

@@ -11,7 +11,7 @@ import pytest
 
 import lockstep
 from lockstep.errors import DataError, ModelError, ScopeError
-from lockstep.keras.input.fit_inputs import whole_batch
+from lockstep.keras.input.readings import whole_batch
 from lockstep.observability.events import CallStarted, Event
 
 X = np.ones((9, 4), "float32")

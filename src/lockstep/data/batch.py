@@ -42,10 +42,8 @@ class GlobalBatch:
 
     def share(self, replica: int, replicas: int, seed: int = 0) -> Share:
         """Return the contiguous rows of `replica`; the shares of `replicas` differ by at most one row."""
-        quotient, remainder = divmod(self.examples, replicas)
-        count = quotient + (replica < remainder)
-        start = replica * quotient + min(replica, remainder)
-        rows = slice(start, start + count)
+        rows = replica_rows(self.examples, replica, replicas)
+        count = rows.stop - rows.start
         return Share(replica, count, count / self.examples, seed, lambda: self.read(rows))
 
 
@@ -72,6 +70,13 @@ class JoinedBatch(GlobalBatch):
         """Return the examples of `replica`."""
         count = self.counts[replica]
         return Share(replica, count, count / self.examples, seed, lambda: self.part(replica))
+
+
+def replica_rows(examples: int, replica: int, replicas: int) -> slice:
+    """Return the contiguous rows of `replica` in a batch; the counts of `replicas` differ by at most one."""
+    quotient, remainder = divmod(examples, replicas)
+    start = replica * quotient + min(replica, remainder)
+    return slice(start, start + quotient + (replica < remainder))
 
 
 def _scattered(rows: slice) -> NoReturn:

@@ -19,7 +19,7 @@ from lockstep.data.batch import GlobalBatch, Share
 from lockstep.errors import CheckpointError
 from lockstep.keras.backends.common import misfits_explained
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
-from lockstep.keras.input.fit_inputs import whole_batch
+from lockstep.keras.input.readings import whole_batch
 from lockstep.keras.numbered_calls import NumberedCalls
 from lockstep.keras.state.resumable_calls import CallFinishedElsewhere
 from lockstep.keras.state.snapshots import Snapshots

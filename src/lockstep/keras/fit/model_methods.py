@@ -29,10 +29,12 @@ from lockstep.keras.fit.exactness import (
 from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
+from lockstep.keras.input.readings import ReadingWorker
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
 from lockstep.keras.replica_run.step_loop import StepLoops
+from lockstep.keras.seeds import seed_of
 from lockstep.keras.sidecar_evaluator import EvaluatorFit
 from lockstep.keras.state.callback_states import (
     attribute_hashes,
@@ -383,9 +385,11 @@ class ModelMethods:
     def _input(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
         if not self._alone:
             explain_sharding(self._job, x)
-        seed = order_seed(self._job.context.seed, self._calls.current.number)
+        call = self._calls.current
+        order = order_seed(self._job.context.seed, call.number)
+        reader = ReadingWorker(self._job, seed_of(call.seed, call.number))
         options.setdefault("shuffle", False)
-        return global_input(x, y, sample_weight, **options, seed=seed, unsplit=self._alone)
+        return global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
 
     def _begin(
         self, call: NumberedCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]

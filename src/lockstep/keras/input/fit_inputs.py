@@ -6,7 +6,6 @@ This uses private parts of Keras's input handling, for their checks and conversi
 
 import struct
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import chain
 from math import inf
 from types import GeneratorType
@@ -33,6 +32,7 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
 from lockstep.keras.input.sources import Element
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
@@ -263,25 +263,55 @@ class DatasetInput(GlobalInput):
         self._dataset.inner.on_epoch_end()
 
 
+class JointReading:
+    """The `Reading` of a dataset of which every worker reads everything.
+
+    Args:
+        inner: Keras's adapter of the dataset.
+        reader: this worker; without it, all rows are compared.
+        why: the reason.
+    """
+
+    def __init__(self, inner: DataAdapter, reader: ReadingWorker | None = None, why: str = "") -> None:
+        self._inner = inner
+        self._reader = reader
+        self._passes = 0
+        self.way = Way("every worker reads the whole dataset", why)
+
+    def begin(self) -> Iterator[GlobalBatch]:
+        """Begin the next pass; yield its global batches, which every worker reads."""
+        number, self._passes = self._passes, self._passes + 1
+        return (self._batch(data, number, step) for step, data in enumerate(_begin(self._inner)))
+
+    def _batch(self, data: Any, number: int, step: int) -> GlobalBatch:
+        if self._reader is None:
+            return whole_batch(data, step)
+        return whole_batch(data, step, compared_rows(self._reader.checks, number, step))
+
+
 class StreamInput(GlobalInput):
     """An input that can only be read in its own order: `tf.data`, a PyTorch `DataLoader`, a generator.
 
-    Every worker reads all of it; the hash of each batch shows whether all workers read the same.
+    Args:
+        inner: Keras's adapter.
+        kind: of the dataset, for messages.
+        reading: how the workers read it.
     """
 
-    def __init__(self, inner: DataAdapter, kind: str, *, unsplit: bool) -> None:
+    def __init__(self, inner: DataAdapter, kind: str, reading: Reading, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
         self._kind = kind
-        self._begun: Iterator[Any] | None = None
+        self._reading = reading
+        self._begun: Iterator[GlobalBatch] | None = None
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
         begun, self._begun = self._begun, None
-        return (whole_batch(data, step) for step, data in enumerate(begun or self._begin()))
+        return begun or self._begin()
 
-    def _begin(self) -> Iterator[Any]:
+    def _begin(self) -> Iterator[GlobalBatch]:
         self.before_pass()
-        return _begin(self._inner)
+        return self._reading.begin()
 
     def get_tf_dataset(self) -> Any:
         """Return Keras's own dataset if nothing is split."""
@@ -292,8 +322,11 @@ class StreamInput(GlobalInput):
         return map(_tensors, self._next_pass())
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of batches, which are compared when they are read."""
-        return {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
+        """Describe the number of batches, which are compared when they are read, and how that is done."""
+        return {
+            "data": f"{self._kind} of {self.num_batches or 'some'} batches",
+            "data reading": str(self._reading.way),
+        }
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.
@@ -311,7 +344,7 @@ class StreamInput(GlobalInput):
         rest = self._begun or self._begin()
         first = next(rest)
         self._begun = chain([first], rest)
-        return first
+        return first.read(slice(0, first.examples))
 
 
 class DistributedInput(GlobalInput):
@@ -398,8 +431,21 @@ def global_input(
     class_weight: Any = None,
     seed: OrderSeed,
     unsplit: bool,
+    reader: ReadingWorker | None = None,
 ) -> GlobalInput:
     """Convert the input of `fit` or `evaluate` into global batches.
+
+    Args:
+        x: the input, or its examples.
+        y: their targets.
+        sample_weight: their weights.
+        batch_size: the global batch size, for arrays.
+        steps: the number of steps in an epoch.
+        shuffle: whether arrays and a `PyDataset` are visited in another order.
+        class_weight: weights by class.
+        seed: determines that order.
+        unsplit: see `GlobalInput`.
+        reader: this worker; without it, it reads all of each batch.
 
     Raises:
         DataError: an input of this type, or in this combination, is not supported.
@@ -423,7 +469,7 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        return StreamInput(inner, type(x).__name__, unsplit=unsplit)
+        return StreamInput(inner, type(x).__name__, JointReading(inner, reader), unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
@@ -436,45 +482,6 @@ def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tup
         (x, y, sample_weight), validation_split=fraction
     )
     return training, validation
-
-
-def whole_batch(data: Any, step: int = 0) -> GlobalBatch:
-    """Wrap a batch of which every worker holds all rows, without copying it.
-
-    Raises:
-        DataError: it has no rows.
-    """
-    leaves, pack = parts_of(data)
-    leaves = [None if leaf is None else on_host(leaf) for leaf in leaves]
-    known = [leaf for leaf in leaves if leaf is not None]
-    if not known or not known[0].shape or not known[0].shape[0]:
-        raise DataError(f"batch {step + 1} of the input has no rows")
-
-    examples = known[0].shape[0]
-
-    def read(rows: slice) -> Any:
-        return pack([None if leaf is None else leaf[_in_proportion(rows, examples, leaf)] for leaf in leaves])
-
-    return GlobalBatch(examples, read, cache(lambda: digest_arrays(known, struct.pack("<q", step))))
-
-
-def _in_proportion(rows: slice, examples: int, leaf: Any) -> slice:
-    """Return the rows of one part of a batch that belong to `rows` of its first part of `examples` rows.
-
-    Raises:
-        DataError: replicas cannot split both in proportion.
-    """
-    count = len(leaf) if leaf.shape else 0
-    if count == examples:
-        return rows
-    start, first = divmod(rows.start * count, examples)
-    stop, last = divmod(rows.stop * count, examples)
-    if first or last or not count:
-        raise DataError(
-            f"a batch has parts of {examples} and {count} rows, which replicas cannot split in proportion: "
-            "give all parts the same number of rows, or multiples of the number of replicas"
-        )
-    return slice(start, stop)
 
 
 def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:

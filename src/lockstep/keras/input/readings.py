@@ -1,0 +1,172 @@
+"""How the workers of a job read one dataset of global batches: the contract of a reading, and its batches.
+
+A reading yields the same global batches on every worker, and a worker fetches the rows of its own replicas.
+What identifies a batch travels with each reduce as a hash. The rows themselves are compared in the steps that
+`SpotChecks` draws: there, every worker hashes the rows of one replica, and fetches them where needed.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from lockstep.data.batch import GlobalBatch, replica_rows
+from lockstep.data.digest import SpotChecks, digest_arrays
+from lockstep.errors import DataError
+from lockstep.keras.input.streams import on_host
+from lockstep.keras.nests import leaves_of, parts_of
+from lockstep.worker.job import Job
+
+
+@dataclass(frozen=True)
+class Way:
+    """How the workers of a job read a dataset, for the user.
+
+    Attributes:
+        how: what a worker reads, as a sentence without a full stop.
+        why: the reason, and what to change to make reading faster if that is possible.
+    """
+
+    how: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.how}: {self.why}"
+
+
+class Reading(Protocol):
+    """How the workers of a job read one dataset together."""
+
+    @property
+    def way(self) -> Way:
+        """What each worker reads, and why."""
+
+    def begin(self) -> Iterator[GlobalBatch]:
+        """Begin the next pass; yield its global batches. All workers do this together.
+
+        Where the dataset allows it, a batch that is not read costs only what identifies it: a joining worker
+        skips the batches that others have computed.
+        """
+
+
+@dataclass(frozen=True)
+class ReadingWorker:
+    """The worker that reads, and what it reads for.
+
+    Attributes:
+        job: of the replicas.
+        seed: 64 bits that determine the random numbers of the dataset's items, with the pass and the item.
+        joint: whether the user asks every worker to read everything.
+    """
+
+    job: Job
+    seed: int
+    joint: bool = False
+
+    def own_rows(self, examples: int) -> slice:
+        """Return the rows of this worker's replicas in a batch of `examples` rows; they are contiguous."""
+        view = self.job.view
+        own = view.replicas_of(self.job.worker)
+        first, last = (replica_rows(examples, replica, view.replicas) for replica in (own[0], own[-1]))
+        return slice(first.start, last.stop)
+
+    @property
+    def checks(self) -> SpotChecks:
+        """The steps in which workers compare rows."""
+        return SpotChecks(self.seed, self.job.view.replicas)
+
+    def partial_batch(
+        self, examples: int, read: Callable[[slice], Any], identity: bytes, number: int, step: int
+    ) -> GlobalBatch:
+        """Return a global batch of which this worker may hold some rows only.
+
+        Args:
+            examples: the number of its rows.
+            read: returns a range of rows as a nest of arrays; fetches those that this worker does not hold.
+            identity: of the batch in its pass; equal on all workers that read the same.
+            number: of the pass, from 0.
+            step: the index of the batch in the pass, from 0.
+        """
+        checks = self.checks
+
+        def check() -> bytes:
+            replica = checks.replica(number, step)
+            if replica is None:
+                return digest_arrays((), identity)
+            rows = read(replica_rows(examples, replica, checks.replicas))
+            return digest_arrays(map(on_host, leaves_of(rows)), identity)
+
+        return GlobalBatch(examples, read, cache(check))
+
+
+def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | None = None) -> GlobalBatch:
+    """Wrap a batch of which this worker holds all rows, without copying it.
+
+    Args:
+        data: a nest of arrays or tensors.
+        step: the index of the batch in its pass.
+        compared: returns the rows that all workers hash, given the number of examples; all by default.
+
+    Raises:
+        DataError: it has no rows.
+    """
+    leaves, pack = parts_of(data)
+    leaves = [None if leaf is None else on_host(leaf) for leaf in leaves]
+    known = [leaf for leaf in leaves if leaf is not None]
+    if not known or not known[0].shape or not known[0].shape[0]:
+        raise DataError(f"batch {step + 1} of the input has no rows")
+
+    examples = known[0].shape[0]
+
+    def taken(leaf: npt.NDArray[Any], rows: slice) -> npt.NDArray[Any]:
+        return leaf[_in_proportion(rows, examples, leaf)]
+
+    def read(rows: slice) -> Any:
+        return pack([None if leaf is None else taken(leaf, rows) for leaf in leaves])
+
+    def check() -> bytes:
+        rows = slice(0, examples) if compared is None else compared(examples)
+        hashed = (_near(leaf, rows, examples) for leaf in known)
+        return digest_arrays(hashed, struct.pack("<2q", step, examples))
+
+    return GlobalBatch(examples, read, cache(check))
+
+
+def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int], slice]:
+    """Return which rows of a batch that every worker holds are compared: the first, or those of a replica."""
+    replica = checks.replica(number, step)
+
+    def rows(examples: int) -> slice:
+        return slice(0, 1) if replica is None else replica_rows(examples, replica, checks.replicas)
+
+    return rows
+
+
+def _in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any]) -> slice:
+    """Return the rows of one part of a batch that belong to `rows` of its first part of `examples` rows.
+
+    Raises:
+        DataError: replicas cannot split both in proportion.
+    """
+    count = len(leaf) if leaf.shape else 0
+    if count == examples:
+        return rows
+    start, first = divmod(rows.start * count, examples)
+    stop, last = divmod(rows.stop * count, examples)
+    if first or last or not count:
+        raise DataError(
+            f"a batch has parts of {examples} and {count} rows, which replicas cannot split in proportion: "
+            "give all parts the same number of rows, or multiples of the number of replicas"
+        )
+    return slice(start, stop)
+
+
+def _near(leaf: npt.NDArray[Any], rows: slice, examples: int) -> npt.NDArray[Any]:
+    """Return at least the rows of one part of a batch that belong to `rows` of its first part."""
+    if not leaf.shape:
+        return leaf
+    count = len(leaf)
+    return leaf[rows.start * count // examples : -(-rows.stop * count // examples)]
