@@ -34,7 +34,7 @@ from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
 from lockstep.keras.input.sources import Element
-from lockstep.keras.input.streams import easily_freed, host_nest, on_host
+from lockstep.keras.input.streams import easily_freed, host_nest, is_tensorflow, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
 
@@ -469,7 +469,14 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        return StreamInput(inner, type(x).__name__, JointReading(inner, reader), unsplit=unsplit)
+        reading: Reading | str = ""
+        if reader is not None and not (unsplit or reader.joint) and is_tensorflow(x):
+            from lockstep.keras.input.tf_reading import tf_reading
+
+            reading = tf_reading(inner.get_tf_dataset(), reader, weighed=class_weight is not None)
+        if isinstance(reading, str):
+            reading = JointReading(inner, reader, reading)
+        return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
