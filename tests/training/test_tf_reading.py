@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -21,6 +22,7 @@ tf = pytest.importorskip("tensorflow")
 
 from lockstep.keras.input.tf_reading import MappedReading, tf_reading  # noqa: E402
 
+Launch = Callable[..., Any]
 REPLICAS = 4
 ROWS = 45
 """Batches of 8 leave 5 rows."""
@@ -383,9 +385,9 @@ def test_the_error_of_a_map_is_raised_where_its_rows_are_read() -> None:
     assert first.read(slice(0, 8)).tolist() == list(range(8))
     with pytest.raises(tf.errors.InvalidArgumentError, match="row 13 is broken"):
         second.read(slice(0, 8))
-    for batch in (second, third):
-        with pytest.raises(DataError, match="see the first error"):
-            batch.read(slice(0, 8))
+    with pytest.raises(DataError, match="see the first error"):
+        second.read(slice(0, 8))
+    assert third.read(slice(0, 8)).tolist() == list(range(16, 24))
 
 
 def test_weights_of_classes_are_added_to_own_rows() -> None:
@@ -402,6 +404,68 @@ def test_weights_of_classes_are_added_to_own_rows() -> None:
             assert [leaf.dtype for leaf in one.read(slice(0, 2))] == [
                 leaf.dtype for leaf in other.read(slice(0, 2))
             ]
+
+
+MARKS = ("fit ", "evaluate ", "predict ")
+
+
+def results(run: Any, worker: int) -> list[str]:
+    assert run.status == 0, run.stderr
+    return [line for mark in MARKS for line in run.marked(worker, mark)]
+
+
+@pytest.fixture
+def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
+    """A run on one worker."""
+    return lambda backend: undisturbed_run("-n 1 --replicas 4", "tf_pipelines.py", backend=backend)
+
+
+def rows_mapped(run: Any, worker: int) -> int:
+    (line,) = run.marked(worker, "rows ")
+    return int(line.split()[1])
+
+
+def test_a_lost_worker_does_not_change_a_training(
+    launch: Launch, backend: str, undisturbed: Callable[[str], Any]
+) -> None:
+    options = "-n 3 --replicas 4 --max-restarts 0"
+    run, whole = launch(options, "tf_pipelines.py", "lost1", backend=backend), undisturbed(backend)
+    assert len(results(whole, 0)) == 4
+    for worker in (0, 2):
+        assert results(run, worker) == results(whole, 0)
+    # Worker 2 has one replica of four, and two after the loss.
+    assert rows_mapped(run, 2) < 0.6 * rows_mapped(whole, 0)
+
+
+def test_a_joiner_reads_on_in_the_middle_of_a_pass(
+    launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any]
+) -> None:
+    options = "-n 2 --replicas 4 --min-workers 2"
+    run = launch(options, "tf_pipelines.py", "lost1", backend=thorough_backend)
+    for worker in (0, 2):
+        assert results(run, worker) == results(undisturbed(thorough_backend), 0)
+
+
+def test_a_job_resumes_in_the_middle_of_a_pass(
+    launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
+) -> None:
+    keeping = f"--checkpoint {tmp_path} --checkpoint-every 1"
+    options = f"-n 4 --replicas 4 {keeping}"
+    assert launch(options, "tf_pipelines.py", "killed", backend=thorough_backend).status == 137
+    run = launch(f"-n 2 {keeping}", "tf_pipelines.py", "killed", backend=thorough_backend)
+    assert "resuming from" in run.stderr
+    for worker in (0, 1):
+        assert results(run, worker) == results(undisturbed(thorough_backend), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_number_of_workers_does_not_change_a_training(
+    launch: Launch, backend: str, workers: int, undisturbed: Callable[[str], Any]
+) -> None:
+    run = launch(f"-n {workers} --replicas 4", "tf_pipelines.py", backend=backend)
+    for worker in range(workers):
+        assert results(run, worker) == results(undisturbed(backend), 0)
 
 
 UNFINISHED = """
