@@ -386,8 +386,9 @@ class ModelMethods:
         if not self._alone:
             explain_sharding(self._job, x)
         call = self._calls.current
-        order = order_seed(self._job.context.seed, call.number)
-        reader = ReadingWorker(self._job, seed_of(call.seed, call.number))
+        context = self._job.context
+        order = order_seed(context.seed, call.number)
+        reader = ReadingWorker(self._job, seed_of(call.seed, call.number), joint=context.joint_input)
         options.setdefault("shuffle", False)
         return global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
 

@@ -32,7 +32,14 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
+from lockstep.keras.input.readings import (
+    JOINT_INPUT,
+    Reading,
+    ReadingWorker,
+    Way,
+    compared_rows,
+    whole_batch,
+)
 from lockstep.keras.input.sources import Element
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
@@ -469,7 +476,8 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        return StreamInput(inner, type(x).__name__, JointReading(inner, reader), unsplit=unsplit)
+        why = JOINT_INPUT if reader is not None and reader.joint else ""
+        return StreamInput(inner, type(x).__name__, JointReading(inner, reader, why), unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"

@@ -20,6 +20,9 @@ from lockstep.keras.input.streams import on_host
 from lockstep.keras.nests import leaves_of, parts_of
 from lockstep.worker.job import Job
 
+JOINT_INPUT = "--input joint"
+"""The reason for joint reading where the user asks for it."""
+
 
 @dataclass(frozen=True)
 class Way:
