@@ -255,7 +255,8 @@ class ModelMethods:
                 return finished.result
             if self._alone and not self._models.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
-            data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
+            options = {"batch_size": given["batch_size"], "steps": given["steps"], "in_order": True}
+            data = self._input(given["x"], **options)
             samples = keras.backend.backend() == "jax"
             self._models.build(
                 model, "predict", lambda: self._sample(data, model) if samples else data.peek()

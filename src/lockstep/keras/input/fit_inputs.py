@@ -40,7 +40,8 @@ from lockstep.keras.input.readings import (
     compared_rows,
     whole_batch,
 )
-from lockstep.keras.input.sources import Element
+from lockstep.keras.input.shards import shard_pipelines
+from lockstep.keras.input.sources import Element, Source
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
@@ -376,12 +377,12 @@ class DistributedInput(GlobalInput):
     """A dataset that the program has distributed; elements are `(x, y, sample_weight)` or its first parts.
 
     Args:
-        dataset: of global batches, or with a pipeline per replica.
+        source: of global batches, or with a pipeline per replica.
     """
 
-    def __init__(self, dataset: DistributedDataset) -> None:
-        super().__init__(_DistributedSize(dataset), unsplit=False)
-        self._source = dataset.source
+    def __init__(self, source: Source) -> None:
+        super().__init__(_DistributedSize(source), unsplit=False)
+        self._source = source
 
     @property
     def way(self) -> Way:
@@ -401,9 +402,10 @@ class DistributedInput(GlobalInput):
 
     def _joined(self, source: Pipelines) -> Iterator[GlobalBatch]:
         current = source.begin()
-        while any(counts := current.counts()):
+        while (counts := current.counts()) is not None:
             element = current.element()
-            yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
+            if any(counts):
+                yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
 
     def facts(self) -> dict[str, str]:
         """Describe the number of elements, which are compared when they are read."""
@@ -423,8 +425,8 @@ class _DistributedSize:
 
     batch_size = None
 
-    def __init__(self, dataset: DistributedDataset) -> None:
-        length = dataset.source.length
+    def __init__(self, source: Source) -> None:
+        length = source.length
         self.num_batches = None if length is None or length == inf else int(length)
 
     def on_epoch_begin(self) -> None:
@@ -462,6 +464,7 @@ def global_input(
     seed: OrderSeed,
     unsplit: bool,
     reader: ReadingWorker | None = None,
+    in_order: bool = False,
 ) -> GlobalInput:
     """Convert the input of `fit` or `evaluate` into global batches.
 
@@ -476,6 +479,7 @@ def global_input(
         seed: determines that order.
         unsplit: see `GlobalInput`.
         reader: this worker; without it, it reads all of each batch.
+        in_order: whether the order of the examples counts, so that replicas have no shards of their own.
 
     Raises:
         DataError: an input of this type, or in this combination, is not supported.
@@ -487,7 +491,7 @@ def global_input(
                 "with a distributed dataset, targets and weights come from the dataset itself: let its "
                 "elements be (x, y) or (x, y, sample_weight), and give no class_weight"
             )
-        return DistributedInput(x)
+        return DistributedInput(x.source)
     if x is not None and can_convert_arrays((x, y, sample_weight)):
         inner = ArrayDataAdapter(
             x, y, sample_weight, batch_size, steps, shuffle=shuffle, class_weight=class_weight
@@ -499,6 +503,13 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
+        if reader is not None and not (unsplit or in_order or reader.joint):
+
+            def weighted(shard: Any) -> Any:
+                return get_data_adapter(shard, class_weight=class_weight).get_tf_dataset()
+
+            if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
+                return DistributedInput(source)
         why = AN_ITERATOR if isinstance(x, GeneratorType) else ""
         why = JOINT_INPUT if reader is not None and reader.joint else why
         return StreamInput(inner, type(x).__name__, JointReading(inner, reader, why), unsplit=unsplit)

@@ -25,7 +25,7 @@ JOINT_INPUT = "--input joint"
 """The reason for joint reading where the user asks for it."""
 
 _noted: set[str] = set()
-"""The reasons for joint reading of which a note was printed."""
+"""The notes on input that were printed."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,16 @@ class Way:
 
 def explain_reading(job: Job, way: Way) -> None:
     """Print a note, on the chief and once for each reason, if workers do not divide what they could."""
-    if way.changeable and way.why and len(job.view.workers) > 1 and way.why not in _noted:
-        _noted.add(way.why)
+    if way.changeable and way.why and len(job.view.workers) > 1:
+        note_once(job, f"input: {way}")
+
+
+def note_once(job: Job, text: str) -> None:
+    """Print a note on the chief, unless it has been printed."""
+    if text not in _noted:
+        _noted.add(text)
         if job.is_chief:
-            note(f"input: {way}")
+            note(text)
 
 
 class Reading(Protocol):
