@@ -32,11 +32,24 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
+from lockstep.keras.input.readings import (
+    JOINT_INPUT,
+    Reading,
+    ReadingWorker,
+    Way,
+    compared_rows,
+    whole_batch,
+)
 from lockstep.keras.input.sources import Element
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
+
+ARRAYS = Way("each worker reads the rows of its replicas", "arrays")
+"""How workers read arrays."""
+
+AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
+"""The reason for joint reading of a generator."""
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -61,9 +74,14 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         """Begin the next pass over the input; yield its global batches."""
         raise NotImplementedError
 
+    @property
+    def way(self) -> Way:
+        """How the workers read the input."""
+        raise NotImplementedError
+
     def facts(self) -> dict[str, str]:
         """Return the facts that must be equal on all workers before the first batch."""
-        raise NotImplementedError
+        return {"data reading": str(self.way)}
 
     def first(self) -> Any:
         """Return a batch as Keras reads one to build a model on JAX and PyTorch; does not count as a pass.
@@ -148,6 +166,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 class ArrayInput(GlobalInput):
     """Indexable arrays: a worker reads only the rows of its own replicas."""
 
+    way = ARRAYS
+
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
         leaves, self._pack = parts_of(inner._inputs)
@@ -167,7 +187,7 @@ class ArrayInput(GlobalInput):
         """Describe shapes, dtypes and a sample of the rows."""
         sample = self._read(sample_rows(self._count))
         shapes = [f"{leaf.dtype}{[self._count, *leaf.shape[1:]]}" for leaf in sample]
-        return {
+        return super().facts() | {
             "data": " ".join(shapes),
             "data sample": digest_arrays(sample).hex()[:16],
             "order": self._visits.fact(),
@@ -210,6 +230,8 @@ class ArrayInput(GlobalInput):
 class DatasetInput(GlobalInput):
     """A `PyDataset`: every worker reads and hashes each batch, which is a global batch."""
 
+    way = Way.joint("")
+
     def __init__(self, dataset: ReorderedDataset, class_weight: Any, *, unsplit: bool) -> None:
         super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), unsplit=unsplit)
         self._dataset = dataset
@@ -236,7 +258,8 @@ class DatasetInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read."""
-        facts = {"data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"}
+        facts = super().facts()
+        facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
         return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
 
     def first(self) -> Any:
@@ -276,7 +299,7 @@ class JointReading:
         self._inner = inner
         self._reader = reader
         self._passes = 0
-        self.way = Way("every worker reads the whole dataset", why)
+        self.way = Way.joint(why)
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
@@ -304,6 +327,11 @@ class StreamInput(GlobalInput):
         self._reading = reading
         self._begun: Iterator[GlobalBatch] | None = None
 
+    @property
+    def way(self) -> Way:
+        """That of the reading."""
+        return self._reading.way
+
     def batches(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
         begun, self._begun = self._begun, None
@@ -323,10 +351,7 @@ class StreamInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
-        return {
-            "data": f"{self._kind} of {self.num_batches or 'some'} batches",
-            "data reading": str(self._reading.way),
-        }
+        return super().facts() | {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.
@@ -358,6 +383,11 @@ class DistributedInput(GlobalInput):
         super().__init__(_DistributedSize(dataset), unsplit=False)
         self._source = dataset.source
 
+    @property
+    def way(self) -> Way:
+        """That of the source."""
+        return self._source.way
+
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches of the next pass."""
         if isinstance(self._source, Pipelines):
@@ -377,7 +407,7 @@ class DistributedInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of elements, which are compared when they are read."""
-        return {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
+        return super().facts() | {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return an element to build a model with."""
@@ -469,7 +499,9 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        return StreamInput(inner, type(x).__name__, JointReading(inner, reader), unsplit=unsplit)
+        why = AN_ITERATOR if isinstance(x, GeneratorType) else ""
+        why = JOINT_INPUT if reader is not None and reader.joint else why
+        return StreamInput(inner, type(x).__name__, JointReading(inner, reader, why), unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
