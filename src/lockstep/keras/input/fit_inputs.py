@@ -32,11 +32,26 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
-from lockstep.keras.input.sources import Element
+from lockstep.keras.input.readings import (
+    JOINT_INPUT,
+    PassNumbers,
+    Reading,
+    ReadingWorker,
+    Way,
+    compared_rows,
+    whole_batch,
+)
+from lockstep.keras.input.shards import shard_pipelines
+from lockstep.keras.input.sources import Element, Source
 from lockstep.keras.input.streams import easily_freed, host_nest, is_tensorflow, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
+
+ARRAYS = Way("each worker reads the rows of its replicas", "arrays")
+"""How workers read arrays."""
+
+AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
+"""The reason for joint reading of a generator."""
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -61,9 +76,14 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         """Begin the next pass over the input; yield its global batches."""
         raise NotImplementedError
 
+    @property
+    def way(self) -> Way:
+        """How the workers read the input."""
+        raise NotImplementedError
+
     def facts(self) -> dict[str, str]:
         """Return the facts that must be equal on all workers before the first batch."""
-        raise NotImplementedError
+        return {"data reading": str(self.way)}
 
     def first(self) -> Any:
         """Return a batch as Keras reads one to build a model on JAX and PyTorch; does not count as a pass.
@@ -148,6 +168,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 class ArrayInput(GlobalInput):
     """Indexable arrays: a worker reads only the rows of its own replicas."""
 
+    way = ARRAYS
+
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
         leaves, self._pack = parts_of(inner._inputs)
@@ -167,7 +189,7 @@ class ArrayInput(GlobalInput):
         """Describe shapes, dtypes and a sample of the rows."""
         sample = self._read(sample_rows(self._count))
         shapes = [f"{leaf.dtype}{[self._count, *leaf.shape[1:]]}" for leaf in sample]
-        return {
+        return super().facts() | {
             "data": " ".join(shapes),
             "data sample": digest_arrays(sample).hex()[:16],
             "order": self._visits.fact(),
@@ -210,6 +232,8 @@ class ArrayInput(GlobalInput):
 class DatasetInput(GlobalInput):
     """A `PyDataset`: every worker reads and hashes each batch, which is a global batch."""
 
+    way = Way.joint("")
+
     def __init__(self, dataset: ReorderedDataset, class_weight: Any, *, unsplit: bool) -> None:
         super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), unsplit=unsplit)
         self._dataset = dataset
@@ -236,7 +260,8 @@ class DatasetInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read."""
-        facts = {"data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"}
+        facts = super().facts()
+        facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
         return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
 
     def first(self) -> Any:
@@ -275,13 +300,17 @@ class JointReading:
     def __init__(self, inner: DataAdapter, reader: ReadingWorker | None = None, why: str = "") -> None:
         self._inner = inner
         self._reader = reader
-        self._passes = 0
-        self.way = Way("every worker reads the whole dataset", why)
+        self._numbers = PassNumbers(reader)
+        self.way = Way.joint(why)
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
-        number, self._passes = self._passes, self._passes + 1
-        return (self._batch(data, number, step) for step, data in enumerate(_begin(self._inner)))
+        return self._batches(_begin(self._inner))
+
+    def _batches(self, begun: Iterator[Any]) -> Iterator[GlobalBatch]:
+        number = self._numbers.next()
+        for step, data in enumerate(begun):
+            yield self._batch(data, number, step)
 
     def _batch(self, data: Any, number: int, step: int) -> GlobalBatch:
         if self._reader is None:
@@ -304,6 +333,11 @@ class StreamInput(GlobalInput):
         self._reading = reading
         self._begun: Iterator[GlobalBatch] | None = None
 
+    @property
+    def way(self) -> Way:
+        """That of the reading."""
+        return self._reading.way
+
     def batches(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
         begun, self._begun = self._begun, None
@@ -323,10 +357,7 @@ class StreamInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
-        return {
-            "data": f"{self._kind} of {self.num_batches or 'some'} batches",
-            "data reading": str(self._reading.way),
-        }
+        return super().facts() | {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.
@@ -351,12 +382,17 @@ class DistributedInput(GlobalInput):
     """A dataset that the program has distributed; elements are `(x, y, sample_weight)` or its first parts.
 
     Args:
-        dataset: of global batches, or with a pipeline per replica.
+        source: of global batches, or with a pipeline per replica.
     """
 
-    def __init__(self, dataset: DistributedDataset) -> None:
-        super().__init__(_DistributedSize(dataset), unsplit=False)
-        self._source = dataset.source
+    def __init__(self, source: Source) -> None:
+        super().__init__(_DistributedSize(source), unsplit=False)
+        self._source = source
+
+    @property
+    def way(self) -> Way:
+        """That of the source."""
+        return self._source.way
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches of the next pass."""
@@ -371,13 +407,14 @@ class DistributedInput(GlobalInput):
 
     def _joined(self, source: Pipelines) -> Iterator[GlobalBatch]:
         current = source.begin()
-        while any(counts := current.counts()):
+        while (counts := current.counts()) is not None:
             element = current.element()
-            yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
+            if any(counts):
+                yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
 
     def facts(self) -> dict[str, str]:
         """Describe the number of elements, which are compared when they are read."""
-        return {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
+        return super().facts() | {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return an element to build a model with."""
@@ -393,8 +430,8 @@ class _DistributedSize:
 
     batch_size = None
 
-    def __init__(self, dataset: DistributedDataset) -> None:
-        length = dataset.source.length
+    def __init__(self, source: Source) -> None:
+        length = source.length
         self.num_batches = None if length is None or length == inf else int(length)
 
     def on_epoch_begin(self) -> None:
@@ -432,6 +469,7 @@ def global_input(
     seed: OrderSeed,
     unsplit: bool,
     reader: ReadingWorker | None = None,
+    in_order: bool = False,
 ) -> GlobalInput:
     """Convert the input of `fit` or `evaluate` into global batches.
 
@@ -446,6 +484,7 @@ def global_input(
         seed: determines that order.
         unsplit: see `GlobalInput`.
         reader: this worker; without it, it reads all of each batch.
+        in_order: whether the order of the examples counts, so that replicas have no shards of their own.
 
     Raises:
         DataError: an input of this type, or in this combination, is not supported.
@@ -457,7 +496,7 @@ def global_input(
                 "with a distributed dataset, targets and weights come from the dataset itself: let its "
                 "elements be (x, y) or (x, y, sample_weight), and give no class_weight"
             )
-        return DistributedInput(x)
+        return DistributedInput(x.source)
     if x is not None and can_convert_arrays((x, y, sample_weight)):
         inner = ArrayDataAdapter(
             x, y, sample_weight, batch_size, steps, shuffle=shuffle, class_weight=class_weight
@@ -469,7 +508,16 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        reading: Reading | str = ""
+        reading: Reading | str = AN_ITERATOR if isinstance(x, GeneratorType) else ""
+        if reader is not None and reader.joint:
+            reading = JOINT_INPUT
+        elif reader is not None and not (unsplit or in_order):
+
+            def weighted(shard: Any) -> Any:
+                return get_data_adapter(shard, class_weight=class_weight).get_tf_dataset()
+
+            if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
+                return DistributedInput(source)
         if reader is not None and not (unsplit or reader.joint) and is_tensorflow(x):
             from lockstep.keras.input.tf_reading import tf_reading
 
