@@ -46,7 +46,7 @@ from tensorflow.python.ops import gen_dataset_ops
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.readings import PassNumbers, ReadingWorker, Way
+from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
@@ -72,6 +72,9 @@ _HARMLESS = frozenset(
     )
 )
 """Operations that count as stateful, with the same result wherever and however often they run."""
+
+_FREE = frozenset(("Placeholder", "Const", "Identity", "NoOp"))
+"""Operations that take no time."""
 
 _SEED = tf.TensorSpec((2,), tf.int64)
 """The seed of a row."""
@@ -188,21 +191,18 @@ def _above_batch(operation: Any) -> str:
     if isinstance(operation, cache_op.CacheDataset):
         return "the pipeline caches batches; without .cache, or with .cache before .map, .map is divided"
     if not _maps_below(operation):
-        return _NOTHING
+        return NOTHING_TO_DIVIDE
     return f"the pipeline does not end with .map and .batch, but with {_name(operation)}"
 
 
 def _below_batch(operation: Any) -> str:
     """Explain why a pipeline with `operation` between its maps and `batch` is not divided."""
     if not _maps_below(operation):
-        return _NOTHING
+        return NOTHING_TO_DIVIDE
     name = _name(operation)
     if isinstance(operation, cache_op.CacheDataset):
         return f"{name} keeps the mapped examples; without it, or with it before .map, .map is divided"
     return f"{name} follows .map: call .map after {name}, right before .batch"
-
-
-_NOTHING = "the pipeline has no .map before .batch, so there is nothing to divide"
 
 
 def _maps_below(dataset: Any) -> bool:
@@ -232,6 +232,23 @@ class _Map:
         return _Mapped(dataset, self.operation, self.function)
 
 
+def _in_a_row(function: Any) -> bool:
+    """Whether each operation of a traced function needs the one before, so that one thread runs them fastest.
+
+    Handing a small operation to another thread takes longer than the operation.
+    """
+    graph = function.function.graph
+    if graph.as_graph_def().library.function:
+        return False
+    depths: dict[Any, int] = {}
+    for operation in graph.get_operations():
+        if operation.control_inputs:
+            return False
+        before = max((depths[tensor.op] for tensor in operation.inputs), default=0)
+        depths[operation] = before + (operation.type not in _FREE)
+    return max(depths.values()) == sum(operation.type not in _FREE for operation in depths)
+
+
 class _Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
     """Another dataset, mapped with a traced function as an operation maps its own input.
 
@@ -246,7 +263,7 @@ class _Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
         self._name = None
         options = {
             "f": function.function,
-            "use_inter_op_parallelism": operation._use_inter_op_parallelism,
+            "use_inter_op_parallelism": operation._use_inter_op_parallelism and not _in_a_row(function),
             "preserve_cardinality": operation._preserve_cardinality,
             **self._common_args,
         }
