@@ -29,7 +29,7 @@ from lockstep.keras.fit.exactness import (
 from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
-from lockstep.keras.input.readings import ReadingWorker
+from lockstep.keras.input.readings import ReadingWorker, explain_reading
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
@@ -386,10 +386,14 @@ class ModelMethods:
         if not self._alone:
             explain_sharding(self._job, x)
         call = self._calls.current
-        order = order_seed(self._job.context.seed, call.number)
-        reader = ReadingWorker(self._job, seed_of(call.seed, call.number))
+        context = self._job.context
+        order = order_seed(context.seed, call.number)
+        reader = ReadingWorker(self._job, seed_of(call.seed, call.number), joint=context.joint_input)
         options.setdefault("shuffle", False)
-        return global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
+        data = global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
+        if not self._alone:
+            explain_reading(self._job, data.way)
+        return data
 
     def _begin(
         self, call: NumberedCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]

@@ -10,6 +10,7 @@ from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.readings import explain_reading
 from lockstep.keras.input.sources import GlobalBatchSource, Source
 from lockstep.keras.input.streams import array_of, is_tensorflow, spec_of
 from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
@@ -38,7 +39,9 @@ def distribute(job: Job, runner: Runner, dataset: Any) -> Any:
     if isinstance(dataset, DistributedDataset):
         raise DataError("the dataset is already distributed")
     explain_sharding(job, dataset)
-    return _dataset(runner, GlobalBatchSource(dataset, job.view.replicas))
+    source = GlobalBatchSource(dataset, job.view.replicas)
+    explain_reading(job, source.way)
+    return _dataset(runner, source)
 
 
 def distribute_from_function(

@@ -33,11 +33,24 @@ from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.loader_reading import loader_reading
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
+from lockstep.keras.input.readings import (
+    JOINT_INPUT,
+    Reading,
+    ReadingWorker,
+    Way,
+    compared_rows,
+    whole_batch,
+)
 from lockstep.keras.input.sources import Element
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
+
+ARRAYS = Way("each worker reads the rows of its replicas", "arrays")
+"""How workers read arrays."""
+
+AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
+"""The reason for joint reading of a generator."""
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -62,9 +75,14 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         """Begin the next pass over the input; yield its global batches."""
         raise NotImplementedError
 
+    @property
+    def way(self) -> Way:
+        """How the workers read the input."""
+        raise NotImplementedError
+
     def facts(self) -> dict[str, str]:
         """Return the facts that must be equal on all workers before the first batch."""
-        raise NotImplementedError
+        return {"data reading": str(self.way)}
 
     def first(self) -> Any:
         """Return a batch as Keras reads one to build a model on JAX and PyTorch; does not count as a pass.
@@ -149,6 +167,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 class ArrayInput(GlobalInput):
     """Indexable arrays: a worker reads only the rows of its own replicas."""
 
+    way = ARRAYS
+
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
         leaves, self._pack = parts_of(inner._inputs)
@@ -168,7 +188,7 @@ class ArrayInput(GlobalInput):
         """Describe shapes, dtypes and a sample of the rows."""
         sample = self._read(sample_rows(self._count))
         shapes = [f"{leaf.dtype}{[self._count, *leaf.shape[1:]]}" for leaf in sample]
-        return {
+        return super().facts() | {
             "data": " ".join(shapes),
             "data sample": digest_arrays(sample).hex()[:16],
             "order": self._visits.fact(),
@@ -211,6 +231,8 @@ class ArrayInput(GlobalInput):
 class DatasetInput(GlobalInput):
     """A `PyDataset`: every worker reads and hashes each batch, which is a global batch."""
 
+    way = Way.joint("")
+
     def __init__(self, dataset: ReorderedDataset, class_weight: Any, *, unsplit: bool) -> None:
         super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), unsplit=unsplit)
         self._dataset = dataset
@@ -237,7 +259,8 @@ class DatasetInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read."""
-        facts = {"data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"}
+        facts = super().facts()
+        facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
         return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
 
     def first(self) -> Any:
@@ -277,7 +300,7 @@ class JointReading:
         self._inner = inner
         self._reader = reader
         self._passes = 0
-        self.way = Way("every worker reads the whole dataset", why)
+        self.way = Way.joint(why)
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
@@ -305,6 +328,11 @@ class StreamInput(GlobalInput):
         self._reading = reading
         self._begun: Iterator[GlobalBatch] | None = None
 
+    @property
+    def way(self) -> Way:
+        """That of the reading."""
+        return self._reading.way
+
     def batches(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
         begun, self._begun = self._begun, None
@@ -324,10 +352,7 @@ class StreamInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
-        return {
-            "data": f"{self._kind} of {self.num_batches or 'some'} batches",
-            "data reading": str(self._reading.way),
-        }
+        return super().facts() | {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.
@@ -359,6 +384,11 @@ class DistributedInput(GlobalInput):
         super().__init__(_DistributedSize(dataset), unsplit=False)
         self._source = dataset.source
 
+    @property
+    def way(self) -> Way:
+        """That of the source."""
+        return self._source.way
+
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches of the next pass."""
         if isinstance(self._source, Pipelines):
@@ -378,7 +408,7 @@ class DistributedInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of elements, which are compared when they are read."""
-        return {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
+        return super().facts() | {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return an element to build a model with."""
@@ -481,7 +511,11 @@ def global_input(
 def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker) -> Reading:
     """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
     divided: Reading | str = ""
-    if not reader.joint and is_torch_dataloader(dataset):
+    if reader.joint:
+        divided = JOINT_INPUT
+    elif isinstance(dataset, GeneratorType):
+        divided = AN_ITERATOR
+    elif is_torch_dataloader(dataset):
         divided = loader_reading(dataset, reader)
     return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
 

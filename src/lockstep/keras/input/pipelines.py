@@ -12,6 +12,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
+from lockstep.keras.input.readings import Way
 from lockstep.keras.input.sources import Element, count_examples
 from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
 from lockstep.keras.nests import Nest, leaves_of, packed
@@ -23,6 +24,8 @@ from lockstep.worker.job import Job
 
 _UNKNOWN = -1
 _ENDLESS = -2
+
+_WAY = Way("each worker reads the datasets of its replicas", "distribute_datasets_from_function")
 
 _EQUAL = (
     "the first batches of replicas {} and {} are equal; if replicas should read different "
@@ -41,6 +44,7 @@ class Pipelines:
         seed: the only source of the random numbers of each dataset, which are the same for all.
 
     Attributes:
+        way: how the workers read them.
         read: for each pass, the number of elements requested so far.
     """
 
@@ -48,6 +52,7 @@ class Pipelines:
         self.job = job
         self._dataset_fn = dataset_fn
         self._seed = seed
+        self.way = _WAY
         self._pipelines: dict[int, Pipeline] = {}
         self.read: list[int] = []
         for replica in self.own:

@@ -18,7 +18,14 @@ from lockstep.data.digest import SpotChecks, digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.nests import leaves_of, parts_of
+from lockstep.system.notes import note
 from lockstep.worker.job import Job
+
+JOINT_INPUT = "--input joint"
+"""The reason for joint reading where the user asks for it."""
+
+_noted: set[str] = set()
+"""The reasons for joint reading of which a note was printed."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,28 @@ class Way:
     Attributes:
         how: what a worker reads, as a sentence without a full stop.
         why: the reason, and what to change to make reading faster if that is possible.
+        changeable: whether each worker reads everything for a reason that the user can change.
     """
 
     how: str
     why: str
+    changeable: bool = False
+
+    @classmethod
+    def joint(cls, why: str) -> "Way":
+        """Return the way of a dataset of which every worker reads everything."""
+        return cls("every worker reads the whole dataset", why, why != JOINT_INPUT)
 
     def __str__(self) -> str:
-        return f"{self.how}: {self.why}"
+        return f"{self.how}: {self.why}" if self.why else self.how
+
+
+def explain_reading(job: Job, way: Way) -> None:
+    """Print a note, on the chief and once for each reason, if workers do not divide what they could."""
+    if way.changeable and way.why and len(job.view.workers) > 1 and way.why not in _noted:
+        _noted.add(way.why)
+        if job.is_chief:
+            note(f"input: {way}")
 
 
 class Reading(Protocol):

@@ -11,6 +11,8 @@ from lockstep.data.input_table import InputTable, Rows, input_table
 from lockstep.data.order import Indices, Shuffle
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.fit_inputs import AN_ITERATOR, ARRAYS, global_input
+from lockstep.keras.input.readings import ReadingWorker, Way
 from lockstep.keras.input.sources import GlobalBatchSource, count_examples
 from lockstep.keras.input.streams import Stream
 from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
@@ -34,6 +36,8 @@ def show_input(
     new: bool = True,
 ) -> InputTable:
     """Return which replica reads which examples in `fit`, as a table to print or iterate over.
+
+    The table's `way`, its first line, says how the workers read the input, and why.
 
     Args:
         x: the `x` of `fit`: arrays, or a dataset that can be read more than once.
@@ -62,18 +66,35 @@ def show_input(
     if isinstance(x, DistributedDataset):
         if not isinstance(x.source, GlobalBatchSource):
             raise DataError("each replica reads all of the dataset that the function makes for it")
-        x = x.source.stream.dataset
+        way, x = x.source.way, x.source.stream.dataset
+    else:
+        way = _way(x) if _is_dataset(x) else ARRAYS
     seed = order_seed(job.current().context.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
-        return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view)
+        return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view, str(way))
     if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         batches = x.num_batches
         order = visits_of_batches(batches, seed) if shuffle else visits(batches, 1, False, seed)
         found = _chosen(x, [number for (number,) in _visited(order, epoch, steps, new=new)])
     else:
         found = islice(_read(x), steps)
-    return input_table(found, view)
+    return input_table(found, view, str(way))
+
+
+def _way(dataset: Any) -> Way:
+    """Return how `fit` reads a dataset, without changing the random states."""
+    if isinstance(dataset, Iterator):
+        return Way.joint(AN_ITERATOR)  # `fit` reads its first batch at once.
+    this, states = job.current(), random_states()
+    try:
+        reader = ReadingWorker(this, 0, joint=this.context.joint_input)
+        options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": ()}
+        return global_input(dataset, **options, unsplit=False, reader=reader).way
+    except DataError:
+        return Way.joint("")  # A kind of dataset that only `strategy` distributes.
+    finally:
+        set_random_states(states)
 
 
 def _is_dataset(x: Any) -> bool:

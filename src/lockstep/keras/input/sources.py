@@ -10,6 +10,7 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
+from lockstep.keras.input.readings import Way
 from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
 from lockstep.keras.nests import Nest, leaves_of
 from lockstep.keras.per_replica import Spec, Values
@@ -50,7 +51,13 @@ class Pass(Protocol):
 
 
 class Source(Protocol):
-    """A source of elements."""
+    """A source of elements.
+
+    Attributes:
+        way: how the workers read it.
+    """
+
+    way: Way
 
     def begin(self) -> Pass:
         """Begin a pass."""
@@ -83,6 +90,7 @@ class GlobalBatchSource:
 
     def __init__(self, dataset: Any, replicas: int) -> None:
         self.stream = Stream(dataset)
+        self.way = Way.joint("")
         self._replicas = replicas
 
     def begin(self) -> "GlobalBatchPass":
