@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -508,7 +508,13 @@ def checked_part(part: Any, items: int) -> Any:
 def _form(part: Any) -> str:
     """Describe the rows of a part: everything but their number."""
     leaves = parts_of(part)[0]
-    return ", ".join("None" if leaf is None else f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
+    return ", ".join("None" if leaf is None else _row(leaf.dtype, leaf.shape[1:]) for leaf in leaves)
+
+
+@lru_cache
+def _row(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """Describe a row; cached, since formatting a dtype takes longer than hashing the row."""
+    return f"{dtype}{list(shape)}"
 
 
 def _sampled(loader: Any) -> Iterator[Any]:
