@@ -11,6 +11,7 @@ import joining
 import launching
 import overhead
 import placement
+import reading
 import recovery
 import scaling
 import training
@@ -30,6 +31,9 @@ def main() -> None:
             training.main(backend, model)
         print()
         training.main(backend, further=True)
+        for replicas in (2, 4):
+            print()
+            reading.main(backend, replicas)
     print()
     launching.main(backends)
     # The last measurement pins this process.

@@ -1,6 +1,8 @@
 """The random states from which a script may draw, and random numbers that do not affect them."""
 
+import ctypes
 import random
+import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,6 +10,8 @@ from typing import Any, TypeVar
 
 import keras
 import numpy as np
+import xxhash
+from keras.src.backend import random_seed_dtype
 from keras.src.backend.common import global_state
 from keras.src.utils import rng_utils
 
@@ -17,10 +21,10 @@ from lockstep.worker import job
 _GLOBAL_SEED_GENERATOR = "global_seed_generator"
 """The name under which Keras stores the generator of random operations without a seed."""
 
-_TENSORFLOW = "tensorflow.python.eager.context"
+TENSORFLOW = "tensorflow.python.eager.context"
 """The module that holds the random states of TensorFlow's eager operations."""
 
-_FRAMEWORKS = (_TENSORFLOW, "torch")
+_FRAMEWORKS = (TENSORFLOW, "torch")
 """Modules with their own random states, which a script may import at any time."""
 
 Result = TypeVar("Result")
@@ -51,10 +55,30 @@ def script_seeds(job_seed: int) -> tuple[Any, ...]:
     torch, seed = sys.modules.get("torch"), script_seed()
     return (
         seed,
-        _tensorflow()._seed if _TENSORFLOW in sys.modules else job_seed if seed is None else seed,
+        tensorflow_context()._seed if TENSORFLOW in sys.modules else job_seed if seed is None else seed,
         job_seed if torch is None else torch.initial_seed(),
         job_seed,
     )
+
+
+class OperationNumbers:
+    """Stands for Keras's generator of operations without a seed, without a variable."""
+
+    def __init__(self) -> None:
+        self._seed = 0
+        self.draws = 0
+
+    def seed(self, seed: int) -> None:
+        """Begin the numbers of another seed."""
+        self._seed = seed
+        self.draws = 0
+
+    def next(self, ordered: bool = True) -> Any:
+        """Return the seed of the next operation."""
+        self.draws += 1
+        words = xxhash.xxh3_64_digest(struct.pack("<2Q", self._seed, self.draws))
+        dtype = random_seed_dtype()
+        return keras.ops.convert_to_tensor(np.frombuffer(words, "uint32").astype(dtype), dtype)
 
 
 class RandomNumbers:
@@ -76,16 +100,16 @@ class RandomNumbers:
         Restore the previous states afterwards; a framework that the block has imported gets its states after
         an import.
         """
-        before, own = _states(), self._states or {}
-        _set_states(own if own.keys() >= before.keys() else _seeded(self._seed) | own)
+        before, own = current_states(), self._states or {}
+        restore_states(own if own.keys() >= before.keys() else _seeded(self._seed) | own)
         try:
             with self._operations():
                 yield
         finally:
-            self._states = _states()
+            self._states = current_states()
             if self._states.keys() != before.keys():
                 before = _seeded(job.current().context.seed) | before
-            _set_states(before)
+            restore_states(before)
 
     def make(self, function: Callable[[], Result]) -> Result:
         """Return the result of `function` with the first of these numbers.
@@ -93,15 +117,15 @@ class RandomNumbers:
         It is called again if it has imported a framework, whose state could not be set before.
         """
         while True:
-            known, self._states, self._draws = _imported(), None, None
+            known, self._states, self._draws = imported_frameworks(), None, None
             with self.drawn():
                 made = function()
-            if _imported() == known:
+            if imported_frameworks() == known:
                 return made
 
     def _operations(self) -> AbstractContextManager[None]:
         """Return a context in which TensorFlow's operations draw numbers derived from the seed."""
-        if _TENSORFLOW not in sys.modules:
+        if TENSORFLOW not in sys.modules:
             return nullcontext()
         from lockstep.keras.tf_random_ops import EagerDraws, drawn_from
 
@@ -116,15 +140,18 @@ def random_numbers(seed: int) -> Iterator[None]:
         yield
 
 
-def _states() -> dict[str, Any]:
-    """Return the states of imported modules, without copying those that are only replaced."""
+def current_states() -> dict[str, Any]:
+    """Return the states of imported modules, without copying those that are only replaced.
+
+    Of two results, the same object stands for an unchanged state of NumPy.
+    """
     states = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": _numpy_state(),
         "keras": (script_seed(), global_generator()),
     }
-    if _TENSORFLOW in sys.modules:
-        context = _tensorflow()
+    if TENSORFLOW in sys.modules:
+        context = tensorflow_context()
         states["tensorflow"] = context._seed, context.__dict__.get("_rng")
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state()
@@ -147,26 +174,57 @@ def _seeded(seed: int) -> dict[str, Any]:
     return states
 
 
-def _set_states(states: Mapping[str, Any]) -> None:
+def restore_states(states: Mapping[str, Any]) -> None:
+    """Restore the result of `current_states`."""
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    _set_numpy_state(states["numpy"])
     seed, generator = states["keras"]
     global_state.set_global_attribute(rng_utils.GLOBAL_RANDOM_SEED, seed)
     set_global_generator(generator)
-    if _TENSORFLOW in sys.modules:
-        context = _tensorflow()
+    if TENSORFLOW in sys.modules:
+        context = tensorflow_context()
         context._seed, context._rng = states["tensorflow"]
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_rng_state(states["torch"])
 
 
-def _imported() -> list[str]:
+def _numpy_state() -> Any:
+    """Return NumPy's state; copy it only if it has changed, which takes 90 times as long as comparing it.
+
+    The second of two normal numbers is not in the memory that is compared, so a state with one is copied.
+    """
+    global _known_numpy
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(generator) is not np.random.MT19937:
+        return np.random.get_state()
+    words = ctypes.string_at(generator.ctypes.state_address, _NUMPY_WORDS)
+    known = _known_numpy
+    if known is None or known[0] != words or known[1][3]:
+        known = _known_numpy = words, np.random.get_state()
+    return known[1]
+
+
+def _set_numpy_state(state: Any) -> None:
+    global _known_numpy
+    np.random.set_state(state)
+    _known_numpy = None
+
+
+_NUMPY_WORDS = 625 * 4
+"""Bytes of a Mersenne Twister in memory: 624 words and the index of the next."""
+
+_known_numpy: tuple[bytes, Any] | None = None
+"""The state that was copied last, and its bytes in memory."""
+
+
+def imported_frameworks() -> list[str]:
+    """Return the imported modules that have random states and that a script may import at any time."""
     return [name for name in _FRAMEWORKS if name in sys.modules]
 
 
-def _tensorflow() -> Any:
+def tensorflow_context() -> Any:
     """Return the object with the random states of TensorFlow's eager operations."""
-    return sys.modules[_TENSORFLOW].context()
+    return sys.modules[TENSORFLOW].context()
 
 
 def random_states() -> dict[str, Any]:
@@ -175,8 +233,8 @@ def random_states() -> dict[str, Any]:
     generator = global_generator()
     if generator is not None:
         states["keras"] = np.asarray(generator.state.numpy())
-    if _TENSORFLOW in sys.modules and type(_tensorflow()._seed) is int:
-        states["tensorflow"] = _tensorflow()._seed, _tensorflow()._rng.getstate()
+    if TENSORFLOW in sys.modules and type(tensorflow_context()._seed) is int:
+        states["tensorflow"] = tensorflow_context()._seed, tensorflow_context()._rng.getstate()
     if (torch := sys.modules.get("torch")) is not None:
         states["torch"] = torch.get_rng_state().numpy().copy()
     return states
@@ -192,15 +250,15 @@ def digest_of_states(names: Sequence[str]) -> str:
 def set_random_states(states: Mapping[str, Any]) -> None:
     """Restore the result of `random_states`."""
     random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
+    _set_numpy_state(states["numpy"])
     if "keras" in states:
         generator = global_generator()
         if generator is None:
             generator = keras.random.SeedGenerator(0)
             set_global_generator(generator)
         generator.state.assign(states["keras"])
-    if "tensorflow" in states and _TENSORFLOW in sys.modules:
-        context = _tensorflow()
+    if "tensorflow" in states and TENSORFLOW in sys.modules:
+        context = tensorflow_context()
         context._seed, state = states["tensorflow"]
         context._rng = random.Random()
         context._rng.setstate(state)

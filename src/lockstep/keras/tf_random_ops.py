@@ -51,6 +51,10 @@ class EagerDraws:
     """The draws of a function that runs eagerly."""
 
     def __init__(self, seed: int) -> None:
+        self.reset(seed)
+
+    def reset(self, seed: int) -> None:
+        """Begin the draws of another seed."""
         self._key = _signed(seed)
         self._operations = 0
         self._times: Counter[int] = Counter()
@@ -64,6 +68,11 @@ class EagerDraws:
             return tf.constant([self._key, self._operations * _TIMES], tf.int64)
         self._times[given] += 1
         return tf.constant([self._key, _place_of(given) + self._times[given]], tf.int64)
+
+    @property
+    def used(self) -> bool:
+        """Whether an operation has drawn."""
+        return bool(self._operations or self._times)
 
 
 class GraphDraws:

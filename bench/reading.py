@@ -1,0 +1,120 @@
+"""How reading scales: two workers against one, on inputs whose examples cost more than a training step.
+
+    reading.py [jax | tensorflow | torch] [--replicas R] [--source WORD] [--turns N] [--steps N]
+
+A worker of a job reads the rows of its replicas only, where the input allows it. Other rows show plain Keras
+in one process, and two processes against one of DistributedDataParallel with DistributedSampler, and of
+MultiWorkerMirroredStrategy with AutoShardPolicy.DATA. All processes are pinned to one core each and have one
+thread.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from programs import HERE, environment, run_lockstep
+from reading_sources import SOURCES
+from report import print_regime, print_row
+from results import require
+from turns import FailedError, Program, take_turns
+
+TURNS = 7
+STEPS = 16
+BATCH = 32
+"""Examples per replica."""
+NEAR = 1e-3
+"""The fraction by which the loss of another program may differ in the first turn."""
+DIVIDED = ("DataLoader", "PyDataset", "tf.data")
+DDP, MWMS = "ddp, DistributedSampler", "tf_keras, MWMS"
+PEERS = {"DataLoader": (DDP, "reading_ddp.py", "torch"), "tf.data": (MWMS, "reading_mwms.py", "tensorflow")}
+
+
+def programs(backend: str, source: str, replicas: int, turns: int, steps: int, folder: Path) -> list[Program]:
+    """Return Lockstep with two workers and with one, plain Keras, and the peer with two processes and one."""
+    sizes = [str(number) for number in (replicas, BATCH, turns, steps)]
+    script = str(HERE / "reading_keras.py")
+    made = [
+        run_lockstep(
+            name, [script, name, source, "lockstep", *sizes], workers, replicas, backend, folder / name
+        )
+        for workers, name in ((2, "two workers"), (1, "one worker"))
+    ]
+    plain = [sys.executable, script, "keras", source, "plain", *sizes]
+    made.append(Program("keras", [plain], 1, replicas, environment(backend, 1)))
+    if source in PEERS:
+        _, script, own = PEERS[source]
+        for title, processes in zip(peer_titles(source), (2, 1), strict=True):
+            command = [sys.executable, str(HERE / script), title, str(processes)]
+            commands = [[*command, str(process), *sizes] for process in range(processes)]
+            made.append(Program(title, commands, processes, replicas, environment(own, 1)))
+    return made
+
+
+def peer_titles(source: str) -> tuple[str, str]:
+    name, _, _ = PEERS[source]
+    return f"{name}, two processes", f"{name}, one process"
+
+
+def measure(backend: str, source: str, replicas: int, turns: int, steps: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        every = programs(backend, source, replicas, turns, steps, Path(folder))
+        regime = take_turns(Path(folder), every, turns)
+    compare(every)
+    examples = steps * BATCH * replicas
+    seconds = {
+        each.name: [max(answer["seconds"] for answer in turn) for turn in each.answers] for each in every
+    }
+    print(
+        f"{source} on {backend}, {replicas} replicas of {BATCH} examples, {turns} turns of {steps} steps: "
+        "median (p10-p90)"
+    )
+    print_regime(regime)
+    for name, taken in seconds.items():
+        print_row(name, [examples / each for each in taken], "examples/s")
+
+    def ratio(label: str, program: str, other: str, to_reach: str) -> None:
+        pairs = zip(seconds[program], seconds[other], strict=True)
+        print_row(f"  {label}", [theirs / ours for ours, theirs in pairs], "times", to_reach)
+
+    ratio("two workers / one worker", "two workers", "one worker", "1.80" if source in DIVIDED else "0.97")
+    ratio("one worker / keras", "one worker", "keras", "0.95")
+    if source in PEERS:
+        two, one = peer_titles(source)
+        ratio("the peer's two processes / one", two, one, "")
+        ratio("two workers / the peer's two processes", "two workers", two, "1.00")
+
+
+def compare(every: list[Program]) -> None:
+    """Require that Lockstep's weights are equal for any number of workers, and losses near everywhere."""
+    two, one = every[0].answers, every[1].answers
+    for turn in zip(two, one, strict=True):
+        require(len({answer["weights"] for answers in turn for answer in answers}) == 1, "workers differ")
+    loss = float.fromhex(one[0][0]["loss"])
+    for each in every[2:]:
+        other = float.fromhex(each.answers[0][0]["loss"])
+        require(abs(other - loss) <= NEAR * loss, f"{each.name} has the loss {other}, one worker {loss}")
+
+
+def main(
+    backend: str = "jax", replicas: int = 2, word: str = "", turns: int = TURNS, steps: int = STEPS
+) -> None:
+    for source in SOURCES:
+        if word in source:
+            try:
+                measure(backend, source, replicas, turns, steps)
+            except FailedError as error:
+                sys.exit(f"{source} on {backend}: {error}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("backend", nargs="?", default="jax", choices=("jax", "tensorflow", "torch"))
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--source", default="", metavar="WORD", help="sources whose names contain it")
+    parser.add_argument("--turns", type=int, default=TURNS, help="at least 2")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps per turn")
+    options = parser.parse_args()
+    main(options.backend, options.replicas, options.source, options.turns, options.steps)
