@@ -122,7 +122,7 @@ def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | Non
     examples = known[0].shape[0]
 
     def taken(leaf: npt.NDArray[Any], rows: slice) -> npt.NDArray[Any]:
-        return leaf[_in_proportion(rows, examples, leaf)]
+        return leaf[in_proportion(rows, examples, len(leaf) if leaf.shape else 0)]
 
     def read(rows: slice) -> Any:
         return pack([None if leaf is None else taken(leaf, rows) for leaf in leaves])
@@ -145,13 +145,12 @@ def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int],
     return rows
 
 
-def _in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any]) -> slice:
-    """Return the rows of one part of a batch that belong to `rows` of its first part of `examples` rows.
+def in_proportion(rows: slice, examples: int, count: int) -> slice:
+    """Return the rows of a part of a batch with `count` rows that belong to `rows` of its `examples` rows.
 
     Raises:
         DataError: replicas cannot split both in proportion.
     """
-    count = len(leaf) if leaf.shape else 0
     if count == examples:
         return rows
     start, first = divmod(rows.start * count, examples)
