@@ -32,6 +32,7 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.loader_reading import loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
 from lockstep.keras.input.sources import Element
@@ -498,11 +499,20 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, reader, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        return StreamInput(inner, type(x).__name__, JointReading(inner, reader), unsplit=unsplit)
+        reading = JointReading(inner, reader) if unsplit or reader is None else _reading(x, inner, reader)
+        return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
     )
+
+
+def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker) -> Reading:
+    """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
+    divided: Reading | str = ""
+    if not reader.joint and is_torch_dataloader(dataset):
+        divided = loader_reading(dataset, reader)
+    return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
