@@ -537,7 +537,9 @@ def global_input(
 
             if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
                 return DistributedInput(source)
-        reading = JointReading(inner, reader) if unsplit or reader is None else _reading(x, inner, reader)
+        reading: Reading = JointReading(inner, reader)
+        if reader is not None and not unsplit:
+            reading = _reading(x, inner, reader, weighed=class_weight is not None)
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
@@ -545,7 +547,7 @@ def global_input(
     )
 
 
-def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker) -> Reading:
+def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed: bool) -> Reading:
     """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
     divided: Reading | str
     if reader.joint:
@@ -555,7 +557,9 @@ def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker) -> Reading
     elif is_torch_dataloader(dataset):
         divided = loader_reading(dataset, reader)
     else:
-        divided = ""
+        from lockstep.keras.input.tf_reading import tf_reading
+
+        divided = tf_reading(inner.get_tf_dataset(), reader, weighed=weighed)
     return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
 
 
