@@ -28,7 +28,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.held_state import held_generator
 from lockstep.keras.input.item_draws import ItemDraws
-from lockstep.keras.input.readings import JOINT_INPUT, ReadingWorker, Way, in_proportion
+from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of, parts_of
@@ -111,7 +111,7 @@ class BatchDivision:
         self.standardize = standardize
         self.reader = reader
         self.draws = draws
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         self._version = 0
         self._seconds = deque([seconds], maxlen=reader.job.view.replicas)
         self._bytes = 0
@@ -124,8 +124,7 @@ class BatchDivision:
 
     def begin(self) -> Iterator[PendingBatch]:
         """Begin the next pass; yield its batches, none of which is made yet."""
-        number, self._passes = self._passes, self._passes + 1
-        this = _Pass(self, number, self.dataset.begin_pass())
+        this = _Pass(self, self._numbers.next(), self.dataset.begin_pass())
         for step in count() if this.count is None else range(this.count):
             try:
                 yield PendingBatch(partial(this.read, step))

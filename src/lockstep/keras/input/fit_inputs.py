@@ -36,6 +36,7 @@ from lockstep.keras.input.loader_reading import loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import (
     JOINT_INPUT,
+    PassNumbers,
     Reading,
     ReadingWorker,
     Way,
@@ -247,7 +248,7 @@ class DatasetInput(GlobalInput):
         found = "" if unsplit else division(dataset, adapter._standardize_batch, reader)
         self._division = found if isinstance(found, BatchDivision) else None
         self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
 
     @property
     def way(self) -> Way:
@@ -264,7 +265,7 @@ class DatasetInput(GlobalInput):
         return self._read() if self._division is None else self._division.begin()
 
     def _read(self) -> Iterator[GlobalBatch]:
-        number, self._passes = self._passes, self._passes + 1
+        number = self._numbers.next()
         self._dataset.begin_pass()
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
@@ -329,15 +330,17 @@ class JointReading:
     def __init__(self, inner: DataAdapter, reader: ReadingWorker | None = None, why: str = "") -> None:
         self._inner = inner
         self._reader = reader
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         self.way = Way.joint(why)
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
-        number, self._passes = self._passes, self._passes + 1
-        return (
-            joint_batch(data, self._reader, number, step) for step, data in enumerate(_begin(self._inner))
-        )
+        return self._batches(_begin(self._inner))
+
+    def _batches(self, begun: Iterator[Any]) -> Iterator[GlobalBatch]:
+        number = self._numbers.next()
+        for step, data in enumerate(begun):
+            yield joint_batch(data, self._reader, number, step)
 
 
 class StreamInput(GlobalInput):

@@ -80,6 +80,10 @@ class Reading(Protocol):
         """
 
 
+def _one_call() -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class ReadingWorker:
     """The worker that reads, and what it reads for.
@@ -88,11 +92,13 @@ class ReadingWorker:
         job: of the replicas.
         seed: 64 bits that determine the random numbers of the dataset's items, with the pass and the item.
         joint: whether the user asks every worker to read everything.
+        call: returns the number of the call in progress.
     """
 
     job: Job
     seed: int
     joint: bool = False
+    call: Callable[[], int] = _one_call
 
     def own_rows(self, examples: int) -> slice:
         """Return the rows of this worker's replicas in a batch of `examples` rows; they are contiguous."""
@@ -130,6 +136,29 @@ class ReadingWorker:
             return digest_arrays(map(on_host, leaves_of(rows)), identity)
 
         return GlobalBatch(examples, read, cache(check))
+
+
+class PassNumbers:
+    """Numbers the passes over a dataset, equally on workers that have skipped whole calls: validations.
+
+    The first pass in the call that has made this object has the number 0.
+
+    Args:
+        reader: this worker; None if only one process reads.
+    """
+
+    def __init__(self, reader: ReadingWorker | None) -> None:
+        self._call = _one_call if reader is None else reader.call
+        self._first = self._latest = self._call()
+        self._passes = 0
+
+    def next(self) -> int:
+        """Return the number of the pass whose first batch is being read."""
+        if self._latest != self._call():
+            self._latest, self._passes = self._call(), 0
+        number = self._latest - self._first + self._passes
+        self._passes += 1
+        return number
 
 
 def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | None = None) -> GlobalBatch:

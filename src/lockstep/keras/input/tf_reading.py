@@ -46,7 +46,7 @@ from tensorflow.python.ops import gen_dataset_ops
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.readings import ReadingWorker, Way
+from lockstep.keras.input.readings import PassNumbers, ReadingWorker, Way
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
@@ -543,8 +543,8 @@ class MappedPass:
     Args:
         feed: begins to map a group of rows.
         reader: this worker.
-        key: determines the random numbers of the pass; None if the maps draw none.
-        number: of the pass, from 0.
+        number: of the pass.
+        draw: whether the maps draw random numbers.
         ahead: the number of batches to map ahead.
     """
 
@@ -552,14 +552,14 @@ class MappedPass:
         self,
         feed: Callable[[int, Sequence[Any]], MappedRows],
         reader: ReadingWorker,
-        key: int | None,
         number: int,
+        draw: bool,
         ahead: int,
     ) -> None:
         self._feed_rows = feed
         self._reader = reader
-        self._key = key
         self._number = number
+        self._key = signed(seed_of(reader.seed, number)) if draw else None
         self._ahead = ahead
         self._following: deque[UnmappedBatch] = deque()
 
@@ -635,24 +635,25 @@ class MappedReading:
         self._reader = reader
         self._batches = easily_freed(parts.batches.with_options(parts.options)).prefetch(1)
         self._stages: dict[int, MapStage] = {}
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         names = "maps" if len(maps.steps) > 1 else "map"
         drawn = ", with random numbers by the place of a row in its pass" if maps.draw else ""
         self.way = Way("each worker reads the rows of its replicas", f"the last {names} before .batch{drawn}")
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
-        number, self._passes = self._passes, self._passes + 1
-        key = signed(seed_of(self._reader.seed, number)) if self._maps.draw else None
-        ahead = max(self._parts.ahead, READ_AHEAD)
         draw_as_a_loader()
         # As in Keras, a pass begins at once on TensorFlow, and with its first batch otherwise.
         begun = iter(self._batches) if keras.backend.backend() == "tensorflow" else None
-        return MappedPass(self._feed, self._reader, key, number, ahead).batches(self._rows(begun))
+        return self._read(begun)
 
-    def _rows(self, begun: Any) -> Iterator[Sequence[Any]]:
-        for element in iter(self._batches) if begun is None else begun:
-            yield structure.to_tensor_list(self._batches.element_spec, element)
+    def _read(self, begun: Any) -> Iterator[GlobalBatch]:
+        spec = self._batches.element_spec
+        elements = iter(self._batches) if begun is None else begun
+        rows = (structure.to_tensor_list(spec, element) for element in elements)
+        ahead = max(self._parts.ahead, READ_AHEAD)
+        following = MappedPass(self._feed, self._reader, self._numbers.next(), self._maps.draw, ahead)
+        yield from following.batches(rows)
 
     def _feed(self, size: int, tensors: Sequence[Any]) -> MappedRows:
         """Begin to map a group of rows; pipelines for each size of a group serve all passes."""
