@@ -205,14 +205,20 @@ class _LoaderPass:
         loader: the `DataLoader`.
         reader: this worker.
         source: reads rows.
-        number: of the pass, from 0.
+        numbers: of passes over the loader.
+
+    Attributes:
+        number: of the pass, from 0, when its first batch is taken.
     """
 
-    def __init__(self, loader: Any, reader: ReadingWorker, source: _ReplicaSource, number: int) -> None:
+    def __init__(
+        self, loader: Any, reader: ReadingWorker, source: _ReplicaSource, numbers: PassNumbers
+    ) -> None:
         self.loader = loader
         self.reader = reader
         self.source = source
-        self.number = number
+        self.number = 0
+        self._numbers = numbers
         self._sampled: Iterator[Any] | None = None
         self._following: deque[_SampledBatch] = deque()
         self._steps = 0
@@ -227,6 +233,7 @@ class _LoaderPass:
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches."""
+        self.number = self._numbers.next()
         self.begin()
         try:
             while (batch := self.following(0)) is not None:
