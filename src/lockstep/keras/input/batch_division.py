@@ -6,11 +6,12 @@ took over replicas within a cycle, makes the batch itself, without a call of the
 the same calls, and a batch does not depend on the worker that makes it.
 """
 
+import copy
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -26,7 +27,7 @@ from lockstep.collectives.contract import Bytes, Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.held_state import held_generator
+from lockstep.keras.input.held_state import held_generator, held_model
 from lockstep.keras.input.item_draws import ItemDraws
 from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
 from lockstep.keras.input.streams import on_host
@@ -59,21 +60,24 @@ def division(
     if dataset.num_batches == 0:
         return "it has no batches"
     inner, draws = dataset.inner, ItemDraws(reader.seed)
+    if place := held_model(("dataset", inner)):
+        return f"{place}, whose weights may change between two steps: compute with the model in a callback"
     if place := held_generator(("dataset", inner)):
         return (
             f"{place}, whose numbers depend on the batches that were read before: draw from numpy.random in "
             "__getitem__, or from numpy.random.default_rng((seed, index))"
         )
 
-    def probe() -> tuple[float, bytes, dict[str, Any]]:
+    def probe(read: Any) -> tuple[float, bytes, dict[str, Any]]:
         begun = time.perf_counter()
-        (data,) = draws.read(_PROBE, {0: 0}, lambda items: [inner[item] for item in items])
+        (data,) = draws.read(_PROBE, {0: 0}, lambda items: [read[item] for item in items])
         seconds = time.perf_counter() - begun
-        return seconds, digest_arrays(map(on_host, leaves_of(standardize(data)))), _attributes(inner)
+        return seconds, digest_arrays(map(on_host, leaves_of(standardize(data)))), _attributes(read)
 
     try:
-        _, first, attributes = probe()
-        seconds, second, after = probe()
+        read = copy.copy(inner)  # A dataset that counts what is read keeps its count.
+        _, first, attributes = probe(read)
+        seconds, second, after = probe(read)
     except Exception as error:
         return f"reading its first batch fails with {type(error).__name__}"
     if changed := _changed(attributes, after):
@@ -134,7 +138,9 @@ class BatchDivision:
 
     def note_epoch(self) -> None:
         """Note that the dataset was notified of an epoch: batches that were made before may differ."""
-        self._version += 1
+        kind, base = type(self.dataset.inner), keras.utils.PyDataset
+        if kind.on_epoch_begin is not base.on_epoch_begin or kind.on_epoch_end is not base.on_epoch_end:
+            self._version += 1
 
     @property
     def state(self) -> dict[str, Any]:
@@ -191,13 +197,13 @@ class _Pass:
         self._ahead: _KerasWorkers | None = None
         self._ended = False
 
-    def read(self, step: int) -> GlobalBatch:
+    def read(self, step: int, catching_up: Callable[[], AbstractContextManager[None]]) -> GlobalBatch:
         """Return the batch of a step, at its beginning; see `PendingBatch`."""
         job = self._reader.job
         for done in [other for other in self._held if other < step]:
             del self._held[done]
         if step % self._cycle == 0 and len(job.view.workers) > 1:
-            job.exchange(partial(self._hand_over, step))
+            job.exchange(partial(self._hand_over, step), catching_up)
         held = self._held.get(step)
         if held is None or _changed(held.state, self._division.state):
             alone = len(job.view.workers) == 1 and not job.joins
@@ -273,6 +279,8 @@ class _Pass:
             if fetched is None or not fetched.sure
             else fetched.data
         )
+        if fetched is None:
+            state = division.state  # Reading the first batch may have opened a file.
         held = HeldRows.whole(division.standardize(data), step, state)
         division.measured(held)
         return held

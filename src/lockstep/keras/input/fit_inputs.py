@@ -1,11 +1,12 @@
 """The inputs of `fit`, `evaluate` and `predict` as global batches, with Keras's interface of data adapters.
 
-This uses private parts of Keras's input handling, for their checks and conversions. Only
-`lockstep.keras.input.visits`, which determines the order of the rows, also does so.
+This uses private parts of Keras's input handling, for their checks and conversions. Only `visits`, which
+determines the order of the rows, and `batch_division`, for Keras's own workers, also do so.
 """
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from math import inf
 from types import GeneratorType
@@ -627,7 +628,7 @@ def _on_host(batch: Any) -> Any:
 
 
 def _whole(batch: GlobalBatch | PendingBatch) -> Any:
-    known = batch.read() if isinstance(batch, PendingBatch) else batch
+    known = batch.read(nullcontext) if isinstance(batch, PendingBatch) else batch
     return known.read(slice(0, known.examples))
 
 
