@@ -72,6 +72,18 @@ class JoinedBatch(GlobalBatch):
         return Share(replica, count, count / self.examples, seed, lambda: self.part(replica))
 
 
+@dataclass(eq=False, slots=True)
+class PendingBatch:
+    """The global batch of a step, before it is read.
+
+    Attributes:
+        read: reads it; the members of a view call this together at the beginning of the step, because they
+            may divide the work. A worker that skips the step does not call it.
+    """
+
+    read: Callable[[], GlobalBatch]
+
+
 def replica_rows(examples: int, replica: int, replicas: int) -> slice:
     """Return the contiguous rows of `replica` in a batch; the counts of `replicas` differ by at most one."""
     quotient, remainder = divmod(examples, replicas)

@@ -26,11 +26,13 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
-from lockstep.data.batch import GlobalBatch, JoinedBatch
+from lockstep.data.batch import GlobalBatch, JoinedBatch, PendingBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
+from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.loader_reading import loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import (
     JOINT_INPUT,
@@ -74,8 +76,8 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
 
-    def batches(self) -> Iterator[GlobalBatch]:
-        """Begin the next pass over the input; yield its global batches."""
+    def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
+        """Begin the next pass over the input; yield its global batches, or those that are not read yet."""
         raise NotImplementedError
 
     @property
@@ -111,7 +113,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
             self.plain_first = False
             return iter([self.first()])
         batches = self.batches()
-        return (batch.read(slice(0, batch.examples)) for batch in batches) if self._unsplit else batches
+        return map(_whole, batches) if self._unsplit else batches
 
     def get_tf_dataset(self) -> Any:
         """Return an iterable with the input of the TensorFlow backend's train function, a pass each time.
@@ -233,36 +235,51 @@ class ArrayInput(GlobalInput):
 
 
 class DatasetInput(GlobalInput):
-    """A `PyDataset`: every worker reads and hashes each batch, which is a global batch."""
+    """A `PyDataset`: a batch of it is a global batch.
 
-    way = Way.joint("")
+    Batches that depend on nothing but their index are divided among the workers; others are read by all.
+    """
 
-    def __init__(self, dataset: ReorderedDataset, class_weight: Any, *, unsplit: bool) -> None:
-        super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), unsplit=unsplit)
+    def __init__(
+        self, dataset: ReorderedDataset, class_weight: Any, reader: ReadingWorker | None, *, unsplit: bool
+    ) -> None:
+        adapter = PyDatasetAdapter(dataset, class_weight=class_weight)
+        super().__init__(adapter, unsplit=unsplit)
         self._dataset = dataset
         self._class_weight = class_weight
+        self._reader = reader
+        found = "" if unsplit else division(dataset, adapter._standardize_batch, reader)
+        self._division = found if isinstance(found, BatchDivision) else None
+        self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
+        self._passes = 0
 
-    def batches(self) -> Iterator[GlobalBatch]:
+    @property
+    def way(self) -> Way:
+        """By batches if they are divided."""
+        return self._way
+
+    def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
         """Begin the next pass; yield its global batches.
 
         Keras's readers end with the pass: across epochs they would drop batches that they have read ahead.
         """
         self.before_pass()
         draw_as_a_loader()
-        return self._read()
+        return self._read() if self._division is None else self._division.begin()
 
     def _read(self) -> Iterator[GlobalBatch]:
+        number, self._passes = self._passes, self._passes + 1
         self._dataset.begin_pass()
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
         try:
             for step, data in enumerate(readers._get_iterator()):
-                yield whole_batch(data, step)
+                yield joint_batch(data, self._reader, number, step)
         finally:
             readers.on_epoch_end()
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of batches, which are compared when they are read."""
+        """Describe the number of batches, which are compared when they are read, and how that is done."""
         facts = super().facts()
         facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
         return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
@@ -285,10 +302,23 @@ class DatasetInput(GlobalInput):
     def on_epoch_begin(self) -> None:
         """Notify the user's dataset that an epoch begins."""
         self._dataset.inner.on_epoch_begin()
+        self._note_epoch()
 
     def on_epoch_end(self) -> None:
         """Notify the user's dataset that an epoch has ended."""
         self._dataset.inner.on_epoch_end()
+        self._note_epoch()
+
+    def _note_epoch(self) -> None:
+        if self._division is not None:
+            self._division.note_epoch()
+
+
+def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
+    """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
+    if reader is None:
+        return whole_batch(data, step)
+    return whole_batch(data, step, compared_rows(reader.checks, number, step))
 
 
 class JointReading:
@@ -309,12 +339,9 @@ class JointReading:
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
         number, self._passes = self._passes, self._passes + 1
-        return (self._batch(data, number, step) for step, data in enumerate(_begin(self._inner)))
-
-    def _batch(self, data: Any, number: int, step: int) -> GlobalBatch:
-        if self._reader is None:
-            return whole_batch(data, step)
-        return whole_batch(data, step, compared_rows(self._reader.checks, number, step))
+        return (
+            joint_batch(data, self._reader, number, step) for step, data in enumerate(_begin(self._inner))
+        )
 
 
 class StreamInput(GlobalInput):
@@ -504,7 +531,7 @@ def global_input(
     if isinstance(x, keras.utils.PyDataset):
         if y is not None or sample_weight is not None:
             raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
-        return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
+        return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, reader, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
         if reader is not None and not (unsplit or in_order or reader.joint):
@@ -514,13 +541,26 @@ def global_input(
 
             if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
                 return DistributedInput(source)
-        why = AN_ITERATOR if isinstance(x, GeneratorType) else ""
-        why = JOINT_INPUT if reader is not None and reader.joint else why
-        return StreamInput(inner, type(x).__name__, JointReading(inner, reader, why), unsplit=unsplit)
+        reading = JointReading(inner, reader) if unsplit or reader is None else _reading(x, inner, reader)
+        return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
         "arrays, nests of them, a keras.utils.PyDataset, a tf.data.Dataset, a torch DataLoader or a generator"
     )
+
+
+def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker) -> Reading:
+    """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
+    divided: Reading | str
+    if reader.joint:
+        divided = JOINT_INPUT
+    elif isinstance(dataset, GeneratorType):
+        divided = AN_ITERATOR
+    elif is_torch_dataloader(dataset):
+        divided = loader_reading(dataset, reader)
+    else:
+        divided = ""
+    return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
@@ -601,12 +641,19 @@ def _on_host(batch: Any) -> Any:
     return tuple(keras.tree.map_structure(on_host, batch))
 
 
+def _whole(batch: GlobalBatch | PendingBatch) -> Any:
+    known = batch.read() if isinstance(batch, PendingBatch) else batch
+    return known.read(slice(0, known.examples))
+
+
 def _nothing() -> None:
     """Do nothing before a pass."""
 
 
 def _tensors(data: Any) -> Any:
-    return data if isinstance(data, GlobalBatch) else keras.tree.map_structure(_tensor, data)
+    if isinstance(data, GlobalBatch | PendingBatch):
+        return data
+    return keras.tree.map_structure(_tensor, data)
 
 
 def _tensor(leaf: Any) -> Any:

@@ -85,15 +85,22 @@ class ItemDraws:
 
 
 @contextmanager
-def _apart() -> Iterator["_Draws"]:
-    """Restore the random states after the block; return those within the block."""
+def states_kept() -> Iterator[dict[str, Any]]:
+    """Restore the program's random states after the block; return them."""
     before = current_states()
     try:
+        yield before
+    finally:
+        restore_states(_after_imports(before))
+
+
+@contextmanager
+def _apart() -> Iterator["_Draws"]:
+    """Keep the program's random states; return those within the block."""
+    with states_kept() as before:
         draws = _Draws(before)
         with draws.tensorflow():
             yield draws
-    finally:
-        restore_states(_after_imports(before))
 
 
 def _after_imports(before: dict[str, Any]) -> dict[str, Any]:

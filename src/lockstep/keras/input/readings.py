@@ -98,6 +98,8 @@ class ReadingWorker:
         """Return the rows of this worker's replicas in a batch of `examples` rows; they are contiguous."""
         view = self.job.view
         own = view.replicas_of(self.job.worker)
+        if not own:
+            return slice(0, 0)
         first, last = (replica_rows(examples, replica, view.replicas) for replica in (own[0], own[-1]))
         return slice(first.start, last.stop)
 
@@ -150,7 +152,7 @@ def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | Non
     examples = known[0].shape[0]
 
     def taken(leaf: npt.NDArray[Any], rows: slice) -> npt.NDArray[Any]:
-        return leaf[_in_proportion(rows, examples, leaf)]
+        return leaf[rows_in_proportion(rows, examples, leaf)]
 
     def read(rows: slice) -> Any:
         return pack([None if leaf is None else taken(leaf, rows) for leaf in leaves])
@@ -173,13 +175,17 @@ def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int],
     return rows
 
 
-def _in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any]) -> slice:
-    """Return the rows of one part of a batch that belong to `rows` of its first part of `examples` rows.
+def rows_in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any]) -> slice:
+    """Return the rows of one part of a batch that belong to `rows` of its first part; see `in_proportion`."""
+    return in_proportion(rows, examples, len(leaf) if leaf.shape else 0)
+
+
+def in_proportion(rows: slice, examples: int, count: int) -> slice:
+    """Return the rows of a part of a batch with `count` rows that belong to `rows` of its `examples` rows.
 
     Raises:
         DataError: replicas cannot split both in proportion.
     """
-    count = len(leaf) if leaf.shape else 0
     if count == examples:
         return rows
     start, first = divmod(rows.start * count, examples)
