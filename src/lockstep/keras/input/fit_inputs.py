@@ -46,6 +46,7 @@ from lockstep.keras.input.readings import (
 )
 from lockstep.keras.input.shards import shard_pipelines
 from lockstep.keras.input.sources import Element, Source
+from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
@@ -65,6 +66,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         unsplit: yield Keras's own batches instead: with one replica, there is nothing to split.
 
     Attributes:
+        held: the number of bytes of arrays in memory that this worker reads rows of.
         plain_first: the next pass yields only one of Keras's own batches, to call a model on.
         before_pass: called before anything is drawn or read for a pass.
     """
@@ -72,6 +74,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     def __init__(self, inner: DataAdapter, *, unsplit: bool) -> None:
         self._inner = inner
         self._unsplit = unsplit
+        self.held = 0
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
 
@@ -176,7 +179,8 @@ class ArrayInput(GlobalInput):
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
         leaves, self._pack = parts_of(inner._inputs)
-        rows = array_slicing.convert_to_sliceable(leaves, target_backend="numpy")
+        rows = [_rows_of(leaf) for leaf in leaves]
+        self.held = sum(getattr(leaf.array, "nbytes", 0) for leaf in rows if hasattr(leaf, "array"))
         self._readers = [_reader(leaf) for leaf in rows]
         self._known = [reader for reader in self._readers if reader is not _read_nothing]
         self._count: int = inner._num_samples
@@ -569,16 +573,34 @@ def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
     """Split off the last `fraction` of the rows, as Keras does: ((x, y, weight), (x, y, weight))."""
-    training, validation = array_slicing.train_validation_split(
-        (x, y, sample_weight), validation_split=fraction
+    data = (x, y, sample_weight)
+    # Keras would read all of an array on disk; it splits the numbers of the rows instead.
+    numbered = keras.tree.map_structure(
+        lambda leaf: leaf if stored(leaf) is None else np.arange(len(leaf)), data
     )
+    halves = array_slicing.train_validation_split(numbered, validation_split=fraction)
+    training, validation = (keras.tree.map_structure(_half, data, half) for half in halves)
     return training, validation
 
 
-def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:
+def _half(leaf: Any, half: Any) -> Any:
+    """Return the half of an array on disk whose rows have the numbers `half`; `half` itself for others."""
+    array = stored(leaf)
+    return half if array is None else array.part(slice(int(half[0]), int(half[-1]) + 1))
+
+
+def _rows_of(leaf: Any) -> Any:
+    """Return an array in a form of which rows can be read, Keras's own if it is in memory; None for none."""
+    array = stored(leaf)
+    return array_slicing.convert_to_sliceable(leaf, target_backend="numpy") if array is None else array
+
+
+def _reader(leaf: Any) -> Callable[[Indices], Any]:
     """Return a function that reads rows of an array as Keras does, or faster."""
     if leaf is None:
         return _read_nothing
+    if isinstance(leaf, StoredArray):
+        return leaf.__getitem__
     if type(leaf) is array_slicing.NumpySliceable:
         return reader_of(leaf.array)
     return lambda indices: leaf.convert_to_numpy(leaf[indices])
