@@ -49,7 +49,9 @@ def test_workers_are_lost_while_batches_are_made_and_handed_over(
 ) -> None:
     # The chief has written a file just before the cycle in which it is lost.
     faults = ("2:noisy:item:20", "0:noisy:sending:3", "1:threads:sending:2")
-    run = launch("-n 4 --replicas 4 --max-restarts 0", "dividing_batches.py", *faults, backend=thorough_backend)
+    run = launch(
+        "-n 4 --replicas 4 --max-restarts 0", "dividing_batches.py", *faults, backend=thorough_backend
+    )
     assert results(run, 3) == results(alone, 0)
     assert run.marked(3, "files") == alone.marked(0, "files")
     assert run.stderr.count("was killed by SIGKILL") == 3

@@ -425,7 +425,9 @@ def test_any_number_of_workers_reads_the_same(
     alone = undisturbed_run("-n 1 --replicas 4", "dividing_loaders.py", backend=backend)
     expected = results(alone, 1, 1, "weights ")
     (everything,) = alone.marked(0, "reads ")
-    lost = launch("-n 4 --replicas 4 --max-restarts 0", "dividing_loaders.py", "lost", "2", "8", backend=backend)
+    lost = launch(
+        "-n 4 --replicas 4 --max-restarts 0", "dividing_loaders.py", "lost", "2", "8", backend=backend
+    )
     assert results(lost, 4, 3, "weights ") == expected
     for worker in range(4):
         (reads,) = lost.marked(worker, "reads ")
@@ -444,5 +446,7 @@ def test_a_loader_resumes_in_the_middle_of_a_pass_and_a_worker_joins_there(
     resumed = launch(f"-n 2 {keeping}", "dividing_loaders.py", "all", "0", "9", backend=backend)
     assert "resuming from" in resumed.stderr
     assert results(resumed, 2, 2) == expected
-    joined = launch("-n 2 --replicas 4 --min-workers 2", "dividing_loaders.py", "lost", "1", "8", backend=backend)
+    joined = launch(
+        "-n 2 --replicas 4 --min-workers 2", "dividing_loaders.py", "lost", "1", "8", backend=backend
+    )
     assert results(joined, 3, 2) == expected
