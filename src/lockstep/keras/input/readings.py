@@ -25,7 +25,7 @@ JOINT_INPUT = "--input joint"
 """The reason for joint reading where the user asks for it."""
 
 _noted: set[str] = set()
-"""The reasons for joint reading of which a note was printed."""
+"""The notes on input that were printed."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,16 @@ class Way:
 
 def explain_reading(job: Job, way: Way) -> None:
     """Print a note, on the chief and once for each reason, if workers do not divide what they could."""
-    if way.changeable and way.why and len(job.view.workers) > 1 and way.why not in _noted:
-        _noted.add(way.why)
+    if way.changeable and way.why and len(job.view.workers) > 1:
+        note_once(job, f"input: {way}")
+
+
+def note_once(job: Job, text: str) -> None:
+    """Print a note on the chief, unless it has been printed."""
+    if text not in _noted:
+        _noted.add(text)
         if job.is_chief:
-            note(f"input: {way}")
+            note(text)
 
 
 class Reading(Protocol):
@@ -74,6 +80,10 @@ class Reading(Protocol):
         """
 
 
+def _one_call() -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class ReadingWorker:
     """The worker that reads, and what it reads for.
@@ -82,11 +92,13 @@ class ReadingWorker:
         job: of the replicas.
         seed: 64 bits that determine the random numbers of the dataset's items, with the pass and the item.
         joint: whether the user asks every worker to read everything.
+        call: returns the number of the call in progress.
     """
 
     job: Job
     seed: int
     joint: bool = False
+    call: Callable[[], int] = _one_call
 
     def own_rows(self, examples: int) -> slice:
         """Return the rows of this worker's replicas in a batch of `examples` rows; they are contiguous."""
@@ -124,6 +136,29 @@ class ReadingWorker:
             return digest_arrays(map(on_host, leaves_of(rows)), identity)
 
         return GlobalBatch(examples, read, cache(check))
+
+
+class PassNumbers:
+    """Numbers the passes over a dataset, equally on workers that have skipped whole calls: validations.
+
+    The first pass in the call that has made this object has the number 0.
+
+    Args:
+        reader: this worker; None if only one process reads.
+    """
+
+    def __init__(self, reader: ReadingWorker | None) -> None:
+        self._call = _one_call if reader is None else reader.call
+        self._first = self._latest = self._call()
+        self._passes = 0
+
+    def next(self) -> int:
+        """Return the number of the pass whose first batch is being read."""
+        if self._latest != self._call():
+            self._latest, self._passes = self._call(), 0
+        number = self._latest - self._first + self._passes
+        self._passes += 1
+        return number
 
 
 def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | None = None) -> GlobalBatch:
@@ -170,12 +205,16 @@ def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int],
 
 
 def rows_in_proportion(rows: slice, examples: int, leaf: npt.NDArray[Any]) -> slice:
-    """Return the rows of one part of a batch that belong to `rows` of its first part of `examples` rows.
+    """Return the rows of one part of a batch that belong to `rows` of its first part; see `in_proportion`."""
+    return in_proportion(rows, examples, len(leaf) if leaf.shape else 0)
+
+
+def in_proportion(rows: slice, examples: int, count: int) -> slice:
+    """Return the rows of a part of a batch with `count` rows that belong to `rows` of its `examples` rows.
 
     Raises:
         DataError: replicas cannot split both in proportion.
     """
-    count = len(leaf) if leaf.shape else 0
     if count == examples:
         return rows
     start, first = divmod(rows.start * count, examples)

@@ -2,23 +2,25 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import keras
 
-from lockstep.data.input_table import InputTable, Rows, input_table
+from lockstep.data.input_context import InputContext
+from lockstep.data.input_table import InputTable, ReplicaRows, Rows, input_table
 from lockstep.data.order import Indices, Shuffle
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.fit_inputs import AN_ITERATOR, ARRAYS, global_input
 from lockstep.keras.input.readings import ReadingWorker, Way
+from lockstep.keras.input.shards import Shards, shards_of
 from lockstep.keras.input.sources import GlobalBatchSource, count_examples
 from lockstep.keras.input.streams import Stream
 from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
 from lockstep.keras.nests import leaves_of
 from lockstep.keras.randomness import random_states, set_random_states
-from lockstep.topology import place
+from lockstep.topology import View, place
 from lockstep.worker import job
 
 
@@ -69,6 +71,10 @@ def show_input(
         way, x = x.source.way, x.source.stream.dataset
     else:
         way = _way(x) if _is_dataset(x) else ARRAYS
+        shards = shards_of(x, view.replicas) if view.replicas > 1 else None
+        if isinstance(shards, Shards) and not job.current().context.joint_input:
+            rows = islice(_read_shards(shards, view), steps * view.replicas)
+            return InputTable(str(shards.way), tuple(rows))
     seed = order_seed(job.current().context.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
@@ -90,7 +96,7 @@ def _way(dataset: Any) -> Way:
     try:
         reader = ReadingWorker(this, 0, joint=this.context.joint_input)
         options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": ()}
-        return global_input(dataset, **options, unsplit=False, reader=reader).way
+        return global_input(dataset, **options, unsplit=False, reader=reader, in_order=True).way
     except DataError:
         return Way.joint("")  # A kind of dataset that only `strategy` distributes.
     finally:
@@ -132,3 +138,16 @@ def _read(dataset: Any) -> Iterator[Rows]:
     """Yield the rows of each batch of a pass."""
     for number, nest in enumerate(Stream(dataset).begin()):
         yield Rows(range(count_examples(leaves_of(nest), f"batch {number}")), number)
+
+
+def _read_shards(shards: Shards, view: View) -> Iterator[ReplicaRows]:
+    """Yield the rows of each replica in each step, in the batches of its shard."""
+    contexts = [InputContext(view.replicas, replica, view.replicas) for replica in range(view.replicas)]
+    readers = [Stream(shards.shard(context)).begin() for context in contexts]
+    for step in count(1):
+        batches = [next(reader, None) for reader in readers]
+        if all(nest is None for nest in batches):
+            return
+        for replica, nest in enumerate(batches):
+            rows = range(0 if nest is None else len(leaves_of(nest)[0]))
+            yield ReplicaRows(step, replica, view.owners[replica], Rows(rows, step - 1))

@@ -215,11 +215,11 @@ class BatchValues:
         return self._whole.share(replica, self._replicas)
 
 
-def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str) -> int:
+def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str, *, may_be_empty: bool = False) -> int:
     """Return the number of examples of arrays, which is the size of the first axis of each.
 
     Raises:
-        DataError: they have none, or different numbers of them.
+        DataError: they have none, although they may not be empty, or different numbers of them.
     """
     if not leaves or not all(leaf.ndim for leaf in leaves):
         raise DataError(
@@ -230,6 +230,6 @@ def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str) -> int:
     if len(counts) > 1:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
         raise DataError(f"{what} has arrays of shapes {shapes}, whose first axes must be equally long")
-    if counts == {0}:
+    if counts == {0} and not may_be_empty:
         raise DataError(f"{what} has no rows")
     return counts.pop()

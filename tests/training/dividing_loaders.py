@@ -1,6 +1,6 @@
 """A program that trains on DataLoaders whose items draw random numbers; prints exact results.
 
-    dividing.py [HOW WORKER STEP]
+    dividing_loaders.py [HOW WORKER STEP]
 
 HOW is "lost": that worker is killed after that step of the second `fit`; or "all": all workers are, once.
 """
