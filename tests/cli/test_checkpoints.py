@@ -15,7 +15,7 @@ from lockstep.checkpoint.resume import note_on_versions
 from lockstep.checkpoint.store import Store
 from lockstep.system.run_folder import claim_folder
 
-JOB = {"replicas": 4, "seed": 7, "threads": 1}
+JOB = {"replicas": 4, "seed": 7, "threads": 1, "input": "joint"}
 
 
 def command(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -44,7 +44,7 @@ def test_a_job_resumes_with_the_settings_of_the_newest_complete_checkpoint(
     assert run.returncode == 0
     assert f"lockstep: {damaged}/state.safetensors is damaged" in run.stderr
     assert "; skipping this checkpoint\n" in run.stderr
-    assert "1 worker, 4 replicas, 1 thread each, seed 7" in run.stderr
+    assert "1 worker, 4 replicas, 1 thread each, seed 7; each worker reads all input; " in run.stderr
     assert f"resuming from {tmp_path / 'kept' / 'step-000000000003'}" in run.stderr
 
 
@@ -54,6 +54,7 @@ def test_a_job_resumes_with_the_settings_of_the_newest_complete_checkpoint(
         (("--replicas", "3"), "was made with --replicas 4, not 3, which affects the result"),
         (("--seed", "0"), "was made with --seed 7, not 0"),
         (("--threads-per-worker", "2"), "was made with --threads-per-worker 1, not 2"),
+        (("--input", "divided"), "was made with --input joint, not divided"),
         (("--checkpoint-every", "0"), "give a number of steps, or a time such as 30s, 10m or 1h"),
         (("--checkpoint-every", "1d"), "give a number of steps, or a time"),
     ],

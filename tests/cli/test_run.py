@@ -204,16 +204,18 @@ def test_workers_have_the_documented_environment(lockstep: Any) -> None:
 import json, random, numpy
 print(json.dumps({{name: os.environ.get(name) for name in {names}}}))
 print([name for name in os.environ if name.startswith("LOCKSTEP_")])
-print(random.random(), numpy.random.rand(), job.current().view.owners, job.current().context.threads)
+context = job.current().context
+print(random.random(), numpy.random.rand(), job.current().view.owners, context.threads, context.joint_input)
 """
     options = ["-n", "2", "--replicas", "3", "--threads-per-worker", "2", "--seed", str(2**32 + 5)]
+    options += ["--input", "joint"]
     done = lockstep.run(*options, "--backend", "jax", "--devices", "0+1,1", lockstep.script(text))
     addresses = ["127.0.0.1:20000", "127.0.0.1:20001", "127.0.0.1:20002"]
     import random
 
     import numpy as np
 
-    numbers = f"{random.Random(2**32 + 5).random()} {np.random.RandomState(5).rand()} (0, 0, 1) 2"
+    numbers = f"{random.Random(2**32 + 5).random()} {np.random.RandomState(5).rand()} (0, 0, 1) 2 True"
     for worker, gpus in enumerate(["0,1", "1"]):
         variables, lockstep_variables, drawn = done.log(worker).splitlines()
         found = json.loads(variables)

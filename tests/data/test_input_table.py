@@ -13,7 +13,7 @@ def test_the_table_lists_the_rows_that_training_reads(
 ) -> None:
     view = place(replicas, tuple(range(data.draw(st.integers(1, replicas)))))
     steps = [Rows([7 * row for row in range(size)]) for size in sizes]
-    readings = list(input_table(steps, view))
+    readings = list(input_table(steps, view, "alone"))
     assert [(r.step, r.replica) for r in readings] == [
         (step + 1, replica) for step in range(len(sizes)) for replica in range(replicas)
     ]
@@ -28,8 +28,9 @@ def test_the_table_lists_the_rows_that_training_reads(
 
 
 def test_the_table_has_a_line_for_each_replica_and_step() -> None:
-    table = input_table([Rows(range(6)), Rows([11, 5, 12])], place(2, (0, 3)))
+    table = input_table([Rows(range(6)), Rows([11, 5, 12])], place(2, (0, 3)), "by hand: as a test")
     assert str(table).splitlines() == [
+        "by hand: as a test",
         "step  replica  worker  examples",
         "   1        0       0  0-2",
         "   1        1       3  3-5",

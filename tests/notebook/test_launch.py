@@ -55,7 +55,7 @@ def test_launch_returns_the_chiefs_result_and_shows_its_output(
         return array * times, job.current().worker, job.current().view.replicas, sys.argv[1:], Path.cwd()
 
     array = np.arange(100_000.0)
-    result, *others = lockstep.launch(train, (array,), {"times": 3}, replicas=4, seed=7)
+    result, *others = lockstep.launch(train, (array,), {"times": 3}, replicas=4, seed=7, input="joint")
     shown = capsys.readouterr()
     (run,) = (tmp_path / "runs").iterdir()
     assert result.tobytes() == (array * 3).tobytes()
@@ -63,7 +63,7 @@ def test_launch_returns_the_chiefs_result_and_shows_its_output(
     assert shown.out == "out 0\n"
     first, *rest = shown.err.splitlines()
     assert first.startswith("lockstep: 2 workers, 4 replicas, ")
-    assert "seed 7; on JAX, because KERAS_BACKEND selects it; the same bits with any 1 to 4 workers" in first
+    assert "seed 7; each worker reads all input; on JAX, because KERAS_BACKEND selects it; the same" in first
     assert first.endswith(f"; logs in runs/{run.name}")
     assert rest[0] == "err \u00e9"
     assert re.fullmatch(r"train-\d{8}-\d{6}", run.name)
@@ -128,6 +128,7 @@ def test_launch_in_a_worker_is_refused() -> None:
         ({"run_dir": "a\0b"}, r"lockstep.launch, '--run-dir=a\x00b': it contains a null character"),
         ({"checkpoint": "\udcff"}, r"b'\xff' is not UTF-8"),
         ({"workers": 2, "replicas": 1}, "2 workers cannot share 1 replicas: "),
+        ({"input": "jointly"}, "Invalid value for '--input': 'jointly' is not one of 'divided', 'joint'."),
         ({"backend": "theano"}, "Invalid value for '--backend': 'theano' is not one of"),
     ],
 )

@@ -37,7 +37,7 @@ CONFIG = WorkerConfig(
 def test_read_inverts_write() -> None:
     for config in (
         CONFIG,
-        *(replace(CONFIG, **{name: True}) for name in ("tf_distribute", "by_hand", "joins")),
+        *(replace(CONFIG, **{name: True}) for name in ("tf_distribute", "by_hand", "joins", "joint_input")),
     ):
         assert read_worker(worker_environment(config, {})) == config
 

@@ -3,6 +3,8 @@
 distributing.py FOLDER: lines that begin with "check" are the same for any number of workers.
 """
 
+import os
+import signal
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from tensorflow.python.data.experimental.ops import distribute as rewriting
 
 import lockstep
 from lockstep.errors import DataError, DisagreementError
@@ -24,7 +27,6 @@ FOLDER = Path(sys.argv[1])
 ROWS = 70
 X = np.random.default_rng(0).normal(size=(ROWS, 6)).astype("float32")
 Y = X.sum(axis=1)
-POLICIES = ("AUTO", "FILE", "DATA", "OFF")
 Pair = namedtuple("Pair", ["x", "y"])
 
 strategy = lockstep.MultiWorkerMirroredStrategy()
@@ -52,7 +54,8 @@ def of_files(name: str, policy: str | None) -> Any:
     """Rows of text from one file, or from two that are not equally long."""
     files = sorted(str(path) for path in FOLDER.glob(f"{name}-*.txt"))
     data = tf.data.TextLineDataset(files).map(lambda line: tf.strings.to_number(tf.strings.split(line)))
-    data = data.map(lambda row: (tf.ensure_shape(row, (7,))[:6], row[6])).batch(16)
+    data = data.map(lambda row: (tf.ensure_shape(row, (7,))[:6], row[6]))
+    data = (data.shuffle(10, seed=3) if name == "three" else data).batch(16)
     options = tf.data.Options()
     if policy:
         chosen = getattr(tf.data.experimental.AutoShardPolicy, policy)
@@ -158,7 +161,7 @@ def values() -> None:
 
 
 def fits() -> None:
-    """A distributed dataset trains as the dataset itself; a policy changes nothing."""
+    """A distributed dataset trains as the dataset itself, also if a policy gives it no shards."""
     plain = fitted(shuffled)
     assert fitted(lambda: distribute(shuffled())) == plain
     print("check shuffled", plain)
@@ -167,11 +170,55 @@ def fits() -> None:
     assert len(joined) == 1
     print("check pipelines", *joined)
     for name in ("one", "two"):
-        policies = (None, *POLICIES) if name == "one" else (None, "FILE")
+        policies = (None, "AUTO", "FILE", "OFF") if name == "one" else (None, "FILE")
         makes = [partial(of_files, name, policy) for policy in policies]
         digests = set(map(fitted, makes))
         assert len(digests) == 1
         print("check files", name, *digests)
+
+
+def of_tf_distribute(make: Callable[[], Any]) -> Any:
+    """Distribute what each of several workers with a replica each reads in `tf.distribute`."""
+    replicas = strategy.num_replicas_in_sync
+    parts = []
+    for replica in range(replicas):
+        rebatched = make().rebatch(rewriting.batch_sizes_for_worker(16, replicas, 1, replica))
+        parts.append(rewriting._AutoShardDataset(rebatched, replicas, replica, replicas))
+    return from_function(lambda context: parts[context.input_pipeline_id])
+
+
+def shards() -> None:
+    """With the policies FILE and DATA, each replica reads its shard, in `fit` and in loops."""
+    digests = []
+    for policy in ("FILE", "DATA"):
+        make = partial(of_files, "three", policy)
+        split = (lambda make=make: distribute(make()), partial(of_tf_distribute, make))
+        one, other = (data() for data in split)
+        for _ in range(2):
+            assert gathered(one, lambda element: element[1]) == gathered(other, lambda element: element[1])
+        found = {fitted(data).split()[0] for data in (make, *split)}
+        assert len(found) == 1
+        digests += found
+        print("check shards", policy, *found)
+    assert len(set(digests)) == 2
+    model = keras.Sequential([keras.layers.Dense(1)])
+    with strategy.scope():
+        model.compile(loss="mse")
+    # The first call also reads a batch to build the model.
+    policies = (None, None, "FILE")
+    rows = [model.predict(of_files("three", policy), verbose=0).tobytes() for policy in policies]
+    assert rows[1] == rows[2]
+
+
+class KillThird(keras.callbacks.Callback):  # type: ignore[misc]
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if batch == 2 and job.current().worker == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lost() -> None:
+    """Another worker reads the shards of a lost one."""
+    print("check lost", fitted(partial(of_files, "three", "FILE"), callbacks=[KillThird()]).split()[0])
 
 
 def refusals() -> None:
@@ -204,6 +251,8 @@ def main() -> None:
     values()
     refusals()
     fits()
+    shards()
+    lost()
     if len(job.current().view.workers) > 1:
         disagreement()
 

@@ -12,10 +12,12 @@ pytest.importorskip("tensorflow")  # tf.data, on every backend.
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of numbers: in one file, and in two files, one of which has nearly all rows."""
+    """Rows of numbers: in one file, in two files, one of which has nearly all rows, and in three."""
     folder = tmp_path_factory.mktemp("files")
     rows = np.random.default_rng(1).normal(size=(43, 7))
-    for name, part in (("one-0", rows), ("two-0", rows[:3]), ("two-1", rows[3:])):
+    parts = {"one-0": rows, "two-0": rows[:3], "two-1": rows[3:]}
+    parts |= {"three-0": rows[:6], "three-1": rows[6:26], "three-2": rows[26:]}
+    for name, part in parts.items():
         lines = (" ".join(str(number) for number in row) for row in part)
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
     return folder
@@ -25,14 +27,21 @@ def test_every_input_is_split_alike_on_any_number_of_workers(
     launch: Callable[..., Any], thorough_backend: str, files: Path
 ) -> None:
     checks = []
-    for workers in (1, 2):
-        run = launch(f"-n {workers} --replicas 3", "distributing.py", str(files), backend=thorough_backend)
+    for workers in (1, 3):
+        options = f"-n {workers} --replicas 3 --max-restarts 0"
+        run = launch(options, "distributing.py", str(files), backend=thorough_backend)
         assert run.status == 0, run.stderr
         checks += [run.marked(worker, "check ") for worker in range(workers)]
         said = [line for line in run.stderr.splitlines() if "AutoShardPolicy" in line]
-        assert [line.split(":")[1] for line in said] == [" AutoShardPolicy.FILE", " AutoShardPolicy.OFF"]
-    assert [len(lines) for lines in checks] == [5, 5, 5]
-    assert checks == [checks[0]] * 3
+        told = [("FILE", "1 for 3"), ("OFF", ""), ("FILE", "2 for 3")]
+        assert len(said) == len(told)
+        for line, (policy, files_found) in zip(said, told, strict=True):
+            assert f"AutoShardPolicy.{policy}" in line
+            assert files_found in line
+    assert [len(lines) for lines in checks] == [8, 8, 8, 7]
+    assert [lines[:7] for lines in checks] == [checks[0][:7]] * 4
+    # The third worker was lost before the last line.
+    assert {line.split()[-1] for lines in checks for line in lines[7:]} == {checks[0][5].split()[-1]}
     for worker in range(2):
         (difference,) = run.marked(worker, "differs: ")
         assert "strategy.distribute_datasets_from_function" in difference

@@ -241,6 +241,7 @@ class TestRefusals:
             ),
             ({"seed": 0, "threads": 2}, "with seed 0 and 2 threads, and this job has seed 7 and 1 threads"),
             ({"replicas": 4}, "to resume, use `lockstep run --replicas 4 --seed 7 --threads-per-worker 1`"),
+            ({"input": "joint"}, "with joint reading of input, and this job has divided reading of input"),
             ({"backend": "none"}, "was made with the backend none, and this job has the backend"),
             ({"threads": 0}, "with the backend's own number of threads, and .* without `lockstep run`"),
         ],

@@ -408,3 +408,45 @@ def test_processes_may_be_spawned(worker: Make) -> None:
     loader = data.DataLoader(Rows(12, all_draws), 6, num_workers=1, multiprocessing_context="spawn")
     batches = whole(worker().reading(loader).begin())
     assert equal(batches, whole(worker().reading(data.DataLoader(Rows(12, all_draws), 6)).begin()))
+
+
+def results(run: Any, workers: int, ended: int, *marks: str) -> set[tuple[str, ...]]:
+    """The results of the workers that ended; a job that resumes has no weights of finished calls."""
+    assert run.status == 0, run.stderr
+    logs = [run.log(worker) for worker in range(workers)]
+    finished = [log for log in logs if "end" in log]
+    assert len(finished) == ended
+    return {tuple(line for line in log if line.startswith(("result ", *marks))) for log in finished}
+
+
+def test_any_number_of_workers_reads_the_same(
+    launch: Callable[..., Any], undisturbed_run: Callable[..., Any], backend: str
+) -> None:
+    alone = undisturbed_run("-n 1 --replicas 4", "dividing_loaders.py", backend=backend)
+    expected = results(alone, 1, 1, "weights ")
+    (everything,) = alone.marked(0, "reads ")
+    lost = launch(
+        "-n 4 --replicas 4 --max-restarts 0", "dividing_loaders.py", "lost", "2", "8", backend=backend
+    )
+    assert results(lost, 4, 3, "weights ") == expected
+    for worker in range(4):
+        (reads,) = lost.marked(worker, "reads ")
+        # Every worker reads the items that decide, and the sample with which Keras builds the model.
+        assert int(reads.split()[1]) < int(everything.split()[1]) / 2
+
+
+def test_a_loader_resumes_in_the_middle_of_a_pass_and_a_worker_joins_there(
+    launch: Callable[..., Any], undisturbed_run: Callable[..., Any], thorough_backend: str, tmp_path: Any
+) -> None:
+    backend = thorough_backend
+    expected = results(undisturbed_run("-n 1 --replicas 4", "dividing_loaders.py", backend=backend), 1, 1)
+    keeping = f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 2"
+    killed = launch(f"-n 3 --replicas 4 {keeping}", "dividing_loaders.py", "all", "0", "9", backend=backend)
+    assert killed.status == 137
+    resumed = launch(f"-n 2 {keeping}", "dividing_loaders.py", "all", "0", "9", backend=backend)
+    assert "resuming from" in resumed.stderr
+    assert results(resumed, 2, 2) == expected
+    joined = launch(
+        "-n 2 --replicas 4 --min-workers 2", "dividing_loaders.py", "lost", "1", "8", backend=backend
+    )
+    assert results(joined, 3, 2) == expected

@@ -4,6 +4,8 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
+from lockstep.keras.input.fit_inputs import AN_ITERATOR
+
 KINDS = ["endless", "finite", "short", *(name for name in ("tensorflow", "torch") if find_spec(name))]
 
 
@@ -15,6 +17,12 @@ def test_streams_give_the_same_bits_on_one_and_two_workers(
         run = launch(f"-n {workers} --replicas 3", "streams.py", *KINDS, backend=thorough_backend)
         assert run.status == 0, run.stderr
         lines += [run.marked(worker, "stream ") for worker in range(workers)]
+        # Three inputs are generators; one worker has nothing to divide.
+        assert (
+            run.stderr.count(f"input: every worker reads the whole dataset: {AN_ITERATOR}\n") == workers - 1
+        )
+        # One of two calls has arrays of that size in each worker.
+        assert run.stderr.count("lockstep: each worker holds 0.0 GB of arrays in memory") == workers - 1
     assert lines == [lines[0]] * 3
     assert [line.split()[1] for line in lines[0]] == KINDS
     ended = {line.split()[1]: line.split()[4] for line in lines[0]}

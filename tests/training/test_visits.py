@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lockstep import show_input
-from lockstep.keras.input.fit_inputs import global_input
+from lockstep.keras.input.fit_inputs import AN_ITERATOR, global_input
 from lockstep.keras.input.visits import OrderSeed, draw_as_a_loader, order_seed
 from lockstep.keras.randomness import script_seeds
 
@@ -96,3 +96,21 @@ def test_the_order_is_known_before_it_is_drawn(make: Source, shuffle: Any) -> No
     readings = [reading.rows for reading in table]
     shown = [n for rows in readings for n in (rows.numbers if rows.batch is None else [rows.batch])]
     assert shown == second
+
+
+def stream() -> Iterator[Any]:
+    yield ROWS[:4], ROWS[:4]
+
+
+@pytest.mark.parametrize(
+    ("make", "way"),
+    [
+        (lambda: ROWS, "each worker reads the rows of its replicas: arrays"),
+        (stream, f"every worker reads the whole dataset: {AN_ITERATOR}"),
+    ],
+    ids=["arrays", "generator"],
+)
+def test_the_table_says_how_an_input_is_read(make: Source, way: str) -> None:
+    table = show_input(make(), batch_size=4, shuffle=False, replicas=2, steps=1)
+    assert str(table).splitlines()[0] == table.way == way
+    assert [list(reading.rows.numbers) for reading in table] == [[0, 1], [2, 3]]

@@ -119,6 +119,7 @@ class LocalStarter:
             accepts_changes=spec.accepts_changes,
             tf_distribute=spec.tf_distribute,
             adopts=spec.adopts,
+            joint_input=spec.joint_input,
         )
         devices = spec.devices_of(slot)
         return worker_environment(

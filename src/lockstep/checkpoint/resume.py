@@ -16,7 +16,7 @@ from lockstep.system.prose import count
 _OPTIONS = {"threads": "threads-per-worker"}
 
 Facts = Mapping[str, Any]
-"""What a checkpoint records about its job: replicas, seed, threads, backend and versions."""
+"""What a checkpoint records about its job: replicas, seed, threads, input, backend and versions."""
 
 
 def newest(folder: Path, report: Callable[[str], None]) -> tuple[Path, Facts, str] | None:
@@ -58,6 +58,7 @@ class _Job(msgspec.Struct):
     replicas: Annotated[int, msgspec.Meta(ge=1)]
     seed: Annotated[int, msgspec.Meta(ge=0)]
     threads: Annotated[int, msgspec.Meta(ge=0)]
+    input: str = ""
     backend: str = ""
     libraries: dict[str, str] = {}
 
@@ -65,10 +66,11 @@ class _Job(msgspec.Struct):
 def refuse_another_job(path: Path, facts: Facts, asked: Mapping[str, Any]) -> None:
     """Raise ConfigError if an option of the user differs from the checkpoint and would change the result."""
     for name, value in asked.items():
-        if value is not None and value != facts[name]:
+        past = facts.get(name, value)
+        if value is not None and value != past:
             option = f"--{_OPTIONS.get(name, name)}"
             raise ConfigError(
-                f"checkpoint {path} was made with {option} {facts[name]}, not {value}, which affects the "
+                f"checkpoint {path} was made with {option} {past}, not {value}, which affects the "
                 f"result; omit {option} to resume, or give another --checkpoint folder to start over"
             )
 
@@ -87,7 +89,7 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
 
 def refuse_different_job(path: Path, facts: Facts, own: Facts) -> None:
     """Raise ConfigError if the running job, described by `own`, differs from the one of the checkpoint."""
-    names = ("replicas", "seed", "threads", "backend")
+    names = ("replicas", "seed", "threads", "input", "backend")
     differing = [name for name in names if facts.get(name, own[name]) != own[name]]
     if not differing:
         return
@@ -106,13 +108,8 @@ def refuse_different_job(path: Path, facts: Facts, own: Facts) -> None:
 def _shown(name: str, value: Any) -> str:
     if name == "threads" and not value:
         return "the backend's own number of threads"
-    return (
-        f"the backend {value}"
-        if name == "backend"
-        else f"{value} {name}"
-        if name != "seed"
-        else f"seed {value}"
-    )
+    forms = {"backend": "the backend {}", "seed": "seed {}", "input": "{} reading of input"}
+    return forms.get(name, f"{{}} {name}").format(value)
 
 
 def note_if_finished(folder: Path, step: int) -> str:

@@ -24,7 +24,7 @@ from lockstep.launcher.backend import (
 from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
-from lockstep.protocol.job_spec import GRACE, Devices, JobSpec
+from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -118,6 +118,13 @@ class _Folder(click.Path):
     "--seed",
     type=_SEEDS,
     help="Seed of all random numbers.  [default: 0]",
+)
+@click.option(
+    "--input",
+    "reading",
+    type=click.Choice(get_args(InputReading)),
+    help="Whether workers divide the reading of datasets, or each reads everything; affects the result only "
+    "if items draw random numbers.  [default: divided]",
 )
 @click.option(
     "--run-dir",
@@ -309,6 +316,7 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         replicas=replicas,
         threads=threads,
         seed=past.get("seed", 0) if options["seed"] is None else options["seed"],
+        joint_input=(options["reading"] or _past_reading(past)) == "joint",
         timeout=options["timeout"],
         min_workers=options["min_workers"],
         max_restarts=options["max_restarts"],
@@ -338,8 +346,14 @@ def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[s
     if finished:
         note(finished)
     if resume is not None:
-        refuse_another_job(resume, past, {name: options[name] for name in ("replicas", "seed", "threads")})
+        asked = {name: options[name] for name in ("replicas", "seed", "threads")}
+        refuse_another_job(resume, past, asked | {"input": options["reading"]})
     return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
+
+
+def _past_reading(past: Mapping[str, Any]) -> str:
+    """Return how the workers of the job to resume have read input; in older checkpoints, jointly."""
+    return str(past.get("input", "joint")) if past else "divided"
 
 
 def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:

@@ -42,8 +42,14 @@ class ReplicaRows:
 
 @dataclass(frozen=True)
 class InputTable:
-    """The rows that all replicas read; `str` returns a table with a line for each replica of each step."""
+    """The rows that all replicas read; `str` returns a table with a line for each replica of each step.
 
+    Attributes:
+        way: how the workers read the input, and why.
+        readings: the rows of each replica in each step.
+    """
+
+    way: str
     readings: tuple[ReplicaRows, ...]
 
     def __iter__(self) -> Iterator[ReplicaRows]:
@@ -53,23 +59,24 @@ class InputTable:
         heading = ("step", "replica", "worker", "examples")
         lines = [(str(r.step), str(r.replica), str(r.worker), describe(r.rows)) for r in self.readings]
         widths = [max(len(line[column]) for line in (heading, *lines)) for column in range(3)]
-        return "\n".join(
+        rows = (
             "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[3]])
             for line in (heading, *lines)
         )
+        return "\n".join((self.way, *rows))
 
     __repr__ = __str__
 
 
-def input_table(steps: Iterable[Rows], view: View) -> InputTable:
-    """Split the rows of each step over the replicas of `view`, as training does."""
+def input_table(steps: Iterable[Rows], view: View, way: str) -> InputTable:
+    """Split the rows of each step over the replicas of `view`, as training does; `way` is the table's own."""
     readings = []
     for step, rows in enumerate(steps, 1):
         starts = accumulate(split_evenly(len(rows.numbers), view.replicas), initial=0)
         for replica, (start, stop) in enumerate(pairwise(starts)):
             share = Rows(tuple(rows.numbers[start:stop]), rows.batch)
             readings.append(ReplicaRows(step, replica, view.owners[replica], share))
-    return InputTable(tuple(readings))
+    return InputTable(way, tuple(readings))
 
 
 def describe(rows: Rows) -> str:

@@ -38,6 +38,7 @@ def launch(
     run_dir: str | os.PathLike[str] | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
     accept_changes: bool = False,
+    input: str | None = None,
 ) -> Result:
     """Run `function(*args, **kwargs)` on several workers of this machine, and return the chief's result.
 
@@ -65,6 +66,8 @@ def launch(
         checkpoint: folder in which to save checkpoints; training resumes from the newest one there.
         accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ from those
             of the checkpoint.
+        input: "divided", the default, or "joint": each worker reads everything of a dataset. This affects the
+            result only if items of a dataset draw random numbers.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.
@@ -75,7 +78,8 @@ def launch(
     if job.is_worker():
         raise ConfigError("lockstep.launch cannot be called in a worker: it starts a job of its own")
     numbers = {"workers": workers, "replicas": replicas, "seed": seed, "timeout": timeout}
-    given = _options(numbers | {"backend": backend, "checkpoint": checkpoint}, accept_changes)
+    texts = {"backend": backend, "checkpoint": checkpoint, "input": input}
+    given = _options({**numbers, **texts}, accept_changes)
     _refuse_null_characters(*given, f"--run-dir={run_dir}")
     with contextlib.ExitStack() as closing:
         call_file = pack(function, args, kwargs or {})

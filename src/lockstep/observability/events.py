@@ -56,6 +56,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     grace: float
     tf_distribute: bool
     adopts: bool
+    joint_input: bool
     inherited: tuple[int, ...]
 
 

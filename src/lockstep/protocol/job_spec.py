@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from lockstep.observability.console import Tee
 from lockstep.system.environment import Checkpoints
@@ -10,6 +11,9 @@ from lockstep.topology import View, place
 
 GRACE = 20.0
 """The default number of seconds that a stopped job has to complete its step and write a checkpoint."""
+
+InputReading = Literal["divided", "joint"]
+"""Whether the workers divide the reading of datasets, or each reads everything."""
 
 BACKEND_NAMES = {"jax": "JAX", "tensorflow": "TensorFlow", "torch": "PyTorch"}
 """The Keras backends, and their names in messages."""
@@ -53,6 +57,7 @@ class JobSpec:
         grace: seconds that a stopped job has to complete its step and write a checkpoint.
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
         adopts: whether models that a script compiles without a strategy are distributed.
+        joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
         inherited: descriptors of this process that workers inherit with the same numbers.
     """
 
@@ -76,6 +81,7 @@ class JobSpec:
     grace: float = GRACE
     tf_distribute: bool = False
     adopts: bool = True
+    joint_input: bool = False
     inherited: tuple[int, ...] = ()
 
     @property
@@ -104,6 +110,8 @@ class JobSpec:
             f"{count(self.workers, 'worker')}, {count(self.replicas, 'replica')}, "
             f"{count(self.threads, 'thread')} each, seed {self.seed}"
         ]
+        if self.joint_input:
+            parts.append("each worker reads all input")
         if self.chosen:
             parts.append(self.chosen)
         if self.replicas > 1:

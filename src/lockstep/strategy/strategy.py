@@ -126,11 +126,10 @@ class Strategy:
     def experimental_distribute_dataset(self, dataset: Any, options: Any = None) -> Any:
         """Split each batch of `dataset`, a global batch, over the replicas.
 
-        Every worker reads the dataset, and all must read the same. See
-        `lockstep.keras.input.distribution`.
+        All workers must read the same dataset. See `lockstep.keras.input.distribution`.
         """
         self._job.note_distribution()
-        return distribute(self._job, self._runner, dataset)
+        return distribute(self._job, self._runner, dataset, self._methods.next_seed)
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give each replica its own dataset, `dataset_fn(context)`, where `context` is an `InputContext`.

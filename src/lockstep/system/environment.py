@@ -68,6 +68,7 @@ class WorkerConfig:
         accepts_changes: whether training resumes even if the script's settings differ from the checkpoint's.
         tf_distribute: whether names under `tf.distribute` are Lockstep's.
         adopts: whether models that a script compiles without a strategy are distributed.
+        joint_input: whether this worker reads everything of a dataset, also where reading could be divided.
         by_hand: whether the user started this process.
     """
 
@@ -85,6 +86,7 @@ class WorkerConfig:
     accepts_changes: bool = False
     tf_distribute: bool = False
     adopts: bool = False
+    joint_input: bool = False
     by_hand: bool = False
 
 
@@ -119,6 +121,7 @@ def read_worker(environ: Mapping[str, str] = os.environ) -> WorkerConfig:
         accepts_changes=f"{_PREFIX}ACCEPT_CHANGES" in environ,
         tf_distribute=f"{_PREFIX}TF_DISTRIBUTE" in environ,
         adopts=f"{_PREFIX}ADOPTS" in environ,
+        joint_input=f"{_PREFIX}JOINT_INPUT" in environ,
         by_hand=f"{_PREFIX}BY_HAND" in environ,
     )
     if config.worker >= config.workers and not config.joins:
@@ -334,6 +337,8 @@ def _lockstep_variables(config: WorkerConfig) -> dict[str, str]:
         values["TF_DISTRIBUTE"] = "yes"
     if config.adopts:
         values["ADOPTS"] = "yes"
+    if config.joint_input:
+        values["JOINT_INPUT"] = "yes"
     if config.by_hand:
         values["BY_HAND"] = "yes"
     return {f"{_PREFIX}{name}": str(value) for name, value in values.items()}

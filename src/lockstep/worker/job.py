@@ -103,6 +103,7 @@ class JobContext:
         events: the bus on which this worker publishes.
         folder: of the run, where workers share files; None without one.
         began_with: the number of workers with which the job began; None if no worker can join.
+        joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
     """
 
     worker: int
@@ -111,6 +112,7 @@ class JobContext:
     events: Bus
     folder: Path | None = None
     began_with: int | None = None
+    joint_input: bool = False
 
 
 class Job:

@@ -29,7 +29,8 @@ from lockstep.keras.fit.exactness import (
 from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
-from lockstep.keras.input.readings import ReadingWorker
+from lockstep.keras.input.readings import ReadingWorker, explain_reading
+from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
@@ -157,6 +158,8 @@ class ModelMethods:
             if finished := self._resumable.resume():
                 return replay_fit(model, callbacks, finished)
             training, validation = self._fit_inputs(given)
+            inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
+            explain_memory(self._job, sum(data.held for data in inputs))
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
                 call,
@@ -239,6 +242,7 @@ class ModelMethods:
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
+            explain_memory(self._job, data.held)
             self._begin(call, model, "test", data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
             return self._finish(original(*bound.args, **bound.kwargs))
@@ -255,7 +259,9 @@ class ModelMethods:
                 return finished.result
             if self._alone and not self._models.awaits(model):
                 return self._finish(original(model, *args, **kwargs))
-            data = self._input(given["x"], batch_size=given["batch_size"], steps=given["steps"])
+            options = {"batch_size": given["batch_size"], "steps": given["steps"], "in_order": True}
+            data = self._input(given["x"], **options)
+            explain_memory(self._job, data.held)
             samples = keras.backend.backend() == "jax"
             self._models.build(
                 model, "predict", lambda: self._sample(data, model) if samples else data.peek()
@@ -386,10 +392,19 @@ class ModelMethods:
         if not self._alone:
             explain_sharding(self._job, x)
         call = self._calls.current
-        order = order_seed(self._job.context.seed, call.number)
-        reader = ReadingWorker(self._job, seed_of(call.seed, call.number))
+        context = self._job.context
+        order = order_seed(context.seed, call.number)
+        reader = ReadingWorker(
+            self._job,
+            seed_of(call.seed, call.number),
+            joint=context.joint_input,
+            call=lambda: self._calls.current.number,
+        )
         options.setdefault("shuffle", False)
-        return global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
+        data = global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
+        if not self._alone:
+            explain_reading(self._job, data.way)
+        return data
 
     def _begin(
         self, call: NumberedCall, model: Any, kind: Kind, data: GlobalInput, facts: Callable[[], Facts]

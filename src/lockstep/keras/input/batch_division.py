@@ -29,7 +29,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.held_state import held_generator, held_model
 from lockstep.keras.input.item_draws import ItemDraws
-from lockstep.keras.input.readings import ReadingWorker, Way, in_proportion
+from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of, parts_of
@@ -59,7 +59,7 @@ def division(
 ) -> "BatchDivision | str":
     """Return a reading that divides the batches of a dataset, or why every worker has to read all of them."""
     if reader is None or reader.joint:
-        return "the job reads every input jointly"
+        return JOINT_INPUT
     if dataset.num_batches == 0:
         return "it has no batches"
     inner, draws = dataset.inner, ItemDraws(reader.seed)
@@ -118,7 +118,7 @@ class BatchDivision:
         self.standardize = standardize
         self.reader = reader
         self.draws = draws
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         self._version = 0
         self._seconds = deque([seconds], maxlen=reader.job.view.replicas)
         self._bytes = 0
@@ -133,8 +133,7 @@ class BatchDivision:
 
     def begin(self) -> Iterator[PendingBatch]:
         """Begin the next pass; yield its batches, none of which is made yet."""
-        number, self._passes = self._passes, self._passes + 1
-        this = _Pass(self, number, self.dataset.begin_pass())
+        this = _Pass(self, self._numbers.next(), self.dataset.begin_pass())
         for step in count() if this.count is None else range(this.count):
             try:
                 yield PendingBatch(partial(this.read, step))

@@ -10,23 +10,25 @@ from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.pipelines import Pipelines
+from lockstep.keras.input.readings import explain_reading, note_once
+from lockstep.keras.input.shards import policy_of, shard_pipelines
 from lockstep.keras.input.sources import GlobalBatchSource, Source
-from lockstep.keras.input.streams import array_of, is_tensorflow, spec_of
+from lockstep.keras.input.streams import array_of, spec_of
 from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
 from lockstep.keras.replica_run.runner import Runner
-from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
 
-def distribute(job: Job, runner: Runner, dataset: Any) -> Any:
+def distribute(job: Job, runner: Runner, dataset: Any, seed: Callable[[], int]) -> Any:
     """Split each element of `dataset`, a global batch, over the replicas.
 
-    Every worker reads the whole dataset, and the replicas' numbers of rows of an element differ by at most
-    one. With one replica this returns the dataset itself.
+    The replicas' numbers of rows of an element differ by at most one. With the auto-shard policy FILE or DATA
+    of `tf.data`, each replica reads its own shard. With one replica this returns the dataset itself.
 
     Args:
         job: of the replicas.
         runner: gives each replica its values.
+        seed: returns the seed of shards; called only for them.
         dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
             nests of arrays, all with the examples along their first axis.
 
@@ -38,7 +40,11 @@ def distribute(job: Job, runner: Runner, dataset: Any) -> Any:
     if isinstance(dataset, DistributedDataset):
         raise DataError("the dataset is already distributed")
     explain_sharding(job, dataset)
-    return _dataset(runner, GlobalBatchSource(dataset, job.view.replicas))
+    source: Source = GlobalBatchSource(dataset, job.view.replicas)
+    if not job.context.joint_input:
+        source = shard_pipelines(job, dataset, seed) or source
+    explain_reading(job, source.way)
+    return _dataset(runner, source)
 
 
 def distribute_from_function(
@@ -114,27 +120,13 @@ _given = ValueStore()
 """Where the values of such functions are stored."""
 
 
-_INSTEAD = (
-    "every worker reads the dataset's batches, which are global, and each replica takes its rows of each"
+_OFF = (
+    "AutoShardPolicy.OFF: each replica takes its rows of each batch, which is global; a dataset that gives "
+    "each worker different examples belongs in strategy.distribute_datasets_from_function"
 )
-_EXPLANATIONS = {
-    "FILE": f"AutoShardPolicy.FILE: {_INSTEAD}; so the number and sizes of files do not matter",
-    "OFF": (
-        f"AutoShardPolicy.OFF: {_INSTEAD}; a dataset that gives each worker different examples belongs in "
-        "strategy.distribute_datasets_from_function"
-    ),
-}
 
 
 def explain_sharding(job: Job, dataset: Any) -> None:
-    """Print a note, once and on the chief, on what Lockstep does with a dataset's auto-shard policy."""
-    if not is_tensorflow(dataset):
-        return
-    policy = dataset.options().experimental_distribute.auto_shard_policy.name
-    if policy in _EXPLANATIONS and policy not in _explained:
-        _explained.add(policy)
-        if job.is_chief:
-            note(_EXPLANATIONS[policy])
-
-
-_explained: set[str] = set()
+    """Print a note, once and on the chief, on what Lockstep does with the auto-shard policy OFF."""
+    if policy_of(dataset) == "OFF":
+        note_once(job, _OFF)

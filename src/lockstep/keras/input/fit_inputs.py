@@ -35,11 +35,27 @@ from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.loader_reading import loader_reading
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.readings import Reading, ReadingWorker, Way, compared_rows, whole_batch
-from lockstep.keras.input.sources import Element
+from lockstep.keras.input.readings import (
+    JOINT_INPUT,
+    PassNumbers,
+    Reading,
+    ReadingWorker,
+    Way,
+    compared_rows,
+    whole_batch,
+)
+from lockstep.keras.input.shards import shard_pipelines
+from lockstep.keras.input.sources import Element, Source
+from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
+
+ARRAYS = Way("each worker reads the rows of its replicas", "arrays")
+"""How workers read arrays."""
+
+AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"
+"""The reason for joint reading of a generator."""
 
 
 class GlobalInput(DataAdapter):  # type: ignore[misc]
@@ -50,6 +66,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         unsplit: yield Keras's own batches instead: with one replica, there is nothing to split.
 
     Attributes:
+        held: the number of bytes of arrays in memory that this worker reads rows of.
         plain_first: the next pass yields only one of Keras's own batches, to call a model on.
         before_pass: called before anything is drawn or read for a pass.
     """
@@ -57,6 +74,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     def __init__(self, inner: DataAdapter, *, unsplit: bool) -> None:
         self._inner = inner
         self._unsplit = unsplit
+        self.held = 0
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
 
@@ -64,9 +82,14 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         """Begin the next pass over the input; yield its global batches, or those that are not read yet."""
         raise NotImplementedError
 
+    @property
+    def way(self) -> Way:
+        """How the workers read the input."""
+        raise NotImplementedError
+
     def facts(self) -> dict[str, str]:
         """Return the facts that must be equal on all workers before the first batch."""
-        raise NotImplementedError
+        return {"data reading": str(self.way)}
 
     def first(self) -> Any:
         """Return a batch as Keras reads one to build a model on JAX and PyTorch; does not count as a pass.
@@ -151,10 +174,13 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
 class ArrayInput(GlobalInput):
     """Indexable arrays: a worker reads only the rows of its own replicas."""
 
+    way = ARRAYS
+
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
         leaves, self._pack = parts_of(inner._inputs)
-        rows = array_slicing.convert_to_sliceable(leaves, target_backend="numpy")
+        rows = [_rows_of(leaf) for leaf in leaves]
+        self.held = sum(getattr(leaf.array, "nbytes", 0) for leaf in rows if hasattr(leaf, "array"))
         self._readers = [_reader(leaf) for leaf in rows]
         self._known = [reader for reader in self._readers if reader is not _read_nothing]
         self._count: int = inner._num_samples
@@ -170,7 +196,7 @@ class ArrayInput(GlobalInput):
         """Describe shapes, dtypes and a sample of the rows."""
         sample = self._read(sample_rows(self._count))
         shapes = [f"{leaf.dtype}{[self._count, *leaf.shape[1:]]}" for leaf in sample]
-        return {
+        return super().facts() | {
             "data": " ".join(shapes),
             "data sample": digest_arrays(sample).hex()[:16],
             "order": self._visits.fact(),
@@ -226,8 +252,13 @@ class DatasetInput(GlobalInput):
         self._reader = reader
         found = "" if unsplit else division(dataset, adapter._standardize_batch, reader)
         self._division = found if isinstance(found, BatchDivision) else None
-        self.way = found.way if isinstance(found, BatchDivision) else Way(WHOLE, found)
-        self._passes = 0
+        self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
+        self._numbers = PassNumbers(reader)
+
+    @property
+    def way(self) -> Way:
+        """By batches if they are divided."""
+        return self._way
 
     def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
         """Begin the next pass; yield its global batches.
@@ -239,7 +270,7 @@ class DatasetInput(GlobalInput):
         return self._read() if self._division is None else self._division.begin()
 
     def _read(self) -> Iterator[GlobalBatch]:
-        number, self._passes = self._passes, self._passes + 1
+        number = self._numbers.next()
         self._dataset.begin_pass()
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
@@ -251,10 +282,8 @@ class DatasetInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
-        facts = {
-            "data": f"{type(self._dataset.inner).__name__} of {self.num_batches} batches",
-            "data reading": str(self.way),
-        }
+        facts = super().facts()
+        facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
         return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
 
     def first(self) -> Any:
@@ -287,9 +316,6 @@ class DatasetInput(GlobalInput):
             self._division.note_epoch()
 
 
-WHOLE = "every worker reads the whole dataset"
-
-
 def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
     """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
     if reader is None:
@@ -309,15 +335,17 @@ class JointReading:
     def __init__(self, inner: DataAdapter, reader: ReadingWorker | None = None, why: str = "") -> None:
         self._inner = inner
         self._reader = reader
-        self._passes = 0
-        self.way = Way(WHOLE, why)
+        self._numbers = PassNumbers(reader)
+        self.way = Way.joint(why)
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
-        number, self._passes = self._passes, self._passes + 1
-        return (
-            joint_batch(data, self._reader, number, step) for step, data in enumerate(_begin(self._inner))
-        )
+        return self._batches(_begin(self._inner))
+
+    def _batches(self, begun: Iterator[Any]) -> Iterator[GlobalBatch]:
+        number = self._numbers.next()
+        for step, data in enumerate(begun):
+            yield joint_batch(data, self._reader, number, step)
 
 
 class StreamInput(GlobalInput):
@@ -334,6 +362,11 @@ class StreamInput(GlobalInput):
         self._kind = kind
         self._reading = reading
         self._begun: Iterator[GlobalBatch] | None = None
+
+    @property
+    def way(self) -> Way:
+        """That of the reading."""
+        return self._reading.way
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
@@ -354,10 +387,7 @@ class StreamInput(GlobalInput):
 
     def facts(self) -> dict[str, str]:
         """Describe the number of batches, which are compared when they are read, and how that is done."""
-        return {
-            "data": f"{self._kind} of {self.num_batches or 'some'} batches",
-            "data reading": str(self._reading.way),
-        }
+        return super().facts() | {"data": f"{self._kind} of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return the first batch by beginning a pass, as Keras does if a model is not built.
@@ -382,12 +412,17 @@ class DistributedInput(GlobalInput):
     """A dataset that the program has distributed; elements are `(x, y, sample_weight)` or its first parts.
 
     Args:
-        dataset: of global batches, or with a pipeline per replica.
+        source: of global batches, or with a pipeline per replica.
     """
 
-    def __init__(self, dataset: DistributedDataset) -> None:
-        super().__init__(_DistributedSize(dataset), unsplit=False)
-        self._source = dataset.source
+    def __init__(self, source: Source) -> None:
+        super().__init__(_DistributedSize(source), unsplit=False)
+        self._source = source
+
+    @property
+    def way(self) -> Way:
+        """That of the source."""
+        return self._source.way
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches of the next pass."""
@@ -402,13 +437,14 @@ class DistributedInput(GlobalInput):
 
     def _joined(self, source: Pipelines) -> Iterator[GlobalBatch]:
         current = source.begin()
-        while any(counts := current.counts()):
+        while (counts := current.counts()) is not None:
             element = current.element()
-            yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
+            if any(counts):
+                yield JoinedBatch.of(counts, _part_reader(element), element.values.check)
 
     def facts(self) -> dict[str, str]:
         """Describe the number of elements, which are compared when they are read."""
-        return {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
+        return super().facts() | {"data": f"a distributed dataset of {self.num_batches or 'some'} batches"}
 
     def first(self) -> Any:
         """Return an element to build a model with."""
@@ -424,8 +460,8 @@ class _DistributedSize:
 
     batch_size = None
 
-    def __init__(self, dataset: DistributedDataset) -> None:
-        length = dataset.source.length
+    def __init__(self, source: Source) -> None:
+        length = source.length
         self.num_batches = None if length is None or length == inf else int(length)
 
     def on_epoch_begin(self) -> None:
@@ -463,6 +499,7 @@ def global_input(
     seed: OrderSeed,
     unsplit: bool,
     reader: ReadingWorker | None = None,
+    in_order: bool = False,
 ) -> GlobalInput:
     """Convert the input of `fit` or `evaluate` into global batches.
 
@@ -477,6 +514,7 @@ def global_input(
         seed: determines that order.
         unsplit: see `GlobalInput`.
         reader: this worker; without it, it reads all of each batch.
+        in_order: whether the order of the examples counts, so that replicas have no shards of their own.
 
     Raises:
         DataError: an input of this type, or in this combination, is not supported.
@@ -488,7 +526,7 @@ def global_input(
                 "with a distributed dataset, targets and weights come from the dataset itself: let its "
                 "elements be (x, y) or (x, y, sample_weight), and give no class_weight"
             )
-        return DistributedInput(x)
+        return DistributedInput(x.source)
     if x is not None and can_convert_arrays((x, y, sample_weight)):
         inner = ArrayDataAdapter(
             x, y, sample_weight, batch_size, steps, shuffle=shuffle, class_weight=class_weight
@@ -500,7 +538,16 @@ def global_input(
         return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, reader, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        reading = JointReading(inner, reader) if unsplit or reader is None else _reading(x, inner, reader)
+        if reader is not None and not (unsplit or in_order or reader.joint):
+
+            def weighted(shard: Any) -> Any:
+                return get_data_adapter(shard, class_weight=class_weight).get_tf_dataset()
+
+            if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
+                return DistributedInput(source)
+        reading: Reading = JointReading(inner, reader)
+        if reader is not None and not unsplit:
+            reading = _reading(x, inner, reader, weighed=class_weight is not None)
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
@@ -508,26 +555,52 @@ def global_input(
     )
 
 
-def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker) -> Reading:
+def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed: bool) -> Reading:
     """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
-    divided: Reading | str = ""
-    if not reader.joint and is_torch_dataloader(dataset):
+    divided: Reading | str
+    if reader.joint:
+        divided = JOINT_INPUT
+    elif isinstance(dataset, GeneratorType):
+        divided = AN_ITERATOR
+    elif is_torch_dataloader(dataset):
         divided = loader_reading(dataset, reader)
+    else:
+        from lockstep.keras.input.tf_reading import tf_reading
+
+        divided = tf_reading(inner.get_tf_dataset(), reader, weighed=weighed)
     return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
 
 
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
     """Split off the last `fraction` of the rows, as Keras does: ((x, y, weight), (x, y, weight))."""
-    training, validation = array_slicing.train_validation_split(
-        (x, y, sample_weight), validation_split=fraction
+    data = (x, y, sample_weight)
+    # Keras would read all of an array on disk; it splits the numbers of the rows instead.
+    numbered = keras.tree.map_structure(
+        lambda leaf: leaf if stored(leaf) is None else np.arange(len(leaf)), data
     )
+    halves = array_slicing.train_validation_split(numbered, validation_split=fraction)
+    training, validation = (keras.tree.map_structure(_half, data, half) for half in halves)
     return training, validation
 
 
-def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:
+def _half(leaf: Any, half: Any) -> Any:
+    """Return the half of an array on disk whose rows have the numbers `half`; `half` itself for others."""
+    array = stored(leaf)
+    return half if array is None else array.part(slice(int(half[0]), int(half[-1]) + 1))
+
+
+def _rows_of(leaf: Any) -> Any:
+    """Return an array in a form of which rows can be read, Keras's own if it is in memory; None for none."""
+    array = stored(leaf)
+    return array_slicing.convert_to_sliceable(leaf, target_backend="numpy") if array is None else array
+
+
+def _reader(leaf: Any) -> Callable[[Indices], Any]:
     """Return a function that reads rows of an array as Keras does, or faster."""
     if leaf is None:
         return _read_nothing
+    if isinstance(leaf, StoredArray):
+        return leaf.__getitem__
     if type(leaf) is array_slicing.NumpySliceable:
         return reader_of(leaf.array)
     return lambda indices: leaf.convert_to_numpy(leaf[indices])

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -27,7 +27,7 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.held_state import changed_place, held_generator, refers_to
 from lockstep.keras.input.item_draws import ItemDraws, states_kept
-from lockstep.keras.input.readings import ReadingWorker, Way, rows_in_proportion
+from lockstep.keras.input.readings import PassNumbers, ReadingWorker, Way, rows_in_proportion
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.nests import parts_of
 
@@ -85,7 +85,7 @@ class LoaderReading:
         self._loader = loader
         self._reader = reader
         self._source = _ReplicaSource(loader.dataset, loader.collate_fn, reader.seed, drawn)
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         self.way = Way(
             "each worker reads the rows of its replicas",
             "a map-style dataset, whose items are the same on any worker",
@@ -93,8 +93,7 @@ class LoaderReading:
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
-        number, self._passes = self._passes, self._passes + 1
-        current = _LoaderPass(self._loader, self._reader, self._source, number)
+        current = _LoaderPass(self._loader, self._reader, self._source, self._numbers)
         if keras.backend.backend() == "torch":
             current.begin()  # As Keras does there; elsewhere, the first batch begins the pass.
         return current.batches()
@@ -206,14 +205,20 @@ class _LoaderPass:
         loader: the `DataLoader`.
         reader: this worker.
         source: reads rows.
-        number: of the pass, from 0.
+        numbers: of passes over the loader.
+
+    Attributes:
+        number: of the pass, from 0, when its first batch is taken.
     """
 
-    def __init__(self, loader: Any, reader: ReadingWorker, source: _ReplicaSource, number: int) -> None:
+    def __init__(
+        self, loader: Any, reader: ReadingWorker, source: _ReplicaSource, numbers: PassNumbers
+    ) -> None:
         self.loader = loader
         self.reader = reader
         self.source = source
-        self.number = number
+        self.number = 0
+        self._numbers = numbers
         self._sampled: Iterator[Any] | None = None
         self._following: deque[_SampledBatch] = deque()
         self._steps = 0
@@ -228,6 +233,7 @@ class _LoaderPass:
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches."""
+        self.number = self._numbers.next()
         self.begin()
         try:
             while (batch := self.following(0)) is not None:
@@ -508,7 +514,13 @@ def checked_part(part: Any, items: int) -> Any:
 def _form(part: Any) -> str:
     """Describe the rows of a part: everything but their number."""
     leaves = parts_of(part)[0]
-    return ", ".join("None" if leaf is None else f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
+    return ", ".join("None" if leaf is None else _row(leaf.dtype, leaf.shape[1:]) for leaf in leaves)
+
+
+@lru_cache
+def _row(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """Describe a row; cached, since formatting a dtype takes longer than hashing the row."""
+    return f"{dtype}{list(shape)}"
 
 
 def _sampled(loader: Any) -> Iterator[Any]:

@@ -12,6 +12,7 @@ from lockstep.collectives.contract import Communicator
 from lockstep.data.digest import digest_arrays
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
+from lockstep.keras.input.readings import Way
 from lockstep.keras.input.sources import Element, count_examples
 from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
 from lockstep.keras.nests import Nest, leaves_of, packed
@@ -23,6 +24,9 @@ from lockstep.worker.job import Job
 
 _UNKNOWN = -1
 _ENDLESS = -2
+_ENDED = -1
+
+_WAY = Way("each worker reads the datasets of its replicas", "distribute_datasets_from_function")
 
 _EQUAL = (
     "the first batches of replicas {} and {} are equal; if replicas should read different "
@@ -39,15 +43,28 @@ class Pipelines:
         dataset_fn: creates the dataset of a replica from its `InputContext`; called on the worker that
             computes the replica when the worker first needs its examples.
         seed: the only source of the random numbers of each dataset, which are the same for all.
+        way: how the workers read the datasets.
+        compares: whether a note reports that two datasets begin with equal batches.
 
     Attributes:
+        way: how the workers read them.
         read: for each pass, the number of elements requested so far.
     """
 
-    def __init__(self, job: Job, dataset_fn: Callable[[InputContext], Any], seed: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        dataset_fn: Callable[[InputContext], Any],
+        seed: int,
+        way: Way = _WAY,
+        *,
+        compares: bool = True,
+    ) -> None:
         self.job = job
         self._dataset_fn = dataset_fn
         self._seed = seed
+        self._compares = compares
+        self.way = way
         self._pipelines: dict[int, Pipeline] = {}
         self.read: list[int] = []
         for replica in self.own:
@@ -76,7 +93,7 @@ class Pipelines:
 
     def begin(self) -> "PipelinesPass":
         """Begin a pass over all of them; all workers do this together."""
-        if not self.read:
+        if self._compares and not self.read:
             self._warn_of_equals()
         self.read.append(0)
         return PipelinesPass(self, len(self.read) - 1, self.length)
@@ -90,9 +107,9 @@ class Pipelines:
         return self.peek()
 
     def peek(self) -> Nest:
-        """Return the first element of the next pass of an own replica; zeros if all of them are empty."""
+        """Return the first element of the next pass of an own replica; zeros if all of these are empty."""
         found = (self.pipeline(replica).stream.peek() for replica in self.own)
-        return next((nest for nest in found if nest is not None), None) or self.zeros()
+        return next((nest for nest in found if _examples(nest)), None) or self.zeros()
 
     def zeros(self) -> Nest:
         """Return an element of zeros like those of the pipelines."""
@@ -200,7 +217,8 @@ class Cursor:
         while self._read < count and not self._ended:
             try:
                 self._element = next(self._reader)
-                count_examples(leaves_of(self._element), f"element {self._read + 1} of {self._what}")
+                what = f"element {self._read + 1} of {self._what}"
+                count_examples(leaves_of(self._element), what, may_be_empty=True)
                 self._read += 1
             except StopIteration:
                 self._element, self._ended = None, True
@@ -230,7 +248,7 @@ class PipelinesPass:
 
     def __next__(self) -> Element:
         if self._length is None:
-            if not any(self.counts()):
+            if self.counts() is None:
                 raise StopIteration
         elif self._taken >= self._length:
             self._refuse_more()
@@ -242,21 +260,28 @@ class PipelinesPass:
         self._taken += elements
         self._request(self._taken)
 
-    def counts(self) -> list[int]:
-        """Return each replica's number of examples in the next element; all workers call this together."""
+    def counts(self) -> list[int] | None:
+        """Return each replica's number of examples in the next element; None if all pipelines have ended.
+
+        All workers call this together.
+        """
         self._request(self._taken + 1)
-        return self._source.gather(
-            lambda replica: _examples(self.cursor(replica).at(self._taken)),
-            f"element {self._taken + 1} of the replicas' datasets",
-        )
+
+        def count(replica: int) -> int:
+            nest = self.cursor(replica).at(self._taken)
+            return _ENDED if nest is None else _examples(nest)
+
+        found = self._source.gather(count, f"element {self._taken + 1} of the replicas' datasets")
+        if all(examples == _ENDED for examples in found):
+            return None
+        return [max(0, examples) for examples in found]
 
     def element(self) -> Element:
         """Take the next element, which at least one replica has."""
         place, self._taken = self._taken, self._taken + 1
         self._request(self._taken)
         found = {replica: self.cursor(replica).at(place) for replica in self._source.own}
-        nests = [nest for nest in found.values() if nest is not None]
-        nest = nests[0] if nests else self._source.zeros()
+        nest = next((nest for nest in found.values() if _examples(nest)), None) or self._source.zeros()
         return Element(nest, PipelineValues(self._source, self, place, found, nest))
 
     def cursor(self, replica: int) -> Cursor:

@@ -18,7 +18,14 @@ from lockstep.data.digest import SpotChecks, digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.nests import leaves_of, parts_of
+from lockstep.system.notes import note
 from lockstep.worker.job import Job
+
+JOINT_INPUT = "--input joint"
+"""The reason for joint reading where the user asks for it."""
+
+_noted: set[str] = set()
+"""The notes on input that were printed."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +35,34 @@ class Way:
     Attributes:
         how: what a worker reads, as a sentence without a full stop.
         why: the reason, and what to change to make reading faster if that is possible.
+        changeable: whether each worker reads everything for a reason that the user can change.
     """
 
     how: str
     why: str
+    changeable: bool = False
+
+    @classmethod
+    def joint(cls, why: str) -> "Way":
+        """Return the way of a dataset of which every worker reads everything."""
+        return cls("every worker reads the whole dataset", why, why != JOINT_INPUT)
 
     def __str__(self) -> str:
-        return f"{self.how}: {self.why}"
+        return f"{self.how}: {self.why}" if self.why else self.how
+
+
+def explain_reading(job: Job, way: Way) -> None:
+    """Print a note, on the chief and once for each reason, if workers do not divide what they could."""
+    if way.changeable and way.why and len(job.view.workers) > 1:
+        note_once(job, f"input: {way}")
+
+
+def note_once(job: Job, text: str) -> None:
+    """Print a note on the chief, unless it has been printed."""
+    if text not in _noted:
+        _noted.add(text)
+        if job.is_chief:
+            note(text)
 
 
 class Reading(Protocol):
@@ -52,6 +80,10 @@ class Reading(Protocol):
         """
 
 
+def _one_call() -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class ReadingWorker:
     """The worker that reads, and what it reads for.
@@ -60,11 +92,13 @@ class ReadingWorker:
         job: of the replicas.
         seed: 64 bits that determine the random numbers of the dataset's items, with the pass and the item.
         joint: whether the user asks every worker to read everything.
+        call: returns the number of the call in progress.
     """
 
     job: Job
     seed: int
     joint: bool = False
+    call: Callable[[], int] = _one_call
 
     def own_rows(self, examples: int) -> slice:
         """Return the rows of this worker's replicas in a batch of `examples` rows; they are contiguous."""
@@ -102,6 +136,29 @@ class ReadingWorker:
             return digest_arrays(map(on_host, leaves_of(rows)), identity)
 
         return GlobalBatch(examples, read, cache(check))
+
+
+class PassNumbers:
+    """Numbers the passes over a dataset, equally on workers that have skipped whole calls: validations.
+
+    The first pass in the call that has made this object has the number 0.
+
+    Args:
+        reader: this worker; None if only one process reads.
+    """
+
+    def __init__(self, reader: ReadingWorker | None) -> None:
+        self._call = _one_call if reader is None else reader.call
+        self._first = self._latest = self._call()
+        self._passes = 0
+
+    def next(self) -> int:
+        """Return the number of the pass whose first batch is being read."""
+        if self._latest != self._call():
+            self._latest, self._passes = self._call(), 0
+        number = self._latest - self._first + self._passes
+        self._passes += 1
+        return number
 
 
 def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | None = None) -> GlobalBatch:

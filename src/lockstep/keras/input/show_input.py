@@ -2,21 +2,25 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import keras
 
-from lockstep.data.input_table import InputTable, Rows, input_table
+from lockstep.data.input_context import InputContext
+from lockstep.data.input_table import InputTable, ReplicaRows, Rows, input_table
 from lockstep.data.order import Indices, Shuffle
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.fit_inputs import AN_ITERATOR, ARRAYS, global_input
+from lockstep.keras.input.readings import ReadingWorker, Way
+from lockstep.keras.input.shards import Shards, shards_of
 from lockstep.keras.input.sources import GlobalBatchSource, count_examples
 from lockstep.keras.input.streams import Stream
 from lockstep.keras.input.visits import Visits, draw_as_a_loader, order_seed, visits, visits_of_batches
 from lockstep.keras.nests import leaves_of
 from lockstep.keras.randomness import random_states, set_random_states
-from lockstep.topology import place
+from lockstep.topology import View, place
 from lockstep.worker import job
 
 
@@ -34,6 +38,8 @@ def show_input(
     new: bool = True,
 ) -> InputTable:
     """Return which replica reads which examples in `fit`, as a table to print or iterate over.
+
+    The table's `way`, its first line, says how the workers read the input, and why.
 
     Args:
         x: the `x` of `fit`: arrays, or a dataset that can be read more than once.
@@ -62,18 +68,39 @@ def show_input(
     if isinstance(x, DistributedDataset):
         if not isinstance(x.source, GlobalBatchSource):
             raise DataError("each replica reads all of the dataset that the function makes for it")
-        x = x.source.stream.dataset
+        way, x = x.source.way, x.source.stream.dataset
+    else:
+        way = _way(x) if _is_dataset(x) else ARRAYS
+        shards = shards_of(x, view.replicas) if view.replicas > 1 else None
+        if isinstance(shards, Shards) and not job.current().context.joint_input:
+            rows = islice(_read_shards(shards, view), steps * view.replicas)
+            return InputTable(str(shards.way), tuple(rows))
     seed = order_seed(job.current().context.seed, call)
     if not _is_dataset(x):
         order = visits(len(keras.tree.flatten(x)[0]), batch_size, shuffle, seed)
-        return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view)
+        return input_table(map(Rows, _visited(order, epoch, steps, new=new)), view, str(way))
     if isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         batches = x.num_batches
         order = visits_of_batches(batches, seed) if shuffle else visits(batches, 1, False, seed)
         found = _chosen(x, [number for (number,) in _visited(order, epoch, steps, new=new)])
     else:
         found = islice(_read(x), steps)
-    return input_table(found, view)
+    return input_table(found, view, str(way))
+
+
+def _way(dataset: Any) -> Way:
+    """Return how `fit` reads a dataset, without changing the random states."""
+    if isinstance(dataset, Iterator):
+        return Way.joint(AN_ITERATOR)  # `fit` reads its first batch at once.
+    this, states = job.current(), random_states()
+    try:
+        reader = ReadingWorker(this, 0, joint=this.context.joint_input)
+        options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": ()}
+        return global_input(dataset, **options, unsplit=False, reader=reader, in_order=True).way
+    except DataError:
+        return Way.joint("")  # A kind of dataset that only `strategy` distributes.
+    finally:
+        set_random_states(states)
 
 
 def _is_dataset(x: Any) -> bool:
@@ -111,3 +138,16 @@ def _read(dataset: Any) -> Iterator[Rows]:
     """Yield the rows of each batch of a pass."""
     for number, nest in enumerate(Stream(dataset).begin()):
         yield Rows(range(count_examples(leaves_of(nest), f"batch {number}")), number)
+
+
+def _read_shards(shards: Shards, view: View) -> Iterator[ReplicaRows]:
+    """Yield the rows of each replica in each step, in the batches of its shard."""
+    contexts = [InputContext(view.replicas, replica, view.replicas) for replica in range(view.replicas)]
+    readers = [Stream(shards.shard(context)).begin() for context in contexts]
+    for step in count(1):
+        batches = [next(reader, None) for reader in readers]
+        if all(nest is None for nest in batches):
+            return
+        for replica, nest in enumerate(batches):
+            rows = range(0 if nest is None else len(leaves_of(nest)[0]))
+            yield ReplicaRows(step, replica, view.owners[replica], Rows(rows, step - 1))

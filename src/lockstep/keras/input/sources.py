@@ -10,6 +10,7 @@ import numpy.typing as npt
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
+from lockstep.keras.input.readings import Way
 from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
 from lockstep.keras.nests import Nest, leaves_of
 from lockstep.keras.per_replica import Spec, Values
@@ -50,7 +51,13 @@ class Pass(Protocol):
 
 
 class Source(Protocol):
-    """A source of elements."""
+    """A source of elements.
+
+    Attributes:
+        way: how the workers read it.
+    """
+
+    way: Way
 
     def begin(self) -> Pass:
         """Begin a pass."""
@@ -83,6 +90,7 @@ class GlobalBatchSource:
 
     def __init__(self, dataset: Any, replicas: int) -> None:
         self.stream = Stream(dataset)
+        self.way = Way.joint("")
         self._replicas = replicas
 
     def begin(self) -> "GlobalBatchPass":
@@ -207,11 +215,11 @@ class BatchValues:
         return self._whole.share(replica, self._replicas)
 
 
-def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str) -> int:
+def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str, *, may_be_empty: bool = False) -> int:
     """Return the number of examples of arrays, which is the size of the first axis of each.
 
     Raises:
-        DataError: they have none, or different numbers of them.
+        DataError: they have none, although they may not be empty, or different numbers of them.
     """
     if not leaves or not all(leaf.ndim for leaf in leaves):
         raise DataError(
@@ -222,6 +230,6 @@ def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str) -> int:
     if len(counts) > 1:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
         raise DataError(f"{what} has arrays of shapes {shapes}, whose first axes must be equally long")
-    if counts == {0}:
+    if counts == {0} and not may_be_empty:
         raise DataError(f"{what} has no rows")
     return counts.pop()

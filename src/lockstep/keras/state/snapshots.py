@@ -158,6 +158,7 @@ class Snapshots:
             "replicas": job.view.replicas,
             "seed": job.context.seed,
             "threads": job.context.threads,
+            "input": "joint" if job.context.joint_input else "divided",
             "backend": keras.backend.backend(),
             "libraries": libraries(),
         }

@@ -1,6 +1,6 @@
 """A program whose datasets make a batch for an index, and whose workers divide them.
 
-    dividing.py [FAULT...]
+    dividing_batches.py [FAULT...]
 
 A FAULT is WORKER:CALL:PLACE:NUMBER: that worker is killed when it passes PLACE for the nth time in a call:
 "item" in the main process, "sending" halfway through a hand-over. With "all" in place of WORKER, all workers
