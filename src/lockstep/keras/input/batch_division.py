@@ -40,6 +40,9 @@ HAND_OVER_SECONDS = 5e-4
 HAND_OVER_SECONDS_PER_BYTE = 1e-9
 """A batch that takes less time to make is made by every worker: handing it over would take as long."""
 
+DECIDE_EVERY = 16
+"""Cycles for which the chief decides whether batches are divided; it also decides in each new view."""
+
 _PROBE = 2**64 - 1
 """In place of the number of a pass, for the batch that is read before the first."""
 
@@ -120,6 +123,8 @@ class BatchDivision:
         self._seconds = deque([seconds], maxlen=reader.job.view.replicas)
         self._bytes = 0
         self._opaque = False
+        self._decided_in: int | None = None
+        self._divides = False
         self.way = Way(
             "each worker makes some of the batches, and hands over the rows of others' replicas",
             "a batch depends only on its index; batches that take no longer to make than to hand over are "
@@ -163,6 +168,24 @@ class BatchDivision:
         least = HAND_OVER_SECONDS + HAND_OVER_SECONDS_PER_BYTE * self._bytes
         return self.reads_ahead or min(self._seconds) > least
 
+    def calls(self, cycle: int, view: View) -> bool:
+        """Whether the members of a view make calls of the exchange when `cycle`, from 0, begins in a pass."""
+        return len(view.workers) > 1 and (self._divides or self._is_undecided(cycle, view))
+
+    def divides(self, cycle: int, view: View, communicator: Communicator, what: str) -> bool:
+        """Return whether the members of a view divide the batches of a cycle, as the chief has decided.
+
+        A member decides nothing on its own: all have the decision of their view, which they take together.
+        """
+        if self._is_undecided(cycle, view):
+            own = bytes([self.pays]) if view.workers[0] == self.reader.job.worker else None
+            self._divides = communicator.broadcast(own, root=0, what=what) == bytes([True])
+            self._decided_in = view.number
+        return self._divides
+
+    def _is_undecided(self, cycle: int, view: View) -> bool:
+        return cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
+
     def made(self, number: int, step: int, index: int) -> Any:
         """Make a batch, on this thread."""
         begun = time.perf_counter()
@@ -202,7 +225,7 @@ class _Pass:
         job = self._reader.job
         for done in [other for other in self._held if other < step]:
             del self._held[done]
-        if step % self._cycle == 0 and len(job.view.workers) > 1:
+        if step % self._cycle == 0 and self._division.calls(step // self._cycle, job.view):
             job.exchange(partial(self._hand_over, step), catching_up)
         held = self._held.get(step)
         if held is None or _changed(held.state, self._division.state):
@@ -234,8 +257,7 @@ class _Pass:
         if members == 1:
             return
         position, what = view.workers.index(worker), f"the batches from step {first + 1} of the pass on"
-        decision = bytes([self._division.pays]) if position == 0 else None
-        if communicator.broadcast(decision, root=0, what=what) == bytes([False]):
+        if not self._division.divides(first // self._cycle, view, communicator, what):
             return
         plan = _Plan(first, position, members, self._cycle)
         last = first + self._cycle if self.count is None else min(first + self._cycle, self.count)
