@@ -24,6 +24,9 @@ from lockstep.worker.job import Job
 JOINT_INPUT = "--input joint"
 """The reason for joint reading where the user asks for it."""
 
+NOTHING_TO_DIVIDE = "the pipeline has no .map before .batch, so there is nothing to divide"
+"""The reason for joint reading where it costs as little as any other."""
+
 _noted: set[str] = set()
 """The notes on input that were printed."""
 
@@ -45,7 +48,7 @@ class Way:
     @classmethod
     def joint(cls, why: str) -> "Way":
         """Return the way of a dataset of which every worker reads everything."""
-        return cls("every worker reads the whole dataset", why, why != JOINT_INPUT)
+        return cls("every worker reads the whole dataset", why, why not in (JOINT_INPUT, NOTHING_TO_DIVIDE))
 
     def __str__(self) -> str:
         return f"{self.how}: {self.why}" if self.why else self.how
