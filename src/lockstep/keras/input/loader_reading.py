@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -28,7 +28,13 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.held_state import changed_place, held_generator, refers_to
 from lockstep.keras.input.item_draws import ItemDraws, states_kept
-from lockstep.keras.input.readings import PassNumbers, ReadingWorker, Way, rows_in_proportion
+from lockstep.keras.input.readings import (
+    PassNumbers,
+    ReadingWorker,
+    Way,
+    computed_once,
+    rows_in_proportion,
+)
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.nests import parts_of
 
@@ -298,7 +304,9 @@ class _LoaderPass:
             len(batch.indices), rows.read, batch.identity, self.number, batch.step
         )
         return GlobalBatch(
-            given.examples, given.read, cache(lambda: xxhash.xxh3_128_digest(given.check() + rows.form()))
+            given.examples,
+            given.read,
+            computed_once(lambda: xxhash.xxh3_128_digest(given.check() + rows.form())),
         )
 
     def read_ahead(self, batch: _SampledBatch) -> dict[int, Any]:
