@@ -33,11 +33,18 @@ class Broadcast(NamedTuple):
     size: int
 
 
+class AllToAll(NamedTuple):
+    """The size of the part of member i for member j is `sizes[i + j]`, modulo their number."""
+
+    seed: int
+    sizes: tuple[int, ...]
+
+
 class Barrier(NamedTuple):
     pass
 
 
-Operation = Reduce | Gather | Broadcast | Barrier
+Operation = Reduce | Gather | Broadcast | AllToAll | Barrier
 
 
 def partials_of(plan: ReducePlan, position: int, case: Reduce) -> dict[Span, Leaves]:
@@ -79,6 +86,8 @@ def _perform(member: Member, operation: Operation) -> str:
         case Broadcast(seed, root, size):
             blob = blob_of(seed, root, size) if position == root else None
             return digest([communicator.broadcast(blob, root=root)])
+        case AllToAll():
+            return all_to_all_twice(member, operation)
         case Barrier():
             communicator.barrier()
             return ""
@@ -95,8 +104,34 @@ def expected(plan: ReducePlan, operation: Operation) -> str:
             return digest([blob_of(seed, position, sizes[position]) for position in range(plan.members)])
         case Broadcast(seed, root, size):
             return digest([blob_of(seed, root, size)])
+        case AllToAll():
+            return "right"
         case Barrier():
             return ""
+
+
+def all_to_all_twice(member: Member, case: AllToAll) -> str:
+    """Check what a member has received after another call, which uses the same shared memory."""
+    cases, received = (case, case._replace(seed=case.seed + 1)), []
+    for each in cases:
+        parts = []
+        for other in range(len(case.sizes)):
+            array = np.frombuffer(part_of(each, member.position, other), np.uint8)
+            parts.append([array[: array.size // 3], array[array.size // 3 :]] if array.size else [])
+        received.append(member.communicator.all_to_all(parts))
+    for each, given in zip(cases, received, strict=True):
+        wanted = [part_of(each, other, member.position) for other in range(len(case.sizes))]
+        if [part.tobytes() for part in given] != wanted or any(
+            part.size and part.ctypes.data % 64 for part in given
+        ):
+            return f"wrong in {each}"
+    return "right"
+
+
+def part_of(case: AllToAll, sender: int, receiver: int) -> bytes:
+    """Return the part of one member for another."""
+    members = len(case.sizes)
+    return blob_of(case.seed, sender * members + receiver, case.sizes[(sender + receiver) % members])
 
 
 def digest(blobs: Sequence[bytes]) -> str:
@@ -152,6 +187,8 @@ def different_calls(member: Member, calls: Sequence[tuple[str, dict[str, Any]]])
 
 
 def _call(member: Member, kind: str, options: dict[str, Any]) -> None:
+    if kind == "all_to_all":
+        options = {"parts": [[]] * member.plan.members, **options}
     if kind == "reduce":
         options = dict(options)
         reduce(member, options.pop("case"), **options)

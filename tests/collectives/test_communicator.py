@@ -5,6 +5,7 @@ import re
 import pytest
 from collective_members import Control, Outcome, Processes, Settings, Threads, plan_of
 from collective_scripts import (
+    AllToAll,
     Barrier,
     Broadcast,
     Gather,
@@ -38,6 +39,7 @@ CALLS = [
     ("reduce", {"case": SMALL}),
     ("gather", {"blob": b"x"}),
     ("broadcast", {"blob": b"x", "root": 0}),
+    ("all_to_all", {}),
     ("barrier", {}),
 ]
 
@@ -72,6 +74,7 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, list[Operation]]:
     sizes = st.lists(st.integers(0, 5000), min_size=workers, max_size=workers).map(tuple)
     others = st.one_of(
         st.builds(Gather, seeds, sizes),
+        st.builds(AllToAll, seeds, sizes),
         st.builds(Broadcast, seeds, st.integers(0, workers - 1), st.integers(0, 5000)),
         st.builds(Barrier),
     )
@@ -108,7 +111,9 @@ def test_reduce_of_100_megabytes(world: World) -> None:
 def test_small_and_large_totals_in_any_order(world: World, workers: int) -> None:
     small = Reduce(5, ((11,), (0,), (40, 7)), ("float32", "float32", "int8"), "mixed")
     large = Reduce(6, ((70_000,), (3,)), ("float32", "float16"), "mixed")
-    cases = [small, small, large, small, Barrier(), small, large, large, Gather(1, (9,) * workers), small]
+    parts = AllToAll(1, (300_001, *range(1, workers)))
+    cases = [small, small, large, parts, small, Barrier(), small, large, large, Gather(1, (9,) * workers)]
+    cases += [small, parts, large, small]
     seeded = [case._replace(seed=seed) if "seed" in case._fields else case for seed, case in enumerate(cases)]
     check(world, 5, workers, seeded)
 
@@ -412,6 +417,7 @@ def test_a_timeout_ends_the_view_for_all_members(world: World) -> None:
         ("reduce", {"case": SMALL._replace(dtypes=("complex64",))}, ModelError, "dtype complex64"),
         ("reduce", {"case": SMALL._replace(dtypes=(">f4",))}, ModelError, "dtype >f4"),
         ("broadcast", {"blob": None, "root": 0}, InternalError, "the root passes a blob"),
+        ("all_to_all", {"parts": [[], []]}, InternalError, "2 parts for 1 members"),
     ],
 )
 def test_invalid_arguments_raise(

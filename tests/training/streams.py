@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 import lockstep
+from lockstep.keras.input import stored_arrays
 
 x = np.random.default_rng(0).normal(size=(70, 12)).astype("float32")
 y = x.sum(axis=1)
@@ -71,6 +72,9 @@ def main() -> None:
         if kind in ("tensorflow", "torch"):
             figures = f"{model.evaluate(data, verbose=0).hex()} {model.predict(data, verbose=0).shape}"
         print(f"stream {kind} {lockstep.digest(model)} {len(history.epoch)} {ended} {figures}")
+    stored_arrays.LARGE = 2 * x.nbytes
+    for validation in (None, (x, y)):
+        model.fit(x, y, validation_data=validation, verbose=0)
 
 
 if __name__ == "__main__":

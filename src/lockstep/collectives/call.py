@@ -141,6 +141,16 @@ def blob_to_send(blob: bytes | None, *, is_root: bool) -> bytes:
     return blob or b""
 
 
+def check_parts(parts: Sequence[object], members: int) -> None:
+    """Check that an all-to-all has a part for each member.
+
+    Raises:
+        InternalError: it has not.
+    """
+    if len(parts) != members:
+        raise InternalError(f"an all-to-all with {len(parts)} parts for {members} members")
+
+
 MAX_BLOCK_SECONDS = 0.2
 """Maximum seconds that a member blocks before it checks again whether its view was aborted."""
 

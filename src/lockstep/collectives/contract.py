@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     # The agent opens exchanges and needs no NumPy, whose import takes a part of each launch.
+    import numpy as np
     import numpy.typing as npt
 
 Leaves = Sequence["npt.NDArray[Any]"]
 """The arrays of one partial or total, in an order that all members share."""
+
+Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
 
 class Span(NamedTuple):
@@ -101,6 +104,22 @@ class Communicator(Protocol):
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at position `root`; the others pass None."""
+
+    def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
+        """Give each member the part that each member has for it.
+
+        Args:
+            parts: for each member, in the order of the view's workers, flat arrays of bytes; a part is their
+                concatenation, and may be empty.
+            what: names the call in messages.
+
+        Returns:
+            For each member, the part that it had for this one, in memory of this member's own that starts at
+            a multiple of 64 bytes.
+
+        Raises:
+            SharedMemoryError: the shared memory cannot be allocated; every member raises it.
+        """
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it."""

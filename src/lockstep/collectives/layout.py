@@ -164,6 +164,13 @@ def aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+def joined(parts: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+    """Return the concatenation of arrays of bytes in new memory; see `allocate`."""
+    memory = allocate(sum(part.size for part in parts))
+    np.concatenate([memory[:0], *parts], out=memory)
+    return memory
+
+
 def allocate(size: int) -> npt.NDArray[np.uint8]:
     """Return `size` bytes of this process's memory that start at a multiple of `ALIGNMENT`."""
     memory = np.empty(size + ALIGNMENT, dtype=np.uint8)

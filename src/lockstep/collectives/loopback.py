@@ -15,14 +15,16 @@ from lockstep.collectives.call import (
     abort_reason,
     blob_to_send,
     check_length,
+    check_parts,
     compare,
 )
-from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
-from lockstep.collectives.layout import Layout, allocate
+from lockstep.collectives.contract import Bytes, Leaves, Span, WaitObserver, WaitPolicy
+from lockstep.collectives.layout import Layout, allocate, joined
 from lockstep.collectives.plan import ReducePlan, Sum
 from lockstep.errors import InternalError, LockstepError, PeerLostError
 from lockstep.system.clock import Clock, SystemClock
 
+Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 
 
@@ -223,11 +225,17 @@ class LoopbackCommunicator:
         sent = blob_to_send(blob, is_root=self._position == root)
         return self._gather(CollectiveCall("broadcast", what, root=root), sent)[root]
 
+    def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
+        """Give each member the part that each member has for it; see `Communicator`."""
+        check_parts(parts, self._hub.plan.members)
+        given = self._gather(CollectiveCall("all_to_all", what), parts)
+        return [joined(sent[self._position]) for sent in given]
+
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""
         self._gather(CollectiveCall("barrier", what), b"")
 
-    def _gather(self, call: CollectiveCall, blob: bytes) -> list[bytes]:
+    def _gather(self, call: CollectiveCall, blob: Payload) -> list[Payload]:
         return self._call(_Entry(call, list, blob), lambda entries: [entry.payload for entry in entries])
 
     def _call(self, entry: _Entry, execute: Callable[[Sequence[_Entry]], Result]) -> Result:

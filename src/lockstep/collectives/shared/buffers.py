@@ -125,6 +125,10 @@ class Buffers:
 
         return cached(self._packed, (layout, given, self._half), make)
 
+    def parts(self, size: int) -> Bytes:
+        """Return `size` bytes outside the total, for the parts of all members."""
+        return self._memory[self._sizes.total : self._sizes.total + size]
+
     def switch_halves(self) -> None:
         """Use the other half for the next small total."""
         self._half = 1 - self._half

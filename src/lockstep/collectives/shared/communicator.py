@@ -1,14 +1,14 @@
 """The communicator of members that are processes of one host."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from lockstep.collectives.adder import Adder, common_layout, flat
-from lockstep.collectives.call import CollectiveCall, blob_to_send, check_length
-from lockstep.collectives.contract import Leaves, Span, WaitObserver, WaitPolicy
-from lockstep.collectives.layout import Layout
+from lockstep.collectives.call import CollectiveCall, blob_to_send, check_length, check_parts
+from lockstep.collectives.contract import Bytes, Leaves, Span, WaitObserver, WaitPolicy
+from lockstep.collectives.layout import Layout, joined
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import Buffers, Sizes, cached
@@ -112,6 +112,31 @@ class SharedCommunicator:
         call = CollectiveCall("broadcast", what, root=root)
         with self._barrier.during(call):
             return self._barrier.arrive_and_compare(call, sent)[root]
+
+    def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
+        """Give each member the part that each member has for it; see `Communicator`.
+
+        There are three barriers: enter, publish, and leave, after which no member reads the memory any more.
+        """
+        check_parts(parts, self._plan.members)
+        call = CollectiveCall("all_to_all", what)
+        with self._barrier.during(call):
+            own = [sum(array.nbytes for array in part) for part in parts]
+            blobs = self._barrier.arrive_and_compare(call, np.array(own, np.int64).tobytes())
+            sizes = np.array([np.frombuffer(blob, np.int64) for blob in blobs])
+            stops = np.cumsum(sizes).reshape(sizes.shape)
+            needed = Sizes(0, int(stops[-1, -1]))
+            if needed.outside and not self._fits(needed):
+                self._grow(call, needed)
+            memory, position = self._buffers.parts(needed.outside), self._position
+            for stop, size, part in zip(stops[position], own, parts, strict=True):
+                if part:
+                    np.concatenate(part, out=memory[stop - size : stop])
+            self._barrier.arrive_and_wait(call)
+            columns = zip(stops[:, position], sizes[:, position], strict=True)
+            received = [joined([memory[stop - size : stop]]) for stop, size in columns]
+            self._barrier.arrive_and_wait(call)
+            return received
 
     def barrier(self, *, what: str = "barrier") -> None:
         """Return once every member has called it; see `Communicator`."""

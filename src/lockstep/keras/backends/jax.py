@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.batch import GlobalBatch, Share
+from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import ModelError
 from lockstep.keras.backends.common import (
     build_by_call,
@@ -41,7 +41,8 @@ _SHAPE = (
 
 # Keras may pass a batch to `jax.device_put` before the train function gets it. A global batch, which is no
 # array, passes through unchanged as a node without children.
-jax.tree_util.register_pytree_node(GlobalBatch, lambda batch: ((), batch), lambda batch, _: batch)
+for _kind in (GlobalBatch, PendingBatch):
+    jax.tree_util.register_pytree_node(_kind, lambda batch: ((), batch), lambda batch, _: batch)
 
 _CHECK_INDICES = "jax_check_static_indices"
 """The option with which JAX refuses an index outside of an array; older versions lack it."""

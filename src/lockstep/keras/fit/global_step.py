@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from lockstep.collectives.contract import Communicator
-from lockstep.data.batch import GlobalBatch, Share
+from lockstep.data.batch import GlobalBatch, PendingBatch, Share
 from lockstep.errors import CheckpointError
 from lockstep.keras.backends.common import misfits_explained
 from lockstep.keras.backends.contract import Backend, Kind, Partial, Total, TrainFunctionCall
@@ -69,21 +69,22 @@ class GlobalStep:
 
     def take(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step on a batch of Keras's loop; return (logs, state), or (outputs, state) to predict."""
-        data = batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
-        return self._predict(state, data) if self._kind == "predict" else self._advance(state, data)
+        return self._predict(state, batch) if self._kind == "predict" else self._advance(state, batch)
 
-    def _advance(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
+    def _advance(self, state: Any, batch: Any) -> tuple[Any, Any]:
         """Take one step of a program that trains or tests; return (logs, state)."""
         call = self._calls.current
         if call.steps < call.skipped:
             call.steps += 1
             if call.steps == call.skipped and self._job.joins:
-                state = self._join_job(state, batch)
+                state = self._join_job(state, self._read(state, batch))
             if call.steps < call.skipped:
                 return {}, state
             return self._snapshots.restore(self._model, self._program, state)
         self._timer.begin(call.name)
-        logs, state = self._step(state, batch)
+        data = self._read(state, batch)
+        self._timer.lap("input")
+        logs, state = self._step(state, data)
         self._next_step(logs, state)
         self._timer.end(call.steps, logs)
         return logs, state
@@ -115,9 +116,10 @@ class GlobalStep:
         self._timer.lap("update")
         return result
 
-    def _predict(self, state: Any, batch: GlobalBatch) -> tuple[Any, Any]:
+    def _predict(self, state: Any, given: Any) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._timer.stop()
+        batch = self._read(state, given)
         self._program.outputs()  # Drops those of a step that failed.
         only = self._round(state, batch, ())
         outputs: dict[int, Any] = {}
@@ -135,6 +137,12 @@ class GlobalStep:
             _, state = self._program.apply(state, [self._total(only, 0)])
         self._calls.current.steps += 1
         return rows, state
+
+    def _read(self, state: Any, batch: Any) -> GlobalBatch:
+        """Return the global batch for a batch of Keras's loop; all members do this together."""
+        if isinstance(batch, PendingBatch):
+            return batch.read(partial(self._program.published, state))
+        return batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
 
     def _round(self, state: Any, batch: GlobalBatch, earlier: Sequence[Total]) -> Round:
         """Return the round that follows the rounds with the totals `earlier`.

@@ -30,6 +30,7 @@ from lockstep.keras.fit.global_step import GlobalStep, TrackedTrainFunction
 from lockstep.keras.input.distribution import explain_sharding
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input, split_validation
 from lockstep.keras.input.readings import ReadingWorker, explain_reading
+from lockstep.keras.input.stored_arrays import explain_memory
 from lockstep.keras.input.visits import order_seed
 from lockstep.keras.model_digest import LastModel
 from lockstep.keras.numbered_calls import NumberedCall, NumberedCalls
@@ -157,6 +158,8 @@ class ModelMethods:
             if finished := self._resumable.resume():
                 return replay_fit(model, callbacks, finished)
             training, validation = self._fit_inputs(given)
+            inputs = [data for data in (training, validation) if isinstance(data, GlobalInput)]
+            explain_memory(self._job, sum(data.held for data in inputs))
             epochs: Facts = {"call epochs": f"{given['initial_epoch']} to {given['epochs']}"}
             self._begin(
                 call,
@@ -239,6 +242,7 @@ class ModelMethods:
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"]}
             data = self._input(given["x"], given["y"], given["sample_weight"], **options)
+            explain_memory(self._job, data.held)
             self._begin(call, model, "test", data, data.facts)
             given.update(x=data, y=None, sample_weight=None, verbose=self._verbose(given["verbose"]))
             return self._finish(original(*bound.args, **bound.kwargs))
@@ -257,6 +261,7 @@ class ModelMethods:
                 return self._finish(original(model, *args, **kwargs))
             options = {"batch_size": given["batch_size"], "steps": given["steps"], "in_order": True}
             data = self._input(given["x"], **options)
+            explain_memory(self._job, data.held)
             samples = keras.backend.backend() == "jax"
             self._models.build(
                 model, "predict", lambda: self._sample(data, model) if samples else data.peek()

@@ -1,11 +1,12 @@
 """The inputs of `fit`, `evaluate` and `predict` as global batches, with Keras's interface of data adapters.
 
-This uses private parts of Keras's input handling, for their checks and conversions. Only
-`lockstep.keras.input.visits`, which determines the order of the rows, also does so.
+This uses private parts of Keras's input handling, for their checks and conversions. Only `visits`, which
+determines the order of the rows, and `batch_division`, for Keras's own workers, also do so.
 """
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from math import inf
 from types import GeneratorType
@@ -26,11 +27,13 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from keras.src.trainers.data_adapters.torch_data_loader_adapter import TorchDataLoaderAdapter
 
-from lockstep.data.batch import GlobalBatch, JoinedBatch
+from lockstep.data.batch import GlobalBatch, JoinedBatch, PendingBatch
 from lockstep.data.digest import digest_arrays, sample_rows
 from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
+from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.loader_reading import is_loader, loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import (
     JOINT_INPUT,
@@ -42,8 +45,9 @@ from lockstep.keras.input.readings import (
     whole_batch,
 )
 from lockstep.keras.input.shards import shard_pipelines
-from lockstep.keras.input.sources import Element, Source
-from lockstep.keras.input.streams import easily_freed, host_nest, is_tensorflow, on_host
+from lockstep.keras.input.sources import DividedPass, Element, Source
+from lockstep.keras.input.stored_arrays import StoredArray, stored
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
 
@@ -62,6 +66,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
         unsplit: yield Keras's own batches instead: with one replica, there is nothing to split.
 
     Attributes:
+        held: the number of bytes of arrays in memory that this worker reads rows of.
         plain_first: the next pass yields only one of Keras's own batches, to call a model on.
         before_pass: called before anything is drawn or read for a pass.
     """
@@ -69,11 +74,12 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
     def __init__(self, inner: DataAdapter, *, unsplit: bool) -> None:
         self._inner = inner
         self._unsplit = unsplit
+        self.held = 0
         self.plain_first = False
         self.before_pass: Callable[[], None] = _nothing
 
-    def batches(self) -> Iterator[GlobalBatch]:
-        """Begin the next pass over the input; yield its global batches."""
+    def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
+        """Begin the next pass over the input; yield its global batches, or those that are not read yet."""
         raise NotImplementedError
 
     @property
@@ -109,7 +115,7 @@ class GlobalInput(DataAdapter):  # type: ignore[misc]
             self.plain_first = False
             return iter([self.first()])
         batches = self.batches()
-        return (batch.read(slice(0, batch.examples)) for batch in batches) if self._unsplit else batches
+        return map(_whole, batches) if self._unsplit else batches
 
     def get_tf_dataset(self) -> Any:
         """Return an iterable with the input of the TensorFlow backend's train function, a pass each time.
@@ -173,7 +179,8 @@ class ArrayInput(GlobalInput):
     def __init__(self, inner: ArrayDataAdapter, shuffle: Shuffle, seed: OrderSeed, *, unsplit: bool) -> None:
         super().__init__(inner, unsplit=unsplit)
         leaves, self._pack = parts_of(inner._inputs)
-        rows = array_slicing.convert_to_sliceable(leaves, target_backend="numpy")
+        rows = [_rows_of(leaf) for leaf in leaves]
+        self.held = sum(getattr(leaf.array, "nbytes", 0) for leaf in rows if hasattr(leaf, "array"))
         self._readers = [_reader(leaf) for leaf in rows]
         self._known = [reader for reader in self._readers if reader is not _read_nothing]
         self._count: int = inner._num_samples
@@ -230,36 +237,51 @@ class ArrayInput(GlobalInput):
 
 
 class DatasetInput(GlobalInput):
-    """A `PyDataset`: every worker reads and hashes each batch, which is a global batch."""
+    """A `PyDataset`: a batch of it is a global batch.
 
-    way = Way.joint("")
+    Batches that depend on nothing but their index are divided among the workers; others are read by all.
+    """
 
-    def __init__(self, dataset: ReorderedDataset, class_weight: Any, *, unsplit: bool) -> None:
-        super().__init__(PyDatasetAdapter(dataset, class_weight=class_weight), unsplit=unsplit)
+    def __init__(
+        self, dataset: ReorderedDataset, class_weight: Any, reader: ReadingWorker | None, *, unsplit: bool
+    ) -> None:
+        adapter = PyDatasetAdapter(dataset, class_weight=class_weight)
+        super().__init__(adapter, unsplit=unsplit)
         self._dataset = dataset
         self._class_weight = class_weight
+        self._reader = reader
+        found = "" if unsplit else division(dataset, adapter._standardize_batch, reader)
+        self._division = found if isinstance(found, BatchDivision) else None
+        self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
+        self._numbers = PassNumbers(reader)
 
-    def batches(self) -> Iterator[GlobalBatch]:
+    @property
+    def way(self) -> Way:
+        """By batches if they are divided."""
+        return self._way
+
+    def batches(self) -> Iterator[GlobalBatch | PendingBatch]:
         """Begin the next pass; yield its global batches.
 
         Keras's readers end with the pass: across epochs they would drop batches that they have read ahead.
         """
         self.before_pass()
         draw_as_a_loader()
-        return self._read()
+        return self._read() if self._division is None else self._division.begin()
 
     def _read(self) -> Iterator[GlobalBatch]:
+        number = self._numbers.next()
         self._dataset.begin_pass()
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
         try:
             for step, data in enumerate(readers._get_iterator()):
-                yield whole_batch(data, step)
+                yield joint_batch(data, self._reader, number, step)
         finally:
             readers.on_epoch_end()
 
     def facts(self) -> dict[str, str]:
-        """Describe the number of batches, which are compared when they are read."""
+        """Describe the number of batches, which are compared when they are read, and how that is done."""
         facts = super().facts()
         facts["data"] = f"{type(self._dataset.inner).__name__} of {self.num_batches} batches"
         return facts if self._dataset.visits is None else facts | {"order": self._dataset.visits.fact()}
@@ -282,10 +304,23 @@ class DatasetInput(GlobalInput):
     def on_epoch_begin(self) -> None:
         """Notify the user's dataset that an epoch begins."""
         self._dataset.inner.on_epoch_begin()
+        self._note_epoch()
 
     def on_epoch_end(self) -> None:
         """Notify the user's dataset that an epoch has ended."""
         self._dataset.inner.on_epoch_end()
+        self._note_epoch()
+
+    def _note_epoch(self) -> None:
+        if self._division is not None:
+            self._division.note_epoch()
+
+
+def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
+    """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
+    if reader is None:
+        return whole_batch(data, step)
+    return whole_batch(data, step, compared_rows(reader.checks, number, step))
 
 
 class JointReading:
@@ -310,12 +345,7 @@ class JointReading:
     def _batches(self, begun: Iterator[Any]) -> Iterator[GlobalBatch]:
         number = self._numbers.next()
         for step, data in enumerate(begun):
-            yield self._batch(data, number, step)
-
-    def _batch(self, data: Any, number: int, step: int) -> GlobalBatch:
-        if self._reader is None:
-            return whole_batch(data, step)
-        return whole_batch(data, step, compared_rows(self._reader.checks, number, step))
+            yield joint_batch(data, self._reader, number, step)
 
 
 class StreamInput(GlobalInput):
@@ -400,6 +430,9 @@ class DistributedInput(GlobalInput):
             yield from self._joined(self._source)
             return
         current = self._source.begin()
+        if isinstance(current, DividedPass):
+            yield from map(_as_tuples, iter(current.batch, None))
+            return
         step = 0
         while (element := next(current, None)) is not None:
             yield whole_batch(_as_tuple(element.nest), step)
@@ -450,6 +483,11 @@ def _part_reader(element: Element) -> Callable[[int], Any]:
         return _as_tuple(nest)
 
     return read
+
+
+def _as_tuples(batch: GlobalBatch) -> GlobalBatch:
+    """Return a batch whose rows have a form that Keras accepts."""
+    return GlobalBatch(batch.examples, lambda rows: _as_tuple(batch.read(rows)), batch.check)
 
 
 def _as_tuple(nest: Nest) -> Any:
@@ -505,25 +543,19 @@ def global_input(
     if isinstance(x, keras.utils.PyDataset):
         if y is not None or sample_weight is not None:
             raise DataError("with a PyDataset, targets and sample weights come from the PyDataset itself")
-        return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, unsplit=unsplit)
+        return DatasetInput(ReorderedDataset(x, bool(shuffle), seed), class_weight, reader, unsplit=unsplit)
     if is_tf_dataset(x) or is_torch_dataloader(x) or isinstance(x, GeneratorType):
         inner = get_data_adapter(x, y, sample_weight, class_weight=class_weight)
-        reading: Reading | str = AN_ITERATOR if isinstance(x, GeneratorType) else ""
-        if reader is not None and reader.joint:
-            reading = JOINT_INPUT
-        elif reader is not None and not (unsplit or in_order):
+        if reader is not None and not (unsplit or in_order or reader.joint):
 
             def weighted(shard: Any) -> Any:
                 return get_data_adapter(shard, class_weight=class_weight).get_tf_dataset()
 
             if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
                 return DistributedInput(source)
-        if reader is not None and not (unsplit or reader.joint) and is_tensorflow(x):
-            from lockstep.keras.input.tf_reading import tf_reading
-
-            reading = tf_reading(inner.get_tf_dataset(), reader, weighed=class_weight is not None)
-        if isinstance(reading, str):
-            reading = JointReading(inner, reader, reading)
+        reading: Reading = JointReading(inner, reader)
+        if reader is not None and not unsplit:
+            reading = _reading(x, inner, reader, weighed=class_weight is not None)
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
@@ -531,18 +563,52 @@ def global_input(
     )
 
 
+def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed: bool) -> Reading:
+    """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
+    divided: Reading | str
+    if reader.joint:
+        divided = JOINT_INPUT
+    elif isinstance(dataset, GeneratorType):
+        divided = AN_ITERATOR
+    elif is_loader(dataset):
+        divided = loader_reading(dataset, reader)
+    else:
+        from lockstep.keras.input.tf_reading import tf_reading
+
+        divided = tf_reading(inner.get_tf_dataset(), reader, weighed=weighed)
+    return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
+
+
 def split_validation(x: Any, y: Any, sample_weight: Any, fraction: float) -> tuple[Any, Any]:
     """Split off the last `fraction` of the rows, as Keras does: ((x, y, weight), (x, y, weight))."""
-    training, validation = array_slicing.train_validation_split(
-        (x, y, sample_weight), validation_split=fraction
+    data = (x, y, sample_weight)
+    # Keras would read all of an array on disk; it splits the numbers of the rows instead.
+    numbered = keras.tree.map_structure(
+        lambda leaf: leaf if stored(leaf) is None else np.arange(len(leaf)), data
     )
+    halves = array_slicing.train_validation_split(numbered, validation_split=fraction)
+    training, validation = (keras.tree.map_structure(_half, data, half) for half in halves)
     return training, validation
 
 
-def _reader(leaf: array_slicing.Sliceable | None) -> Callable[[Indices], Any]:
+def _half(leaf: Any, half: Any) -> Any:
+    """Return the half of an array on disk whose rows have the numbers `half`; `half` itself for others."""
+    array = stored(leaf)
+    return half if array is None else array.part(slice(int(half[0]), int(half[-1]) + 1))
+
+
+def _rows_of(leaf: Any) -> Any:
+    """Return an array in a form of which rows can be read, Keras's own if it is in memory; None for none."""
+    array = stored(leaf)
+    return array_slicing.convert_to_sliceable(leaf, target_backend="numpy") if array is None else array
+
+
+def _reader(leaf: Any) -> Callable[[Indices], Any]:
     """Return a function that reads rows of an array as Keras does, or faster."""
     if leaf is None:
         return _read_nothing
+    if isinstance(leaf, StoredArray):
+        return leaf.__getitem__
     if type(leaf) is array_slicing.NumpySliceable:
         return reader_of(leaf.array)
     return lambda indices: leaf.convert_to_numpy(leaf[indices])
@@ -591,12 +657,19 @@ def _on_host(batch: Any) -> Any:
     return tuple(keras.tree.map_structure(on_host, batch))
 
 
+def _whole(batch: GlobalBatch | PendingBatch) -> Any:
+    known = batch.read(nullcontext) if isinstance(batch, PendingBatch) else batch
+    return known.read(slice(0, known.examples))
+
+
 def _nothing() -> None:
     """Do nothing before a pass."""
 
 
 def _tensors(data: Any) -> Any:
-    return data if isinstance(data, GlobalBatch) else keras.tree.map_structure(_tensor, data)
+    if isinstance(data, GlobalBatch | PendingBatch):
+        return data
+    return keras.tree.map_structure(_tensor, data)
 
 
 def _tensor(leaf: Any) -> Any:

@@ -5,7 +5,7 @@ as Keras does, from the same random states and at the same times, so that these 
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -179,12 +179,13 @@ class ReorderedDataset(keras.utils.PyDataset):  # type: ignore[misc]
         self.visits: Visits | None = visits_of_batches(count, seed) if shuffle and count is not None else None
         self._order: list[int] = []
 
-    def begin_pass(self) -> None:
-        """Draw the order of the next pass."""
+    def begin_pass(self) -> Sequence[int]:
+        """Draw the order of the next pass; return the batches in this order, or nothing for their own."""
         if self.visits is not None:
             self._order = [
                 int(indices[0]) for indices in self.visits.begin() if not isinstance(indices, slice)
             ]
+        return self._order
 
     def first(self) -> Any:
         """Return the first batch of a pass that Keras begins to read a sample."""

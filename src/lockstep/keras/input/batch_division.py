@@ -1,0 +1,635 @@
+"""A `PyDataset` whose batches are divided among the workers of a view, which hand over the rows.
+
+A pass consists of cycles of R batches. At the first step of a cycle, each member makes some of its batches,
+and sends each other member the rows of that member's replicas. A worker that lacks rows, because it joined or
+took over replicas within a cycle, makes the batch itself, without a call of the exchange. So all members make
+the same calls, and a batch does not depend on the worker that makes it.
+"""
+
+import copy
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import count
+from typing import Any, NamedTuple, Self
+
+import keras
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
+
+from lockstep.collectives.contract import Bytes, Communicator
+from lockstep.data.batch import GlobalBatch, PendingBatch, replica_rows
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import DataError
+from lockstep.keras.input.held_state import held_generator, held_model
+from lockstep.keras.input.item_draws import ItemDraws
+from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
+from lockstep.keras.input.streams import on_host
+from lockstep.keras.input.visits import ReorderedDataset
+from lockstep.keras.nests import leaves_of, parts_of
+from lockstep.keras.randomness import random_states
+from lockstep.topology import View
+
+HAND_OVER_SECONDS = 5e-4
+HAND_OVER_SECONDS_PER_BYTE = 1e-9
+"""A batch that takes less time to make is made by every worker: handing it over would take as long."""
+
+DECIDE_EVERY = 16
+"""Cycles for which the chief decides whether batches are divided; it also decides in each new view."""
+
+_PROBE = 2**64 - 1
+"""In place of the number of a pass, for the batch that is read before the first."""
+
+_ALIGNMENT = 64
+_PADDING = np.zeros(_ALIGNMENT, np.uint8)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+
+Standardize = Callable[[Any], Any]
+"""Converts what `__getitem__` returns to the batch that Keras trains on."""
+
+
+def division(
+    dataset: ReorderedDataset, standardize: Standardize, reader: ReadingWorker | None
+) -> "BatchDivision | str":
+    """Return a reading that divides the batches of a dataset, or why every worker has to read all of them."""
+    if reader is None or reader.joint:
+        return JOINT_INPUT
+    if dataset.num_batches == 0:
+        return "it has no batches"
+    inner, draws = dataset.inner, ItemDraws(reader.seed)
+    if place := held_model(("dataset", inner)):
+        return f"{place}, whose weights may change between two steps: compute with the model in a callback"
+    if place := held_generator(("dataset", inner)):
+        return (
+            f"{place}, whose numbers depend on the batches that were read before: draw from numpy.random in "
+            "__getitem__, or from numpy.random.default_rng((seed, index))"
+        )
+
+    def probe(read: Any) -> tuple[float, bytes, dict[str, Any]]:
+        begun = time.perf_counter()
+        (data,) = draws.read(_PROBE, {0: 0}, lambda items: [read[item] for item in items])
+        seconds = time.perf_counter() - begun
+        return seconds, digest_arrays(map(on_host, leaves_of(standardize(data)))), _attributes(read)
+
+    try:
+        read = copy.copy(inner)  # A dataset that counts what is read keeps its count.
+        _, first, attributes = probe(read)
+        seconds, second, after = probe(read)
+    except Exception as error:
+        return f"reading its first batch fails with {type(error).__name__}"
+    if changed := _changed(attributes, after):
+        return (
+            f"its attribute {changed!r} changes when a batch is read: let batches depend on their index only"
+        )
+    if first != second:
+        return (
+            "its first batch is another one each time it is read: draw from numpy.random in __getitem__, or "
+            "from numpy.random.default_rng((seed, index))"
+        )
+    return BatchDivision(dataset, standardize, reader, draws, seconds)
+
+
+class BatchDivision:
+    """The `Reading` of a dataset each of whose batches depends only on its index.
+
+    Args:
+        dataset: in the order in which its batches are visited.
+        standardize: converts what `__getitem__` returns.
+        reader: this worker.
+        draws: of the batches.
+        seconds: how long it takes to make a batch.
+    """
+
+    def __init__(
+        self,
+        dataset: ReorderedDataset,
+        standardize: Standardize,
+        reader: ReadingWorker,
+        draws: ItemDraws,
+        seconds: float,
+    ) -> None:
+        self.dataset = dataset
+        self.standardize = standardize
+        self.reader = reader
+        self.draws = draws
+        self._numbers = PassNumbers(reader)
+        self._version = 0
+        self._seconds = deque([seconds], maxlen=reader.job.view.replicas)
+        self._bytes = 0
+        self._opaque = False
+        self._decided_in: int | None = None
+        self._divides = False
+        self.way = Way(
+            "each worker makes some of the batches, and hands over the rows of others' replicas",
+            "a batch depends only on its index; batches that take no longer to make than to hand over are "
+            "made by every worker",
+        )
+
+    def begin(self) -> Iterator[PendingBatch]:
+        """Begin the next pass; yield its batches, none of which is made yet."""
+        this = _Pass(self, self._numbers.next(), self.dataset.begin_pass())
+        for step in count() if this.count is None else range(this.count):
+            try:
+                yield PendingBatch(partial(this.read, step))
+            except GeneratorExit:
+                this.end()
+                raise
+
+    def note_epoch(self) -> None:
+        """Note that the dataset was notified of an epoch: batches that were made before may differ."""
+        kind, base = type(self.dataset.inner), keras.utils.PyDataset
+        if kind.on_epoch_begin is not base.on_epoch_begin or kind.on_epoch_end is not base.on_epoch_end:
+            self._version += 1
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What shows, to some extent, whether the dataset still returns the same batches."""
+        return {"": self._version, **_attributes(self.dataset.inner)}
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether Keras's workers read batches; threads do not, where batches draw from states they share."""
+        inner = self.dataset.inner
+        if inner.use_multiprocessing:
+            return bool(inner.workers > 0)
+        return bool(inner.workers > 1 and not self.draws.drawn)
+
+    @property
+    def pays(self) -> bool:
+        """Whether batches take longer to make than to hand over; the chief decides, for all workers."""
+        if self._opaque:
+            return False
+        least = HAND_OVER_SECONDS + HAND_OVER_SECONDS_PER_BYTE * self._bytes
+        return self.reads_ahead or min(self._seconds) > least
+
+    def calls(self, cycle: int, view: View) -> bool:
+        """Whether the members of a view make calls of the exchange when `cycle`, from 0, begins in a pass."""
+        return len(view.workers) > 1 and (self._divides or self._is_undecided(cycle, view))
+
+    def divides(self, cycle: int, view: View, communicator: Communicator, what: str) -> bool:
+        """Return whether the members of a view divide the batches of a cycle, as the chief has decided.
+
+        A member decides nothing on its own: all have the decision of their view, which they take together.
+        """
+        if self._is_undecided(cycle, view):
+            own = bytes([self.pays]) if view.workers[0] == self.reader.job.worker else None
+            self._divides = communicator.broadcast(own, root=0, what=what) == bytes([True])
+            self._decided_in = view.number
+        return self._divides
+
+    def _is_undecided(self, cycle: int, view: View) -> bool:
+        return cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
+
+    def made(self, number: int, step: int, index: int) -> Any:
+        """Make a batch, on this thread."""
+        begun = time.perf_counter()
+        (data,) = self.draws.read(number, {step: index}, lambda items: [self.dataset.inner[i] for i in items])
+        self._seconds.append(time.perf_counter() - begun)
+        return data
+
+    def measured(self, rows: "HeldRows") -> None:
+        """Note the size of a batch."""
+        self._bytes = sum(part.array.nbytes for part in rows.parts if part is not None)
+
+    def note_opaque(self) -> None:
+        """Note that a batch of this worker is in a form that cannot be handed over."""
+        self._opaque = True
+
+
+class _Pass:
+    """One pass over the batches.
+
+    Attributes:
+        count: the number of batches; None if they never end.
+    """
+
+    def __init__(self, division: BatchDivision, number: int, order: Sequence[int]) -> None:
+        self.count = division.dataset.num_batches
+        self._division = division
+        self._reader = division.reader
+        self._number = number
+        self._order = order
+        self._cycle = division.reader.job.view.replicas
+        self._held: dict[int, HeldRows] = {}
+        self._ahead: _KerasWorkers | None = None
+        self._ended = False
+
+    def read(self, step: int, catching_up: Callable[[], AbstractContextManager[None]]) -> GlobalBatch:
+        """Return the batch of a step, at its beginning; see `PendingBatch`."""
+        job = self._reader.job
+        for done in [other for other in self._held if other < step]:
+            del self._held[done]
+        if step % self._cycle == 0 and self._division.calls(step // self._cycle, job.view):
+            job.exchange(partial(self._hand_over, step), catching_up)
+        held = self._held.get(step)
+        if held is None or _changed(held.state, self._division.state):
+            alone = len(job.view.workers) == 1 and not job.joins
+            held = self._held[step] = self._made(step, _Plan(step, 0, 1, self._cycle) if alone else None)
+        if step + 1 == self.count:
+            self.end()
+        identity = f"batch {self._index(step)} in step {step} of pass {self._number}".encode()
+        return self._reader.partial_batch(
+            held.examples, partial(self._rows, step), identity, self._number, step
+        )
+
+    def end(self) -> None:
+        """Stop reading ahead."""
+        self._ended = True
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
+    def _rows(self, step: int, rows: slice) -> Any:
+        held = self._held.get(step)
+        if held is None or not held.cover(rows):
+            held = self._held[step] = self._made(step)
+        return held.read(rows)
+
+    def _hand_over(self, first: int, view: View, communicator: Communicator) -> None:
+        """Make this worker's batches of the cycle that begins with step `first`, and hand over rows."""
+        members, worker = len(view.workers), self._reader.job.worker
+        if members == 1:
+            return
+        position, what = view.workers.index(worker), f"the batches from step {first + 1} of the pass on"
+        if not self._division.divides(first // self._cycle, view, communicator, what):
+            return
+        plan = _Plan(first, position, members, self._cycle)
+        last = first + self._cycle if self.count is None else min(first + self._cycle, self.count)
+        for step in plan.steps(last):
+            if step not in self._held:
+                # A batch that fails now is made by every worker in its own step, and fails there.
+                with suppress(Exception):
+                    self._held[step] = self._made(step, plan)
+        own = {step: self._held[step] for step in plan.steps(last) if step in self._held}
+        parts = [
+            [] if other == worker else self._encoded(own, view.replicas_of(other), view.replicas)
+            for other in view.workers
+        ]
+        for part in communicator.all_to_all(parts, what=what):
+            self._held |= decoded(part, self._division.state)
+
+    def _encoded(self, batches: Mapping[int, "HeldRows"], owned: range, replicas: int) -> list[Bytes]:
+        """Return the rows of the `owned` replicas, without batches that have no form to hand over."""
+        sent = {}
+        for step, held in batches.items():
+            start = replica_rows(held.examples, owned[0], replicas).start
+            stop = replica_rows(held.examples, owned[-1], replicas).stop
+            try:
+                sent[step] = held.cut(slice(start, stop))
+            except DataError:
+                self._division.note_opaque()
+        try:
+            return encoded(sent)
+        except _OpaqueError:
+            self._division.note_opaque()
+            return []
+
+    def _made(self, step: int, plan: "_Plan | None" = None) -> "HeldRows":
+        """Make a batch: by Keras's workers if there is a plan for them and the dataset has some."""
+        division, state = self._division, self._division.state
+        fetched = None
+        if plan is not None and division.reads_ahead and not self._ended:
+            fetched = self._read_ahead(step, plan, state)
+        data = (
+            division.made(self._number, step, self._index(step))
+            if fetched is None or not fetched.sure
+            else fetched.data
+        )
+        if fetched is None:
+            state = division.state  # Reading the first batch may have opened a file.
+        held = HeldRows.whole(division.standardize(data), step, state)
+        division.measured(held)
+        return held
+
+    def _read_ahead(self, step: int, plan: "_Plan", state: Mapping[str, Any]) -> "_Fetched":
+        ahead = self._ahead
+        if ahead is None or not ahead.continues(step, plan, state):
+            if ahead is not None:
+                ahead.stop()
+            own = _OwnBatches(self._division, self._number, self._order, plan, self.count)
+            ahead = self._ahead = _KerasWorkers(own, plan, state)
+        return ahead.take()
+
+    def _index(self, step: int) -> int:
+        return self._order[step] if self._order else step
+
+
+class _Plan(NamedTuple):
+    """Which batches a worker makes, from step `first` on: in cycles, every batch of its position.
+
+    Attributes:
+        first: a step.
+        position: of the worker.
+        members: the number of workers that divide batches.
+        cycle: the number of batches in a cycle.
+    """
+
+    first: int
+    position: int
+    members: int
+    cycle: int
+
+    def step(self, number: int) -> int:
+        """Return the step of the worker's batch `number`, from 0."""
+        own = range(self.position, self.cycle, self.members)
+        cycles, place = divmod(number, len(own))
+        return self.first + cycles * self.cycle + own[place]
+
+    def steps(self, stop: int) -> list[int]:
+        """Return the steps before `stop` whose batches the worker makes."""
+        own = (step for step in range(self.first, stop))
+        return [step for step in own if (step - self.first) % self.cycle % self.members == self.position]
+
+
+class _Fetched(NamedTuple):
+    """What one of Keras's workers has read.
+
+    Attributes:
+        data: the batch.
+        sure: whether it depends on nothing but its index; otherwise it has to be made again.
+    """
+
+    data: Any
+    sure: bool
+
+
+class _OwnBatches(keras.utils.PyDataset):  # type: ignore[misc]
+    """The batches of a pass that this worker makes, for Keras's workers; can be sent to its processes."""
+
+    def __init__(
+        self, division: BatchDivision, number: int, order: Sequence[int], plan: _Plan, batches: int | None
+    ) -> None:
+        inner = division.dataset.inner
+        super().__init__(inner.workers, inner.use_multiprocessing, inner.max_queue_size)
+        self._inner = inner
+        self._draws = division.draws
+        self._number = number
+        self._order = order
+        self._plan = plan
+        self._count = None if batches is None else len(plan.steps(batches))
+
+    @property
+    def num_batches(self) -> int | None:
+        """Number of batches; None if they never end."""
+        return self._count
+
+    def __getitem__(self, number: int) -> _Fetched:
+        step = self._plan.step(number)
+        index = self._order[step] if self._order else step
+        try:
+            if self.use_multiprocessing:
+                (data,) = self._draws.read(
+                    self._number, {step: index}, lambda items: [self._inner[item] for item in items]
+                )
+                return _Fetched(data, True)
+            # Another thread may have drawn what this one seems to draw: then it is made again without need.
+            before = random_states()
+            data = self._inner[index]
+            return _Fetched(data, _equal(random_states(), before))
+        except Exception:
+            return _Fetched(None, False)
+
+
+class _KerasWorkers:
+    """Keras's threads or processes, which read some batches of a pass ahead.
+
+    Args:
+        batches: those to read.
+        plan: which ones these are.
+        state: of the dataset at the beginning.
+    """
+
+    def __init__(self, batches: _OwnBatches, plan: _Plan, state: Mapping[str, Any]) -> None:
+        self._enqueuer = OrderedEnqueuer(
+            batches, batches.workers, batches.use_multiprocessing, batches.max_queue_size
+        )
+        self._plan = plan
+        self._state = state
+        self._taken = 0
+        self._enqueuer.start()
+        self._batches = self._enqueuer.get()
+
+    def continues(self, step: int, plan: _Plan, state: Mapping[str, Any]) -> bool:
+        """Whether the next batch is that of `step`, of a worker in the position of `plan`."""
+        return (
+            self._plan[1:] == plan[1:]
+            and self._plan.step(self._taken) == step
+            and not _changed(self._state, state)
+        )
+
+    def take(self) -> _Fetched:
+        """Return the next batch."""
+        self._taken += 1
+        fetched: _Fetched = next(self._batches)
+        return fetched
+
+    def stop(self) -> None:
+        """Stop, without a wait for batches that are being read."""
+
+        def stop() -> None:
+            with suppress(Exception):
+                self._enqueuer.stop()
+
+        threading.Thread(target=stop, daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True)
+class HeldPart:
+    """Rows of one part of a batch.
+
+    Attributes:
+        array: the rows.
+        start: the first of them.
+        count: the number of rows of the whole part.
+    """
+
+    array: npt.NDArray[Any]
+    start: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the rows: a part is a leaf of a nest."""
+        return self.array.shape
+
+
+class HeldRows:
+    """Rows of a batch that this worker holds: all, or those of its replicas.
+
+    Args:
+        nest: of parts.
+        examples: the number of rows of the whole batch.
+        rows: those held.
+        state: of the dataset when the batch was made or handed over.
+    """
+
+    def __init__(self, nest: Any, examples: int, rows: slice, state: Mapping[str, Any]) -> None:
+        self.nest = nest
+        self.examples = examples
+        self.rows = rows
+        self.state = state
+        self.parts, self._pack = parts_of(nest)
+
+    @classmethod
+    def whole(cls, data: Any, step: int, state: Mapping[str, Any]) -> Self:
+        """Return all rows of a batch, without copying them.
+
+        Raises:
+            DataError: it has none.
+        """
+        leaves, pack = parts_of(data)
+        arrays = [None if leaf is None else on_host(leaf) for leaf in leaves]
+        known = [array for array in arrays if array is not None]
+        if not known or not known[0].shape or not known[0].shape[0]:
+            raise DataError(f"batch {step + 1} of the input has no rows")
+        parts = [
+            None if array is None else HeldPart(array, 0, len(array) if array.shape else 0)
+            for array in arrays
+        ]
+        examples = known[0].shape[0]
+        return cls(pack(parts), examples, slice(0, examples), state)
+
+    def cover(self, rows: slice) -> bool:
+        """Whether these are among the rows held."""
+        return bool(self.rows.start <= rows.start and rows.stop <= self.rows.stop)
+
+    def read(self, rows: slice) -> Any:
+        """Return rows that are held, as a nest of arrays.
+
+        Raises:
+            DataError: parts of the batch cannot be split in proportion.
+        """
+        return self._pack([None if part is None else self._cut(part, rows).array for part in self.parts])
+
+    def cut(self, rows: slice) -> Self:
+        """Return some of the rows held; see `read`."""
+        parts = [None if part is None else self._cut(part, rows) for part in self.parts]
+        return type(self)(self._pack(parts), self.examples, rows, self.state)
+
+    def _cut(self, part: HeldPart, rows: slice) -> HeldPart:
+        cut = in_proportion(rows, self.examples, part.count)
+        return HeldPart(part.array[cut.start - part.start : cut.stop - part.start], cut.start, part.count)
+
+
+class _OpaqueError(Exception):
+    """A batch has a structure or a dtype that has no plain description."""
+
+
+_Described = tuple[int, int, int, int, Any, list[tuple[str, list[int], int, int]]]
+"""A step; the number of examples, the first of the rows and their end; the structure; of each part its dtype,
+shape, first row and number of rows."""
+
+
+def encoded(batches: Mapping[int, HeldRows]) -> list[Bytes]:
+    """Return rows of some batches, by their steps, as arrays of bytes.
+
+    Raises:
+        _OpaqueError: one has a structure or a dtype that has no plain description.
+    """
+    described: list[_Described] = []
+    arrays: list[Bytes] = []
+    for step, held in batches.items():
+        parts: list[HeldPart] = []
+        structure = _structure_of(held.nest, parts)
+        forms = [(_name_of(p.array.dtype), list(p.array.shape), p.start, p.count) for p in parts]
+        described.append((step, held.examples, held.rows.start, held.rows.stop, structure, forms))
+        arrays += (np.ascontiguousarray(part.array).reshape(-1).view(np.uint8) for part in parts)
+    header = msgspec.msgpack.encode(described)
+    front = np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8)
+    padded = []
+    for array in (front, *arrays):
+        padded += [array, _PADDING[: -array.size % _ALIGNMENT]]
+    return padded
+
+
+def decoded(sent: Bytes, state: Mapping[str, Any]) -> dict[int, HeldRows]:
+    """Return what `encoded` was given, in the memory of `sent`; nothing for no bytes."""
+    if not sent.size:
+        return {}
+    size = int.from_bytes(sent[:8].tobytes(), "little")
+    described = msgspec.msgpack.decode(sent[8 : 8 + size].tobytes(), type=list[_Described])
+    start = _padded(8 + size)
+    batches = {}
+    for step, examples, first, stop, structure, forms in described:
+        parts = []
+        for name, shape, begin, rows in forms:
+            dtype = np.dtype(name)
+            nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+            parts.append(HeldPart(sent[start : start + nbytes].view(dtype).reshape(shape), begin, rows))
+            start += _padded(nbytes)
+        nest = _nest_of(structure, iter(parts))
+        batches[step] = HeldRows(nest, examples, slice(first, stop), state)
+    return batches
+
+
+def _padded(size: int) -> int:
+    return size + -size % _ALIGNMENT
+
+
+def _structure_of(nest: Any, parts: list[HeldPart]) -> Any:
+    """Return a plain description of the structure of a nest; append its parts to `parts`."""
+    if nest is None:
+        return None
+    if isinstance(nest, HeldPart):
+        parts.append(nest)
+        return 0
+    kind = type(nest)
+    if kind is tuple or kind is list:
+        return [kind is tuple, [_structure_of(item, parts) for item in nest]]
+    if kind is dict and all(type(key) is str for key in nest):
+        return {key: _structure_of(item, parts) for key, item in nest.items()}
+    raise _OpaqueError
+
+
+def _nest_of(structure: Any, parts: Iterator[HeldPart]) -> Any:
+    if structure is None:
+        return None
+    if isinstance(structure, dict):
+        return {key: _nest_of(item, parts) for key, item in structure.items()}
+    if isinstance(structure, list):
+        is_tuple, items = structure
+        nests = [_nest_of(item, parts) for item in items]
+        return tuple(nests) if is_tuple else nests
+    return next(parts)
+
+
+@cache
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype; raise `_OpaqueError` if it has none, or stands for Python's objects."""
+    try:
+        if not dtype.hasobject and dtype.itemsize and np.dtype(str(dtype)) == dtype:
+            return str(dtype)
+    except TypeError:
+        pass
+    raise _OpaqueError
+
+
+def _attributes(dataset: Any) -> dict[str, Any]:
+    """Return the attributes of a dataset: which objects they are, not what these contain."""
+    return dict(getattr(dataset, "__dict__", {}))
+
+
+def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Return the name of an attribute that is another object, or another plain value, than before."""
+    for name in before.keys() | now.keys():
+        one, other = before.get(name), now.get(name)
+        if one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other):
+            return name
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two results of `random_states` are equal."""
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
+    if isinstance(one, tuple) and any(isinstance(item, np.ndarray) for item in one):
+        return all(map(_equal, one, other))
+    return bool(one == other)

@@ -1,0 +1,192 @@
+"""Finds what makes items of a dataset depend on earlier reads: random generators that its code holds."""
+
+import dis
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import islice
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import keras
+import numpy as np
+
+_OBJECTS = 20_000
+"""The number of objects that are searched."""
+
+_MEMBERS = 200
+"""The number of members of a container that are searched."""
+
+_LIBRARIES = frozenset(
+    {
+        *sys.stdlib_module_names,
+        *("absl", "jax", "jaxlib", "keras", "lockstep", "ml_dtypes", "numpy", "pandas", "PIL", "pyarrow"),
+        *("scipy", "tensorflow", "torch", "torchvision"),
+    }
+)
+"""Packages whose functions and classes hold no generators except the global ones."""
+
+_LEAVES = (str, bytes, bytearray, int, float, complex, type(None), np.ndarray, np.generic, ModuleType)
+
+_ASSIGNMENTS = frozenset({"STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_SUBSCR", "DELETE_ATTR"})
+
+_SIMPLE = ("builtins", "collections", "keras.src.utils.tracking")
+
+_PLAIN = frozenset({"__call__", "__getitem__", "__getitems__", "__len__", "__iter__"})
+
+
+def held_generator(*roots: tuple[str, Any]) -> str | None:
+    """Return the place of a random generator that one of some objects holds; None if none is found.
+
+    This searches attributes, containers, closures and what functions refer to, a limited number of objects.
+    It does not find the generators of the global random states, and reads no property.
+
+    Args:
+        roots: the names of the objects for the result, and the objects.
+    """
+    for place, found in _objects(roots):
+        if _is_generator(found):
+            return f"{place} is a {type(found).__module__}.{type(found).__qualname__}"
+    return None
+
+
+def held_model(*roots: tuple[str, Any]) -> str | None:
+    """Return the place of a model that one of some objects holds; None if none is found."""
+    for place, found in _objects(roots):
+        if isinstance(found, keras.Model):
+            return f"{place} is the model {found.name!r}"
+    return None
+
+
+def refers_to(name: str, *roots: tuple[str, Any]) -> str | None:
+    """Return the place of a function of some objects whose code refers to `name`; None if none is found."""
+    for place, found in _objects(roots):
+        if isinstance(found, FunctionType) and name in _names(found.__code__):
+            return place
+    return None
+
+
+def changed_place(*roots: tuple[str, Any]) -> str | None:
+    """Return the place of a function of some objects that may assign to other objects; None without one.
+
+    A callable object may do so too.
+    """
+    for place, found in _objects(roots):
+        if isinstance(found, FunctionType):
+            steps = () if _library(found.__module__) else dis.get_instructions(found.__code__)
+            if any(step.opname in _ASSIGNMENTS for step in steps):
+                return place
+        elif callable(found) and not isinstance(found, type | partial | BuiltinFunctionType):
+            return place
+    return None
+
+
+def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
+    """Yield objects and their places, the nearest first."""
+    waiting = deque(roots)
+    seen: dict[int, Any] = {}
+    while waiting and len(seen) < _OBJECTS:
+        place, found = waiting.popleft()
+        if isinstance(found, _LEAVES) or id(found) in seen:
+            continue
+        seen[id(found)] = found  # Keeps the object, so that no other gets its id.
+        yield place, found
+        waiting.extend(_members(place, found))
+
+
+def _members(place: str, found: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the members of an object, with their places."""
+    if isinstance(found, Mapping) and type(found).__module__ in ("builtins", "collections"):
+        yield from ((f"{place}[{key!r}]", value) for key, value in islice(found.items(), _MEMBERS))
+    elif isinstance(found, list | tuple | set | frozenset | deque) and _iterates_as_a_builtin(found):
+        yield from ((f"{place}[{index}]", value) for index, value in enumerate(islice(found, _MEMBERS)))
+    if isinstance(found, FunctionType):
+        yield from _of_function(place, found)
+    elif isinstance(found, MethodType | BuiltinFunctionType):
+        yield f"{place}.__self__", found.__self__
+        yield f"{place}.__func__", getattr(found, "__func__", None)
+    elif isinstance(found, partial):
+        yield from ((f"{place}.func", found.func), (f"{place}.args", found.args))
+        yield f"{place}.keywords", found.keywords
+    elif isinstance(found, type):
+        yield from _of_class(found)
+    else:
+        yield from _attributes(place, found)
+        yield type(found).__qualname__, type(found)
+
+
+def _iterates_as_a_builtin(found: Any) -> bool:
+    """Whether a container's class does not define its own iteration, which may do anything."""
+    return not any("__iter__" in vars(base) for base in type(found).__mro__ if base.__module__ not in _SIMPLE)
+
+
+def _of_function(place: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    if _library(function.__module__):
+        return
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        try:
+            yield f"{name} of {function.__qualname__}", cell.cell_contents
+        except ValueError:
+            continue  # It is not assigned yet.
+    yield f"{place}.__defaults__", function.__defaults__
+    yield f"{place}.__kwdefaults__", function.__kwdefaults__
+    names = sorted(_names(function.__code__))
+    for name in sorted(_globals(function.__code__)):
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType) and not _library(value.__name__):
+            members = vars(value)
+            yield from ((f"{value.__name__}.{inner}", members[inner]) for inner in names if inner in members)
+        yield f"{function.__module__}.{name}", value
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes to which code refers, with the functions defined in it."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _globals(code: CodeType) -> set[str]:
+    """Return the names of globals to which code refers, with the functions defined in it."""
+    own = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return own.union(*(_globals(const) for const in code.co_consts if isinstance(const, CodeType)))
+
+
+def _of_class(found: type) -> Iterator[tuple[str, Any]]:
+    for base in found.__mro__:
+        if not _library(base.__module__):
+            for name, value in vars(base).items():
+                value = getattr(value, "__func__", value)  # Of a static or a class method.
+                value = value.fget if isinstance(value, property) else value
+                if not name.startswith("__") or name in _PLAIN:
+                    yield f"{base.__qualname__}.{name}", value
+
+
+def _attributes(place: str, found: Any) -> Iterator[tuple[str, Any]]:
+    try:
+        members = vars(found)
+    except TypeError:
+        members = {}
+    yield from ((f"{place}.{name}", value) for name, value in list(members.items()))
+    for base in type(found).__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if not name.startswith("__") and hasattr(found, name):
+                yield f"{place}.{name}", getattr(found, name)
+
+
+def _library(module: str | None) -> bool:
+    return module is None or (module.partition(".")[0] in _LIBRARIES and module != "__main__")
+
+
+def _is_generator(found: Any) -> bool:
+    kinds: list[type] = [random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator]
+    kinds.append(keras.random.SeedGenerator)
+    own: list[Any] = [random._inst, np.random.mtrand._rand, np.random.get_bit_generator()]  # type: ignore[attr-defined]
+    if (torch := sys.modules.get("torch")) is not None:
+        kinds.append(torch.Generator)
+        own.append(torch.default_generator)
+    if (tensorflow := sys.modules.get("tensorflow")) is not None:
+        kinds.append(tensorflow.random.Generator)
+    return isinstance(found, tuple(kinds)) and not any(found is one for one in own)

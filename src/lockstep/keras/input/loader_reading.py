@@ -1,0 +1,592 @@
+"""Reads a map-style PyTorch `DataLoader` divided: each worker fetches the items of its own replicas.
+
+All workers iterate the loader's batch sampler, and draw what PyTorch draws for it. So they know the items of
+each batch, and a batch that is not read costs its indices only. The items of a replica are fetched and
+collated together, by the loader's worker processes if it has some, with random states that depend on their
+positions in the pass. So the values of a replica's rows do not depend on the worker that fetches them.
+"""
+
+import copy
+import re
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from lockstep.data.batch import GlobalBatch, replica_rows
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import DataError
+from lockstep.keras.input.held_state import changed_place, held_generator, refers_to
+from lockstep.keras.input.item_draws import ItemDraws, states_kept
+from lockstep.keras.input.readings import (
+    PassNumbers,
+    ReadingWorker,
+    Way,
+    computed_once,
+    rows_in_proportion,
+)
+from lockstep.keras.input.streams import on_host
+from lockstep.keras.nests import parts_of
+
+_PROBED = 8
+"""The number of items that are read twice before a dataset is divided, or that of the replicas if higher."""
+
+_JOINT = "read it whole on every worker: lockstep run --input joint"
+
+Convert = Callable[[Any], Any]
+
+Items = Mapping[int, Any]
+"""Indices of a dataset by their positions in the pass."""
+
+
+def is_loader(dataset: Any) -> bool:
+    """Whether a dataset is a `DataLoader`."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(dataset, data.DataLoader)
+
+
+def loader_reading(
+    loader: Any, reader: ReadingWorker, convert: Convert | None = None
+) -> "LoaderReading | str":
+    """Return how the workers divide the reading of a `DataLoader`; or the reason why they cannot.
+
+    To decide, this reads a few items twice, with the same random states, from a copy of the batch sampler.
+    The random states and the loader stay as they are.
+
+    Args:
+        loader: the `DataLoader`.
+        reader: this worker.
+        convert: converts what the collate function returns to a nest of arrays; as Keras does by default.
+    """
+    from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+
+    kind = type(loader)
+    if isinstance(loader.dataset, IterableDataset):
+        return "an IterableDataset has no items that can be read alone; use a map-style dataset"
+    if isinstance(loader.dataset, MapDataPipe):
+        return "a data pipe can hold state; use a map-style dataset"
+    if loader.batch_sampler is None:
+        return "with batch_size=None, the dataset gives whole batches; give the DataLoader a batch size"
+    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+        return f"{kind.__qualname__} has its own iteration; use a plain DataLoader"
+    code = (("dataset", loader.dataset), ("collate_fn", loader.collate_fn))
+    if (place := held_generator(*code)) is not None:
+        return (
+            f"{place}, whose numbers depend on the items that were read before; draw from the global states "
+            "of numpy.random, random or torch, which depend on the item here"
+        )
+    if loader.num_workers:
+        start = ("worker_init_fn", loader.worker_init_fn)
+        if (place := refers_to("get_worker_info", *code, start)) is not None:
+            return f"{place} calls get_worker_info, so an item can depend on the process that reads it"
+        if (place := changed_place(start)) is not None:
+            return f"{place} changes objects in the worker processes, so an item can depend on its process"
+    return _probed(loader, reader, convert or keras_batch)
+
+
+class LoaderReading:
+    """The `Reading` of a map-style `DataLoader` whose rows are read by the workers that compute them.
+
+    Args:
+        loader: the `DataLoader`.
+        reader: this worker.
+        convert: converts what the collate function returns to a nest of arrays.
+        drawn: whether an item is known to draw random numbers.
+    """
+
+    def __init__(self, loader: Any, reader: ReadingWorker, convert: Convert, drawn: bool = False) -> None:
+        self._loader = loader
+        self._reader = reader
+        self._convert = convert
+        self._source = _ReplicaSource(loader.dataset, loader.collate_fn, reader.seed, drawn)
+        self._numbers = PassNumbers(reader)
+        self.way = Way(
+            "each worker reads the rows of its replicas",
+            "a map-style dataset, whose items are the same on any worker",
+        )
+
+    def begin(self) -> Iterator[GlobalBatch]:
+        """Begin the next pass; yield its global batches."""
+        current = _LoaderPass(self._loader, self._reader, self._source, self._numbers, self._convert)
+        if keras.backend.backend() == "torch":
+            current.begin()  # As Keras does there; elsewhere, the first batch begins the pass.
+        return current.batches()
+
+
+class _ReplicaItems(NamedTuple):
+    """The items to read of one batch.
+
+    Attributes:
+        number: of the pass.
+        step: the index of the batch in the pass.
+        items: of each replica.
+    """
+
+    number: int
+    step: int
+    items: dict[int, Items]
+
+
+class _ReplicaSource:
+    """Reads the rows of a replica, in this process or in PyTorch's worker processes, as their dataset."""
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], seed: int, drawn: bool = False) -> None:
+        from torch.utils.data import default_collate
+
+        self._dataset = dataset
+        self._collate = collate
+        self._by_rows = collate is default_collate
+        self._seed = seed
+        self._draws = ItemDraws(seed)
+        self._draws.drawn = drawn
+
+    @property
+    def drawn(self) -> bool:
+        """Whether an item has drawn random numbers."""
+        return self._draws.drawn
+
+    def __getitems__(self, asked: _ReplicaItems) -> tuple[int, dict[int, Any]]:
+        """Return the step, and the rows of each replica as the collate function returns them."""
+        return asked.step, {replica: self.rows(asked.number, items) for replica, items in asked.items.items()}
+
+    def rows(self, number: int, items: Items) -> Any:
+        """Return rows of pass `number` as the collate function returns them."""
+        return self.collated(number, items, self.samples(number, items))
+
+    def samples(self, number: int, items: Items) -> list[Any]:
+        """Return items of pass `number`."""
+        return self._draws.read(number, items, self._fetch)
+
+    def collated(self, number: int, items: Items, samples: list[Any]) -> Any:
+        """Return what the collate function makes of the samples of some items.
+
+        Raises:
+            DataError: it draws random numbers.
+        """
+        if self._by_rows:
+            return self._collate(samples)
+        draws = ItemDraws(self._seed)
+        (batch,) = draws.read(
+            number, {min(items): samples}, lambda groups: [self._collate(group) for group in groups]
+        )
+        if draws.drawn:
+            raise DataError(
+                "the DataLoader's collate_fn draws random numbers, which would depend on the rows that it "
+                f"gets; draw them in the dataset, or {_JOINT}"
+            )
+        return batch
+
+    def _fetch(self, indices: list[Any]) -> Sequence[Any]:
+        """Return items as PyTorch does."""
+        fetch = getattr(self._dataset, "__getitems__", None)
+        samples: Sequence[Any] = fetch(indices) if fetch else [self._dataset[index] for index in indices]
+        return samples
+
+
+@dataclass(frozen=True)
+class _SampledBatch:
+    """A batch as the batch sampler gives it.
+
+    Attributes:
+        step: its index in the pass.
+        first: the position of its first item in the pass.
+        indices: of its items.
+    """
+
+    step: int
+    first: int
+    indices: Sequence[Any]
+
+    def items(self, rows: slice) -> Items:
+        """Return the items of some rows."""
+        return {self.first + row: self.indices[row] for row in range(rows.start, rows.stop)}
+
+    @property
+    def identity(self) -> bytes:
+        """A hash of the batch's place and of its indices if they are numbers or strings."""
+        try:
+            indices = np.asarray(self.indices)
+        except (TypeError, ValueError, RuntimeError):
+            indices = np.empty(0)
+        known = indices if indices.dtype.kind != "O" else np.empty(0)
+        return digest_arrays([known], struct.pack("<3q", self.step, self.first, len(self.indices)))
+
+
+class _LoaderPass:
+    """One pass over a loader.
+
+    Args:
+        loader: the `DataLoader`.
+        reader: this worker.
+        source: reads rows.
+        numbers: of passes over the loader.
+        convert: converts rows to a nest of arrays.
+
+    Attributes:
+        number: of the pass, from 0, when its first batch is taken.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        reader: ReadingWorker,
+        source: _ReplicaSource,
+        numbers: PassNumbers,
+        convert: Convert,
+    ) -> None:
+        self.convert = convert
+        self.loader = loader
+        self.reader = reader
+        self.source = source
+        self.number = 0
+        self._numbers = numbers
+        self._sampled: Iterator[Any] | None = None
+        self._following: deque[_SampledBatch] = deque()
+        self._steps = 0
+        self._items = 0
+        self._processes: _ReadAhead | None = None
+
+    def begin(self) -> None:
+        """Begin to sample, unless that was done, and draw what PyTorch draws for an iteration."""
+        if self._sampled is None:
+            self._sampled = _sampled(self.loader)
+            self._look_ahead()
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """Yield the global batches."""
+        self.number = self._numbers.next()
+        self.begin()
+        try:
+            while (batch := self.following(0)) is not None:
+                self._following.popleft()
+                self._look_ahead()
+                yield self._global_batch(batch)
+        finally:
+            self._processes = None
+
+    def following(self, position: int) -> _SampledBatch | None:
+        """Return one of the batches that have not been taken, 0 for the next; None after the last."""
+        assert self._sampled is not None
+        while len(self._following) <= position:
+            indices = next(self._sampled, None)
+            if indices is None:
+                return None
+            self._following.append(_SampledBatch(self._steps, self._items, list(indices)))
+            self._steps += 1
+            self._items += len(self._following[-1].indices)
+        return self._following[position]
+
+    def after(self, batch: _SampledBatch) -> _SampledBatch | None:
+        """Return the batch after one that has been taken or follows; None after the last."""
+        taken = self._steps - len(self._following)
+        return self.following(batch.step + 1 - taken)
+
+    def _look_ahead(self) -> None:
+        """Ask the sampler for the batches for which PyTorch asks it when a batch is taken."""
+        if batches := self.loader.num_workers * (self.loader.prefetch_factor or 0):
+            self.following(batches - 1)
+
+    def _global_batch(self, batch: _SampledBatch) -> GlobalBatch:
+        if not batch.indices:
+            raise DataError(f"batch {batch.step + 1} of the input has no rows")
+        rows = _BatchRows(self, batch)
+        given = self.reader.partial_batch(
+            len(batch.indices), rows.read, batch.identity, self.number, batch.step
+        )
+        return GlobalBatch(
+            given.examples,
+            given.read,
+            computed_once(lambda: xxhash.xxh3_128_digest(given.check() + rows.form())),
+        )
+
+    def read_ahead(self, batch: _SampledBatch) -> dict[int, Any]:
+        """Return the rows of replicas that PyTorch's processes have read; begin with this batch if needed."""
+        if not self.loader.num_workers:
+            return {}
+        if self._processes is None or self._processes.step != batch.step:
+            self._processes = _ReadAhead(self, batch)
+        return next(self._processes)
+
+    def replicas_to_read(self, batch: _SampledBatch) -> list[int]:
+        """Return the replicas with rows in a batch that this worker computes or compares in this view."""
+        examples, replicas = len(batch.indices), self.reader.job.view.replicas
+        own = self.reader.own_rows(examples)
+        compared = self.reader.checks.replica(self.number, batch.step)
+        return [
+            replica
+            for replica in range(min(replicas, examples))
+            if own.start <= replica_rows(examples, replica, replicas).start < own.stop or replica == compared
+        ]
+
+
+class _ReadAhead:
+    """PyTorch's worker processes, which read the rows of this worker ahead, from a batch on.
+
+    Attributes:
+        step: that they return next.
+    """
+
+    def __init__(self, current: _LoaderPass, batch: _SampledBatch) -> None:
+        import torch
+        from torch.utils.data import DataLoader
+
+        loader = current.loader
+        self.step = batch.step
+        self._read = iter(
+            DataLoader(
+                current.source,
+                batch_sampler=_requests(current, batch),
+                num_workers=loader.num_workers,
+                collate_fn=_unchanged,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=torch.Generator(),
+                prefetch_factor=loader.prefetch_factor,
+            )
+        )
+
+    def __next__(self) -> dict[int, Any]:
+        step, rows = next(self._read)
+        assert step == self.step
+        self.step += 1
+        found: dict[int, Any] = rows
+        return found
+
+
+def _requests(current: _LoaderPass, batch: _SampledBatch | None) -> Iterator[_ReplicaItems]:
+    """Yield what to read of `batch` and of those after it, in the view in which PyTorch asks for it."""
+    while batch is not None:
+        examples, replicas = len(batch.indices), current.reader.job.view.replicas
+        rows = {
+            replica: batch.items(replica_rows(examples, replica, replicas))
+            for replica in current.replicas_to_read(batch)
+        }
+        yield _ReplicaItems(current.number, batch.step, rows)
+        batch = current.after(batch)
+
+
+class _BatchRows:
+    """The rows of a batch, which are read when they are first needed, those of a replica together."""
+
+    def __init__(self, current: _LoaderPass, batch: _SampledBatch) -> None:
+        self._pass = current
+        self._batch = batch
+        self._examples = len(batch.indices)
+        self._replicas = current.reader.job.view.replicas
+        self._parts: dict[int, Any] = {}
+        self._form = ""
+        self._asked = False
+
+    def read(self, rows: slice) -> Any:
+        """Return some rows as a nest of arrays."""
+        first, last = self._replica_with(rows.start), self._replica_with(max(rows.stop - 1, rows.start))
+        taken = []
+        for replica in range(first, last + 1):
+            leaves, pack = parts_of(self._part(replica))
+            own = self._rows(replica)
+            start, stop = max(rows.start, own.start) - own.start, min(rows.stop, own.stop) - own.start
+            if stop - start < own.stop - own.start:
+                part = slice(start, stop)
+                count = own.stop - own.start
+                leaves = [
+                    leaf if leaf is None else leaf[rows_in_proportion(part, count, leaf)] for leaf in leaves
+                ]
+            taken.append(leaves)
+        if len(taken) == 1:
+            return pack(taken[0])
+        return pack(
+            [None if column[0] is None else np.concatenate(column) for column in zip(*taken, strict=True)]
+        )
+
+    def form(self) -> bytes:
+        """Describe the rows that this worker reads in this step, or those of replica 0 if there are none."""
+        for replica in self._pass.replicas_to_read(self._batch) or [0]:
+            self._part(replica)
+        return self._form.encode()
+
+    def _part(self, replica: int) -> Any:
+        """Return the rows of a replica with examples, in the form that Keras gives them.
+
+        Raises:
+            DataError: they do not fit to the rows of another replica.
+        """
+        if replica not in self._parts and not self._asked:
+            self._asked = True
+            for other, rows in self._pass.read_ahead(self._batch).items():
+                self._keep(other, rows)
+        if replica not in self._parts:
+            items = self._batch.items(self._rows(replica))
+            with _one_thread() if self._pass.loader.num_workers else nullcontext():
+                self._keep(replica, self._pass.source.rows(self._pass.number, items))
+        return self._parts[replica]
+
+    def _keep(self, replica: int, rows: Any) -> None:
+        own = self._rows(replica)
+        part = checked_part(self._pass.convert(rows), own.stop - own.start)
+        form = _form(part)
+        if self._parts and form != self._form:
+            raise DataError(
+                f"batch {self._batch.step + 1} of the DataLoader has rows of {self._form}, and rows of "
+                f"{form} for replica {replica}: the items have different forms, or the collate_fn makes rows "
+                "that depend on the other rows, such as padding to the longest; give all rows one form, or "
+                f"{_JOINT}"
+            )
+        self._parts[replica], self._form = part, form
+
+    def _rows(self, replica: int) -> slice:
+        return replica_rows(self._examples, replica, self._replicas)
+
+    def _replica_with(self, row: int) -> int:
+        """Return the replica that has a row; the last with examples for those after the last."""
+        replicas = range(min(self._replicas, self._examples))
+        return next((replica for replica in replicas if row < self._rows(replica).stop), replicas[-1])
+
+
+def _probed(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReading | str:
+    """Return the `LoaderReading` if some items are the same when they are read twice, or the reason."""
+    try:
+        with states_kept():
+            return _compared(loader, reader, convert)
+    except Exception as error:  # Reading jointly raises it again, if it is an error of the program.
+        return f"{type(error).__name__} when some items were read: {re.sub('0x[0-9a-f]+', '0x', str(error))}"
+
+
+def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReading | str:
+    """Read and collate some items together, and again in the groups of replicas, the last first."""
+    replicas = reader.job.view.replicas
+    try:
+        sampler = copy.deepcopy(loader.batch_sampler, {id(part): part for part in _shared(loader.dataset)})
+    except Exception as error:
+        return (
+            f"the batch sampler cannot be copied ({type(error).__name__}); use a sampler of torch.utils.data"
+        )
+    indices = list(next(iter(sampler)))[: max(_PROBED, replicas)]
+    batch, examples = _SampledBatch(0, 0, indices), len(indices)
+    once, again = (_ReplicaSource(loader.dataset, loader.collate_fn, reader.seed) for _ in range(2))
+    whole = batch.items(slice(0, examples))
+    samples = once.samples(0, whole)
+    groups = {}
+    for replica in reversed(range(min(replicas, examples))):
+        rows = replica_rows(examples, replica, replicas)
+        groups[rows.start] = rows, again.samples(0, batch.items(rows))
+    if once.drawn != again.drawn:
+        return "the dataset keeps values that it has drawn; let each item draw, or keep the values before"
+    joint = checked_part(convert(once.collated(0, whole, samples)), examples)
+    parts = {
+        start: checked_part(convert(again.collated(0, batch.items(rows), group)), len(group))
+        for start, (rows, group) in groups.items()
+    }
+    if all(_same_rows(joint, examples, groups[start][0], part) for start, part in parts.items()):
+        return LoaderReading(loader, reader, convert, once.drawn)
+    second = convert(
+        again.collated(0, whole, [sample for start in sorted(groups) for sample in groups[start][1]])
+    )
+    if _same_rows(joint, examples, slice(0, examples), second):
+        return "the collate_fn combines rows of a batch; let it make each row from one item"
+    return "an item differs when it is read again; let it depend on its index and on random states only"
+
+
+def _shared(dataset: Any) -> Iterator[Any]:
+    """Yield a dataset, the datasets in it and what they hold, which a copy of a sampler shares."""
+    waiting = [dataset]
+    while waiting:
+        found = waiting.pop()
+        yield found
+        members = getattr(found, "__dict__", {})
+        yield from members.values()
+        waiting.extend(members[name] for name in ("dataset",) if name in members)
+        several = members.get("datasets")
+        waiting.extend(several if isinstance(several, list | tuple) else [])
+
+
+def _same_rows(joint: Any, examples: int, rows: slice, part: Any) -> bool:
+    """Whether a part of a batch has the bits of its rows in the whole batch."""
+    whole, given = parts_of(joint)[0], parts_of(part)[0]
+    if len(whole) != len(given) or [leaf is None for leaf in whole] != [leaf is None for leaf in given]:
+        return False
+    expected = [leaf[rows_in_proportion(rows, examples, leaf)] for leaf in whole if leaf is not None]
+    return digest_arrays(expected) == digest_arrays(leaf for leaf in given if leaf is not None)
+
+
+def keras_batch(batch: Any) -> Any:
+    """Return a batch of a loader in the form in which Keras gives it to a step, on the host."""
+    if keras.backend.backend() == "torch":
+        return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else on_host(leaf), batch))
+    return tuple(
+        keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf.cpu()), batch)
+    )
+
+
+def checked_part(part: Any, items: int) -> Any:
+    """Return the rows of some items.
+
+    Raises:
+        DataError: there are more or fewer rows than items.
+    """
+    leaves: list[npt.NDArray[Any]] = [leaf for leaf in parts_of(part)[0] if leaf is not None]
+    if not leaves or not all(leaf.ndim for leaf in leaves) or len(leaves[0]) != items:
+        shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves)
+        raise DataError(
+            f"the DataLoader's collate_fn makes arrays of shapes {shapes} of {items} items; let it make one "
+            f"row of each item, or {_JOINT}"
+        )
+    return part
+
+
+def _form(part: Any) -> str:
+    """Describe the rows of a part: everything but their number."""
+    leaves = parts_of(part)[0]
+    return ", ".join("None" if leaf is None else _row(leaf.dtype, leaf.shape[1:]) for leaf in leaves)
+
+
+@lru_cache
+def _row(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """Describe a row; cached, since formatting a dtype takes longer than hashing the row."""
+    return f"{dtype}{list(shape)}"
+
+
+def _sampled(loader: Any) -> Iterator[Any]:
+    """Begin to sample batches of indices as an iteration of PyTorch does, and draw what it draws.
+
+    PyTorch draws the seed of its worker processes last, and once if they are persistent.
+    """
+    import torch
+
+    sampled: Iterator[Any] = iter(loader.batch_sampler)
+    if not loader.persistent_workers or (loader._iterator is None and loader not in _persistent):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if loader.persistent_workers:
+        _persistent.add(loader)
+    return sampled
+
+
+_persistent: "WeakSet[Any]" = WeakSet()
+"""The loaders with persistent workers that have been iterated."""
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute with one thread of PyTorch, as its worker processes do: the number affects rounding."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
