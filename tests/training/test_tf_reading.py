@@ -1,5 +1,6 @@
 """Pipelines of `tf.data` whose maps are divided among the workers: their rows, and what is not divided."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -401,6 +402,22 @@ def test_the_error_of_a_map_is_raised_where_its_rows_are_read() -> None:
     with pytest.raises(DataError, match="see the first error"):
         second.read(slice(0, 8))
     assert third.read(slice(0, 8)).tolist() == list(range(16, 24))
+
+
+def test_a_pass_that_is_not_finished_is_freed_while_a_graph_is_built() -> None:
+    batches = divided(source().map(scaled, num_parallel_calls=2).batch(8), Alone()).begin()
+    next(batches).read(slice(0, 3))
+    garbage: list[Any] = [batches]
+    garbage.append(garbage)
+    del batches, garbage
+
+    @tf.function  # type: ignore[untyped-decorator]
+    def step(number: Any) -> Any:
+        gc.collect()
+        return number + 1
+
+    graph = step.get_concrete_function(tf.constant(1)).graph
+    assert not [operation for operation in graph.get_operations() if "Queue" in operation.type]
 
 
 def test_weights_of_classes_are_added_to_own_rows() -> None:

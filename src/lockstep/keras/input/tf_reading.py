@@ -392,9 +392,10 @@ def _described(function: Any) -> list[bytes]:
             for name in ("seed", "seed2"):
                 node.attr.pop(name, None)
             for value in node.attr.values():
-                for called in [value.func] if value.HasField("func") else value.list.func:
-                    called.name = _NUMBER.sub("", called.name)
-    return [node.SerializeToString(deterministic=True) for part in parts for node in part]
+                for reference in [value.func] if value.HasField("func") else value.list.func:
+                    reference.name = _NUMBER.sub("", reference.name)
+    main, *called = (b"".join(node.SerializeToString(deterministic=True) for node in part) for part in parts)
+    return [main, *sorted(called)]
 
 
 def _draws(function: Any) -> bool:
@@ -510,7 +511,7 @@ class MapStage:
         if self.failed:
             raise DataError("a map has failed on earlier rows: see the first error")
         try:
-            mapped = next(self._mapped[0])
+            mapped = self._mapped[0].get_next()
         except tf.errors.OpError as error:
             self.failed = True
             text = re.sub("^{{.*?}} ", "", error.message)
