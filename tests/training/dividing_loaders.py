@@ -64,7 +64,8 @@ def loader(rows: int, batch: int, **options: Any) -> Any:
 def main() -> None:
     keras.utils.set_random_seed(1)
     torch.manual_seed(1)
-    with lockstep.MultiWorkerMirroredStrategy().scope():
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    with strategy.scope():
         model = keras.Sequential([keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)])
         model.compile("adam", "mse")
     training, validation = loader(70, 16, shuffle=True), loader(19, 8)
@@ -78,7 +79,20 @@ def main() -> None:
     print("result", lockstep.digest(model))
     print("result", model.evaluate(validation, verbose=0).hex())
     print("result", float(model.predict(validation, verbose=0).sum()).hex())
+    loop(strategy, model)
     print("end")
+
+
+def loop(strategy: Any, model: Any) -> None:
+    """Sum what replicas get from a distributed loader, in two passes; then train on it."""
+    distributed = strategy.experimental_distribute_dataset(loader(21, 6, shuffle=True))
+    print("result", len(distributed), distributed.element_spec)
+    for _ in range(2):
+        for x, y in distributed:
+            sums = strategy.run(lambda x, y: keras.ops.sum(x * y), (x, y))
+            print("result", float(strategy.reduce("SUM", sums, axis=None)).hex())
+    model.fit(distributed, epochs=2, verbose=0)
+    print("result", lockstep.digest(model))
 
 
 if __name__ == "__main__":

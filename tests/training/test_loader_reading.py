@@ -1,5 +1,6 @@
 """Map-style DataLoaders are read divided: the batches are those of plain PyTorch on any worker."""
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from lockstep.errors import DataError
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input
 from lockstep.keras.input.loader_reading import LoaderReading, loader_reading
 from lockstep.keras.input.readings import ReadingWorker
+from lockstep.keras.input.sources import DividedSource, GlobalBatchSource, Pass
+from lockstep.keras.input.streams import host_nest
 from lockstep.keras.randomness import random_states, same_states
 from lockstep.topology import View, place
 from lockstep.worker.job import Job, JobContext
@@ -408,6 +411,37 @@ def test_processes_may_be_spawned(worker: Make) -> None:
     loader = data.DataLoader(Rows(12, all_draws), 6, num_workers=1, multiprocessing_context="spawn")
     batches = whole(worker().reading(loader).begin())
     assert equal(batches, whole(worker().reading(data.DataLoader(Rows(12, all_draws), 6)).begin()))
+
+
+def test_a_distributed_loader_gives_each_replica_its_rows(worker: Make) -> None:
+    def loader() -> Any:
+        torch.manual_seed(4)
+        return data.DataLoader(Rows(21), batch_size=6, shuffle=True)
+
+    member = worker(1, 2)
+    reading = loader_reading(loader(), member.reader, host_nest)
+    assert isinstance(reading, LoaderReading)
+    joint = GlobalBatchSource(loader(), REPLICAS)
+    divided = DividedSource(loader(), member.reader, reading)
+    torch.manual_seed(4)
+    expected = [[*pass_elements(joint.begin())] for _ in range(2)]
+    torch.manual_seed(4)
+    form = divided.form()
+    assert form == joint.form()
+    first, second = divided.begin(), divided.begin()
+    assert equal([*pass_elements(first)], expected[0])
+    second.skip(2)
+    assert equal([*pass_elements(second)], expected[1][2:])
+    with pytest.raises(DataError, match="ended after 4"):
+        divided.begin().skip(5)
+
+
+def pass_elements(current: Pass) -> Iterator[list[Any]]:
+    """The rows of each replica of the remaining elements."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            values = next(current).values
+            yield [values.of(replica) for replica in range(REPLICAS)]
 
 
 def results(run: Any, workers: int, ended: int, *marks: str) -> set[tuple[str, ...]]:

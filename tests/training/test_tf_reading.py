@@ -268,6 +268,14 @@ def uneven() -> Any:
     return tf.data.Dataset.from_generator(lambda: iter([np.zeros(3)]), output_signature=spec)
 
 
+def rebound() -> Any:
+    for factor in (2.0, 3.0):
+        dataset = source().map(lambda *_: factor * tf.random.uniform(()))  # noqa: B023
+        if factor == 2:
+            kept = dataset
+    return kept.batch(8)
+
+
 JOINT: dict[str, tuple[Callable[[], Any], str]] = {
     "none": (lambda: source().shuffle(9).batch(8), "no .map before .batch"),
     "batched": (lambda: source().batch(8).map(scaled), "call .map before .batch"),
@@ -311,9 +319,14 @@ JOINT: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "SampleDistortedBoundingBoxV2",
     ),
+    "rebound": (rebound, "another one when it is traced again"),
+    "ragged rows": (
+        lambda: source().map(lambda image, _: tf.RaggedTensor.from_tensor(image)).batch(8),
+        "make them dense",
+    ),
     "traced": (
         lambda: source().map(lambda *_: tf.random.uniform(()) + np.random.uniform()).batch(8),
-        "draws random numbers in Python",
+        "another one when it is traced again",
     ),
 }
 
@@ -383,7 +396,7 @@ def test_the_error_of_a_map_is_raised_where_its_rows_are_read() -> None:
 
     first, second, third, *_ = divided(source().map(failing).batch(8), Alone()).begin()
     assert first.read(slice(0, 8)).tolist() == list(range(8))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="row 13 is broken"):
+    with pytest.raises(DataError, match="row 13 is broken"):
         second.read(slice(0, 8))
     with pytest.raises(DataError, match="see the first error"):
         second.read(slice(0, 8))

@@ -33,7 +33,7 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
-from lockstep.keras.input.loader_reading import loader_reading
+from lockstep.keras.input.loader_reading import is_loader, loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import (
     JOINT_INPUT,
@@ -45,7 +45,7 @@ from lockstep.keras.input.readings import (
     whole_batch,
 )
 from lockstep.keras.input.shards import shard_pipelines
-from lockstep.keras.input.sources import Element, Source
+from lockstep.keras.input.sources import DividedPass, Element, Source
 from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
@@ -430,6 +430,9 @@ class DistributedInput(GlobalInput):
             yield from self._joined(self._source)
             return
         current = self._source.begin()
+        if isinstance(current, DividedPass):
+            yield from map(_as_tuples, iter(current.batch, None))
+            return
         step = 0
         while (element := next(current, None)) is not None:
             yield whole_batch(_as_tuple(element.nest), step)
@@ -480,6 +483,11 @@ def _part_reader(element: Element) -> Callable[[int], Any]:
         return _as_tuple(nest)
 
     return read
+
+
+def _as_tuples(batch: GlobalBatch) -> GlobalBatch:
+    """Return a batch whose rows have a form that Keras accepts."""
+    return GlobalBatch(batch.examples, lambda rows: _as_tuple(batch.read(rows)), batch.check)
 
 
 def _as_tuple(nest: Nest) -> Any:
@@ -562,7 +570,7 @@ def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed
         divided = JOINT_INPUT
     elif isinstance(dataset, GeneratorType):
         divided = AN_ITERATOR
-    elif is_torch_dataloader(dataset):
+    elif is_loader(dataset):
         divided = loader_reading(dataset, reader)
     else:
         from lockstep.keras.input.tf_reading import tf_reading

@@ -1,7 +1,7 @@
 """Datasets with one pipeline per replica, which the worker that computes the replica reads."""
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -108,8 +108,14 @@ class Pipelines:
 
     def peek(self) -> Nest:
         """Return the first element of the next pass of an own replica; zeros if all of these are empty."""
-        found = (self.pipeline(replica).stream.peek() for replica in self.own)
-        return next((nest for nest in found if _examples(nest)), None) or self.zeros()
+        return self.example_among(self.pipeline(replica).stream.peek() for replica in self.own)
+
+    def example_among(self, nests: Iterable[Nest]) -> Nest:
+        """Return the first of some elements that has examples; zeros like them if none has."""
+        for nest in nests:
+            if _examples(nest):
+                return nest
+        return self.zeros()
 
     def zeros(self) -> Nest:
         """Return an element of zeros like those of the pipelines."""
@@ -281,7 +287,7 @@ class PipelinesPass:
         place, self._taken = self._taken, self._taken + 1
         self._request(self._taken)
         found = {replica: self.cursor(replica).at(place) for replica in self._source.own}
-        nest = next((nest for nest in found.values() if _examples(nest)), None) or self._source.zeros()
+        nest = self._source.example_among(found.values())
         return Element(nest, PipelineValues(self._source, self, place, found, nest))
 
     def cursor(self, replica: int) -> Cursor:

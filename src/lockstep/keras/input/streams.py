@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import DataError
-from lockstep.keras.nests import Nest, leaves_of
+from lockstep.keras.nests import Nest, leaves_of, parts_of
 from lockstep.keras.per_replica import Spec
 
 
@@ -188,7 +188,8 @@ def _batches(dataset: keras.utils.PyDataset) -> Iterator[Any]:
 
 def host_nest(nest: Nest) -> Nest:
     """Convert a nest to NumPy arrays."""
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else array_of(leaf), nest)
+    leaves, pack = parts_of(nest)
+    return pack([None if leaf is None else array_of(leaf) for leaf in leaves])
 
 
 def array_of(leaf: Any) -> npt.NDArray[Any]:

@@ -11,6 +11,7 @@ the seed, the pass and the row's place in it.
 This uses private parts of `tf.data`: the classes of its operations, and the functions that it has traced.
 """
 
+import re
 import struct
 import weakref
 from collections import deque
@@ -45,12 +46,12 @@ from tensorflow.python.ops import gen_dataset_ops
 
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
-from lockstep.errors import DataError
-from lockstep.keras.input.readings import PassNumbers, ReadingWorker, Way
+from lockstep.errors import DataError, ModelError
+from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
-from lockstep.keras.randomness import random_states, same_states, set_random_states
+from lockstep.keras.randomness import random_states, set_random_states
 from lockstep.keras.seeds import seed_of
 from lockstep.keras.tf_random_ops import ElementDraws, counts_its_runs, drawn_from, signed
 
@@ -73,8 +74,14 @@ _HARMLESS = frozenset(
 )
 """Operations that count as stateful, with the same result wherever and however often they run."""
 
+_FREE = frozenset(("Placeholder", "Const", "Identity", "NoOp"))
+"""Operations that take no time."""
+
 _SEED = tf.TensorSpec((2,), tf.int64)
 """The seed of a row."""
+
+_NUMBER = re.compile(r"_\d+")
+"""What makes the names of functions unique."""
 
 _PYTHON = ("PyFunc", "EagerPyFunc")
 _QUEUE_CAPACITY = 1 << 20
@@ -95,6 +102,8 @@ def tf_reading(dataset: Any, reader: ReadingWorker, *, weighed: bool) -> "Mapped
     parts = _cut(dataset)
     if isinstance(parts, str):
         return parts
+    if not _dense(parts.maps[-1].element_spec):
+        return "the pipeline has ragged or sparse tensors: make them dense in .map"
     maps = _prepared(parts)
     return maps if isinstance(maps, str) else MappedReading(parts, maps, weigh, reader)
 
@@ -170,12 +179,15 @@ def _any_order(dataset: Any) -> bool:
     return getattr(dataset, "_deterministic", "") == "false" or any(map(_any_order, dataset._inputs()))
 
 
+def _dense(spec: Any) -> bool:
+    """Whether all parts of a row are dense tensors."""
+    return all(isinstance(part, tf.TensorSpec | structure.NoneTensorSpec) for part in tf.nest.flatten(spec))
+
+
 def _fixed(spec: Any) -> bool:
     """Whether all rows of a dataset are dense tensors of one shape."""
-    return all(
-        isinstance(part, tf.TensorSpec) and part.shape.is_fully_defined()
-        for part in tf.nest.flatten(spec)
-        if not isinstance(part, structure.NoneTensorSpec)
+    return _dense(spec) and all(
+        part.shape.is_fully_defined() for part in tf.nest.flatten(spec) if isinstance(part, tf.TensorSpec)
     )
 
 
@@ -188,21 +200,18 @@ def _above_batch(operation: Any) -> str:
     if isinstance(operation, cache_op.CacheDataset):
         return "the pipeline caches batches; without .cache, or with .cache before .map, .map is divided"
     if not _maps_below(operation):
-        return _NOTHING
+        return NOTHING_TO_DIVIDE
     return f"the pipeline does not end with .map and .batch, but with {_name(operation)}"
 
 
 def _below_batch(operation: Any) -> str:
     """Explain why a pipeline with `operation` between its maps and `batch` is not divided."""
     if not _maps_below(operation):
-        return _NOTHING
+        return NOTHING_TO_DIVIDE
     name = _name(operation)
     if isinstance(operation, cache_op.CacheDataset):
         return f"{name} keeps the mapped examples; without it, or with it before .map, .map is divided"
     return f"{name} follows .map: call .map after {name}, right before .batch"
-
-
-_NOTHING = "the pipeline has no .map before .batch, so there is nothing to divide"
 
 
 def _maps_below(dataset: Any) -> bool:
@@ -232,6 +241,23 @@ class _Map:
         return _Mapped(dataset, self.operation, self.function)
 
 
+def _in_a_row(function: Any) -> bool:
+    """Whether each operation of a traced function needs the one before, so that one thread runs them fastest.
+
+    Handing a small operation to another thread takes longer than the operation.
+    """
+    graph = function.function.graph
+    if graph.as_graph_def().library.function:
+        return False
+    depths: dict[Any, int] = {}
+    for operation in graph.get_operations():
+        if operation.control_inputs:
+            return False
+        before = max((depths[tensor.op] for tensor in operation.inputs), default=0)
+        depths[operation] = before + (operation.type not in _FREE)
+    return max(depths.values()) == sum(operation.type not in _FREE for operation in depths)
+
+
 class _Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
     """Another dataset, mapped with a traced function as an operation maps its own input.
 
@@ -246,7 +272,7 @@ class _Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
         self._name = None
         options = {
             "f": function.function,
-            "use_inter_op_parallelism": operation._use_inter_op_parallelism,
+            "use_inter_op_parallelism": operation._use_inter_op_parallelism and not _in_a_row(function),
             "preserve_cardinality": operation._preserve_cardinality,
             **self._common_args,
         }
@@ -298,12 +324,19 @@ def _prepared(parts: _Parts) -> _Maps | str:
         return _Maps([_Map(*pair) for pair in zip(parts.maps, functions, strict=True)], draw=False)
     before = random_states()
     try:
+        for operation, function in zip(parts.maps, functions, strict=True):
+            if _draws(function) and not _same_graph(function, _plainly_traced(operation)):
+                return (
+                    "a map that draws random numbers is another one when it is traced again: let it use only "
+                    "Python values that do not change, as by functools.partial"
+                )
         steps = _traced_again(parts)
     except Exception as error:
-        return f"a map draws random numbers and cannot be traced with stateless operations: {error}"
-    if not same_states(before, random_states()):
+        # Other messages may contain addresses, and the reasons of all workers must be equal.
+        why = str(error) if isinstance(error, ModelError) else type(error).__name__
+        return f"a map draws random numbers and cannot be traced with stateless operations: {why}"
+    finally:
         set_random_states(before)
-        return "a map draws random numbers in Python when it is traced: draw them with tf.random"
     for step in steps:
         if left := _operations(step.function, counts_its_runs):
             return f"a map draws with the operation {left[0]}, which no stateless operation replaces"
@@ -330,6 +363,38 @@ def _refusal(function: Any) -> str:
     if stateful := _operations(function, _keeps_state):
         return f"a map has the operation {stateful[0]}, whose result may depend on earlier ones"
     return ""
+
+
+def _plainly_traced(operation: Any) -> Any:
+    """Trace the function of a map again, as it was."""
+    given = operation._map_func
+    return structured_function.StructuredFunctionWrapper(
+        given._func, "Dataset.map()", input_structure=given._input_structure
+    )
+
+
+def _same_graph(one: Any, other: Any) -> bool:
+    """Whether two traced functions compute the same, except for the seeds of random operations.
+
+    They do not if a Python value that the function uses has changed since the program called `map`.
+    """
+    captures = zip(one.function.captured_inputs, other.function.captured_inputs, strict=True)
+    return _described(one) == _described(other) and all(given is found for given, found in captures)
+
+
+def _described(function: Any) -> list[bytes]:
+    """Describe the operations of a traced function and of the functions that it calls, without seeds."""
+    definition = function.function.graph.as_graph_def()
+    parts = [definition.node, *(function.node_def for function in definition.library.function)]
+    for part in parts:
+        for node in part:
+            node.ClearField("experimental_debug_info")
+            for name in ("seed", "seed2"):
+                node.attr.pop(name, None)
+            for value in node.attr.values():
+                for called in [value.func] if value.HasField("func") else value.list.func:
+                    called.name = _NUMBER.sub("", called.name)
+    return [node.SerializeToString(deterministic=True) for part in parts for node in part]
 
 
 def _draws(function: Any) -> bool:
@@ -440,16 +505,15 @@ class MapStage:
         """Wait for the next group of mapped rows.
 
         Raises:
-            tf.errors.OpError: of a map.
-            DataError: another group has failed.
+            DataError: a map has failed.
         """
         if self.failed:
             raise DataError("a map has failed on earlier rows: see the first error")
         try:
             mapped = next(self._mapped[0])
-        except tf.errors.OpError:
+        except tf.errors.OpError as error:
             self.failed = True
-            raise
+            raise DataError(f"the map of a tf.data pipeline failed: {error.message}") from error
         self._waiting.popleft().data = host_nest(mapped)
 
 
