@@ -1,5 +1,6 @@
 """Map-style DataLoaders are read divided: the batches are those of plain PyTorch on any worker."""
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,8 @@ from lockstep.errors import DataError
 from lockstep.keras.input.fit_inputs import GlobalInput, global_input
 from lockstep.keras.input.loader_reading import LoaderReading, loader_reading
 from lockstep.keras.input.readings import ReadingWorker
+from lockstep.keras.input.sources import DividedSource, GlobalBatchSource, Pass
+from lockstep.keras.input.streams import host_nest
 from lockstep.keras.randomness import random_states, same_states
 from lockstep.topology import View, place
 from lockstep.worker.job import Job, JobContext
@@ -408,3 +411,76 @@ def test_processes_may_be_spawned(worker: Make) -> None:
     loader = data.DataLoader(Rows(12, all_draws), 6, num_workers=1, multiprocessing_context="spawn")
     batches = whole(worker().reading(loader).begin())
     assert equal(batches, whole(worker().reading(data.DataLoader(Rows(12, all_draws), 6)).begin()))
+
+
+def test_a_distributed_loader_gives_each_replica_its_rows(worker: Make) -> None:
+    def loader() -> Any:
+        torch.manual_seed(4)
+        return data.DataLoader(Rows(21), batch_size=6, shuffle=True)
+
+    member = worker(1, 2)
+    reading = loader_reading(loader(), member.reader, host_nest)
+    assert isinstance(reading, LoaderReading)
+    joint = GlobalBatchSource(loader(), REPLICAS)
+    divided = DividedSource(loader(), member.reader, reading)
+    torch.manual_seed(4)
+    expected = [[*pass_elements(joint.begin())] for _ in range(2)]
+    torch.manual_seed(4)
+    form = divided.form()
+    assert form == joint.form()
+    first, second = divided.begin(), divided.begin()
+    assert equal([*pass_elements(first)], expected[0])
+    second.skip(2)
+    assert equal([*pass_elements(second)], expected[1][2:])
+    with pytest.raises(DataError, match="ended after 4"):
+        divided.begin().skip(5)
+
+
+def pass_elements(current: Pass) -> Iterator[list[Any]]:
+    """The rows of each replica of the remaining elements."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            values = next(current).values
+            yield [values.of(replica) for replica in range(REPLICAS)]
+
+
+def results(run: Any, workers: int, ended: int, *marks: str) -> set[tuple[str, ...]]:
+    """The results of the workers that ended; a job that resumes has no weights of finished calls."""
+    assert run.status == 0, run.stderr
+    logs = [run.log(worker) for worker in range(workers)]
+    finished = [log for log in logs if "end" in log]
+    assert len(finished) == ended
+    return {tuple(line for line in log if line.startswith(("result ", *marks))) for log in finished}
+
+
+def test_any_number_of_workers_reads_the_same(
+    launch: Callable[..., Any], undisturbed_run: Callable[..., Any], backend: str
+) -> None:
+    alone = undisturbed_run("-n 1 --replicas 4", "dividing_loaders.py", backend=backend)
+    expected = results(alone, 1, 1, "weights ")
+    (everything,) = alone.marked(0, "reads ")
+    lost = launch(
+        "-n 4 --replicas 4 --max-restarts 0", "dividing_loaders.py", "lost", "2", "8", backend=backend
+    )
+    assert results(lost, 4, 3, "weights ") == expected
+    for worker in range(4):
+        (reads,) = lost.marked(worker, "reads ")
+        # Every worker reads the items that decide, and the sample with which Keras builds the model.
+        assert int(reads.split()[1]) < int(everything.split()[1]) / 2
+
+
+def test_a_loader_resumes_in_the_middle_of_a_pass_and_a_worker_joins_there(
+    launch: Callable[..., Any], undisturbed_run: Callable[..., Any], thorough_backend: str, tmp_path: Any
+) -> None:
+    backend = thorough_backend
+    expected = results(undisturbed_run("-n 1 --replicas 4", "dividing_loaders.py", backend=backend), 1, 1)
+    keeping = f"--checkpoint {tmp_path / 'kept'} --checkpoint-every 2"
+    killed = launch(f"-n 3 --replicas 4 {keeping}", "dividing_loaders.py", "all", "0", "9", backend=backend)
+    assert killed.status == 137
+    resumed = launch(f"-n 2 {keeping}", "dividing_loaders.py", "all", "0", "9", backend=backend)
+    assert "resuming from" in resumed.stderr
+    assert results(resumed, 2, 2) == expected
+    joined = launch(
+        "-n 2 --replicas 4 --min-workers 2", "dividing_loaders.py", "lost", "1", "8", backend=backend
+    )
+    assert results(joined, 3, 2) == expected

@@ -1,6 +1,7 @@
 """A global batch, and the share of each replica."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -78,10 +79,11 @@ class PendingBatch:
 
     Attributes:
         read: reads it; the members of a view call this together at the beginning of the step, because they
-            may divide the work. A worker that skips the step does not call it.
+            may divide the work. A worker that skips the step does not call it. The argument is the
+            `catching_up` of `lockstep.worker.job.Job.exchange`.
     """
 
-    read: Callable[[], GlobalBatch]
+    read: Callable[[Callable[[], AbstractContextManager[None]]], GlobalBatch]
 
 
 def replica_rows(examples: int, replica: int, replicas: int) -> slice:

@@ -17,7 +17,9 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
 from tensorflow.python.framework import op_def_registry, random_seed
+from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops import gen_candidate_sampling_ops, gen_image_ops, gen_nn_ops, gen_random_ops
+from tensorflow.python.ops.control_flow_v2_func_graphs import WhileBodyFuncGraph, WhileCondFuncGraph
 from tensorflow.python.ops.parallel_for import control_flow_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
@@ -55,7 +57,7 @@ class EagerDraws:
 
     def reset(self, seed: int) -> None:
         """Begin the draws of another seed."""
-        self._key = _signed(seed)
+        self._key = signed(seed)
         self._operations = 0
         self._times: Counter[int] = Counter()
 
@@ -97,6 +99,50 @@ class GraphDraws:
         seed = tf.stack([_variable("key").read_value(), times.read_value() + place])
         times.assign_add(1)
         return seed
+
+
+class ElementDraws:
+    """The draws of a function that is being traced to map the elements of a dataset, each with its own seed.
+
+    Args:
+        seed: of the element, a tensor of the function.
+        number: of the function, among those that have the element's seed.
+    """
+
+    def __init__(self, seed: Seed, number: int) -> None:
+        self._seed = seed
+        self._number = number
+        self._operations = 0
+
+    def seed(self, given: int | None) -> Seed:
+        """Add operations to the graph that mix the element's seed with the place, and with runs of loops.
+
+        Raises:
+            ModelError: the operation runs while the function is traced.
+        """
+        if tf.executing_eagerly():
+            raise ModelError("it draws random numbers in tf.init_scope, where they become constants")
+        place = (self._number, self._operations) if given is None else (given,)
+        self._operations += given is None
+        seed = tf.bitwise.bitwise_xor(self._seed, tf.constant([signed(seed_of(*place)), 0], tf.int64))
+        for loop in _loops(tf.compat.v1.get_default_graph()):
+            seed = tf.random.experimental.stateless_fold_in(seed, _runs(loop))
+        return seed
+
+
+def _loops(graph: Any) -> list[Any]:
+    """Return the graphs of loops that contain what is added to a graph, the outermost first."""
+    loops: list[Any] = []
+    while isinstance(graph, FuncGraph):
+        if isinstance(graph, WhileBodyFuncGraph | WhileCondFuncGraph):
+            loops.insert(0, graph)
+        graph = graph.outer_graph
+    return loops
+
+
+def _runs(loop: Any) -> Any:
+    """Return the counter of a loop's runs, which is the first argument of its graphs."""
+    return loop.get_operations()[0].outputs[0]
 
 
 class VectorizedDraws:
@@ -156,19 +202,19 @@ def is_counter(variable: tf.Variable) -> bool:
 
 def new_seed() -> int:
     """Return a number of int64 drawn from Python's random state, mixed with TensorFlow's seed."""
-    return _signed(seed_of(random.getrandbits(64), context.global_seed()))
+    return signed(seed_of(random.getrandbits(64), context.global_seed()))
 
 
 def set_seed(seed: Any) -> None:
     """Set the seed of traced functions: 64 bits, or a tensor of int64."""
     if _counters:
-        _variable("seed").assign(_signed(seed) if isinstance(seed, int) else seed)
+        _variable("seed").assign(signed(seed) if isinstance(seed, int) else seed)
 
 
 def begin(counters: Sequence[tf.Variable], replica: Any) -> None:
     """Begin a replica's computation, in which `counters` count the runs of operations."""
     if counters:
-        key = tf.bitwise.bitwise_xor(_variable("seed").read_value(), replica * _signed(GOLDEN))
+        key = tf.bitwise.bitwise_xor(_variable("seed").read_value(), replica * signed(GOLDEN))
         _variable("key").assign(key)
     for counter in counters:
         counter.assign(0)
@@ -179,11 +225,12 @@ def refuse_random_operations(graph: Any) -> None:
     definition = graph.as_graph_def()
     nodes = [definition.node, *(function.node_def for function in definition.library.function)]
     for node in (node for part in nodes for node in part):
-        if _counts_its_runs(node):
+        if counts_its_runs(node):
             _refuse(node.op, f" ({node.name})")
 
 
-def _counts_its_runs(node: Any) -> bool:
+def counts_its_runs(node: Any) -> bool:
+    """Whether the random numbers of an operation in a graph depend on how often this process ran it."""
     definition = op_def_registry.get(node.op)
     names = {attribute.name for attribute in definition.attr} if definition is not None else set()
     if "seed" not in names:
@@ -210,7 +257,7 @@ def _entered_graphs() -> Any:
     return context.context().context_switches.stack
 
 
-def _signed(seed: int) -> int:
+def signed(seed: int) -> int:
     """Return the lower 64 bits as a number of int64."""
     return (seed + 2**63) % 2**64 - 2**63
 
@@ -343,6 +390,9 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
         found = original(*args, **options)
         if isinstance(_active.draws, GraphDraws) and _active.draws.in_function:
             return found._replace(context=found.context._replace(xla_context_id=_active.draws))
+        if isinstance(_active.draws, ElementDraws):
+            # Each call draws other numbers.
+            return found._replace(context=found.context._replace(xla_context_id=object()))
         return found
 
     return make_function_context
@@ -350,7 +400,7 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
     def pfor(*args: Any, **options: Any) -> Any:
-        if not isinstance(_active.draws, GraphDraws) and not tf.config.functions_run_eagerly():
+        if not isinstance(_active.draws, GraphDraws | ElementDraws) and not tf.config.functions_run_eagerly():
             return original(*args, **options)
         with drawn_from(VectorizedDraws()):
             return original(*args, **options)

@@ -77,12 +77,12 @@ class GlobalStep:
         if call.steps < call.skipped:
             call.steps += 1
             if call.steps == call.skipped and self._job.joins:
-                state = self._join_job(state, _read(batch))
+                state = self._join_job(state, self._read(state, batch))
             if call.steps < call.skipped:
                 return {}, state
             return self._snapshots.restore(self._model, self._program, state)
         self._timer.begin(call.name)
-        data = _read(batch)
+        data = self._read(state, batch)
         self._timer.lap("input")
         logs, state = self._step(state, data)
         self._next_step(logs, state)
@@ -119,7 +119,7 @@ class GlobalStep:
     def _predict(self, state: Any, given: Any) -> tuple[Any, Any]:
         """Take one step of a program that predicts; return (outputs in the order of the rows, state)."""
         self._timer.stop()
-        batch = _read(given)
+        batch = self._read(state, given)
         self._program.outputs()  # Drops those of a step that failed.
         only = self._round(state, batch, ())
         outputs: dict[int, Any] = {}
@@ -137,6 +137,12 @@ class GlobalStep:
             _, state = self._program.apply(state, [self._total(only, 0)])
         self._calls.current.steps += 1
         return rows, state
+
+    def _read(self, state: Any, batch: Any) -> GlobalBatch:
+        """Return the global batch for a batch of Keras's loop; all members do this together."""
+        if isinstance(batch, PendingBatch):
+            return batch.read(partial(self._program.published, state))
+        return batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
 
     def _round(self, state: Any, batch: GlobalBatch, earlier: Sequence[Total]) -> Round:
         """Return the round that follows the rounds with the totals `earlier`.
@@ -215,13 +221,6 @@ class GlobalStep:
             parts = [[unpack(leaf)[1] for leaf in part] for worker in decoded for part in worker]
         leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]
         return keras.tree.pack_sequence_as(self._nest, leaves)
-
-
-def _read(batch: Any) -> GlobalBatch:
-    """Return the global batch for a batch of Keras's loop."""
-    if isinstance(batch, PendingBatch):
-        return batch.read()
-    return batch if isinstance(batch, GlobalBatch) else whole_batch(batch)
 
 
 class TrackedTrainFunction:

@@ -394,7 +394,12 @@ class ModelMethods:
         call = self._calls.current
         context = self._job.context
         order = order_seed(context.seed, call.number)
-        reader = ReadingWorker(self._job, seed_of(call.seed, call.number), joint=context.joint_input)
+        reader = ReadingWorker(
+            self._job,
+            seed_of(call.seed, call.number),
+            joint=context.joint_input,
+            call=lambda: self._calls.current.number,
+        )
         options.setdefault("shuffle", False)
         data = global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)
         if not self._alone:

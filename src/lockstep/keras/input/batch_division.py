@@ -6,11 +6,12 @@ took over replicas within a cycle, makes the batch itself, without a call of the
 the same calls, and a batch does not depend on the worker that makes it.
 """
 
+import copy
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import count
@@ -26,9 +27,9 @@ from lockstep.collectives.contract import Bytes, Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.held_state import held_generator
+from lockstep.keras.input.held_state import held_generator, held_model
 from lockstep.keras.input.item_draws import ItemDraws
-from lockstep.keras.input.readings import JOINT_INPUT, ReadingWorker, Way, in_proportion
+from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of, parts_of
@@ -38,6 +39,9 @@ from lockstep.topology import View
 HAND_OVER_SECONDS = 5e-4
 HAND_OVER_SECONDS_PER_BYTE = 1e-9
 """A batch that takes less time to make is made by every worker: handing it over would take as long."""
+
+DECIDE_EVERY = 16
+"""Cycles for which the chief decides whether batches are divided; it also decides in each new view."""
 
 _PROBE = 2**64 - 1
 """In place of the number of a pass, for the batch that is read before the first."""
@@ -59,21 +63,24 @@ def division(
     if dataset.num_batches == 0:
         return "it has no batches"
     inner, draws = dataset.inner, ItemDraws(reader.seed)
+    if place := held_model(("dataset", inner)):
+        return f"{place}, whose weights may change between two steps: compute with the model in a callback"
     if place := held_generator(("dataset", inner)):
         return (
             f"{place}, whose numbers depend on the batches that were read before: draw from numpy.random in "
             "__getitem__, or from numpy.random.default_rng((seed, index))"
         )
 
-    def probe() -> tuple[float, bytes, dict[str, Any]]:
+    def probe(read: Any) -> tuple[float, bytes, dict[str, Any]]:
         begun = time.perf_counter()
-        (data,) = draws.read(_PROBE, {0: 0}, lambda items: [inner[item] for item in items])
+        (data,) = draws.read(_PROBE, {0: 0}, lambda items: [read[item] for item in items])
         seconds = time.perf_counter() - begun
-        return seconds, digest_arrays(map(on_host, leaves_of(standardize(data)))), _attributes(inner)
+        return seconds, digest_arrays(map(on_host, leaves_of(standardize(data)))), _attributes(read)
 
     try:
-        _, first, attributes = probe()
-        seconds, second, after = probe()
+        read = copy.copy(inner)  # A dataset that counts what is read keeps its count.
+        _, first, attributes = probe(read)
+        seconds, second, after = probe(read)
     except Exception as error:
         return f"reading its first batch fails with {type(error).__name__}"
     if changed := _changed(attributes, after):
@@ -111,11 +118,13 @@ class BatchDivision:
         self.standardize = standardize
         self.reader = reader
         self.draws = draws
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         self._version = 0
         self._seconds = deque([seconds], maxlen=reader.job.view.replicas)
         self._bytes = 0
         self._opaque = False
+        self._decided_in: int | None = None
+        self._divides = False
         self.way = Way(
             "each worker makes some of the batches, and hands over the rows of others' replicas",
             "a batch depends only on its index; batches that take no longer to make than to hand over are "
@@ -124,8 +133,7 @@ class BatchDivision:
 
     def begin(self) -> Iterator[PendingBatch]:
         """Begin the next pass; yield its batches, none of which is made yet."""
-        number, self._passes = self._passes, self._passes + 1
-        this = _Pass(self, number, self.dataset.begin_pass())
+        this = _Pass(self, self._numbers.next(), self.dataset.begin_pass())
         for step in count() if this.count is None else range(this.count):
             try:
                 yield PendingBatch(partial(this.read, step))
@@ -135,7 +143,9 @@ class BatchDivision:
 
     def note_epoch(self) -> None:
         """Note that the dataset was notified of an epoch: batches that were made before may differ."""
-        self._version += 1
+        kind, base = type(self.dataset.inner), keras.utils.PyDataset
+        if kind.on_epoch_begin is not base.on_epoch_begin or kind.on_epoch_end is not base.on_epoch_end:
+            self._version += 1
 
     @property
     def state(self) -> dict[str, Any]:
@@ -157,6 +167,24 @@ class BatchDivision:
             return False
         least = HAND_OVER_SECONDS + HAND_OVER_SECONDS_PER_BYTE * self._bytes
         return self.reads_ahead or min(self._seconds) > least
+
+    def calls(self, cycle: int, view: View) -> bool:
+        """Whether the members of a view make calls of the exchange when `cycle`, from 0, begins in a pass."""
+        return len(view.workers) > 1 and (self._divides or self._is_undecided(cycle, view))
+
+    def divides(self, cycle: int, view: View, communicator: Communicator, what: str) -> bool:
+        """Return whether the members of a view divide the batches of a cycle, as the chief has decided.
+
+        A member decides nothing on its own: all have the decision of their view, which they take together.
+        """
+        if self._is_undecided(cycle, view):
+            own = bytes([self.pays]) if view.workers[0] == self.reader.job.worker else None
+            self._divides = communicator.broadcast(own, root=0, what=what) == bytes([True])
+            self._decided_in = view.number
+        return self._divides
+
+    def _is_undecided(self, cycle: int, view: View) -> bool:
+        return cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
 
     def made(self, number: int, step: int, index: int) -> Any:
         """Make a batch, on this thread."""
@@ -192,13 +220,13 @@ class _Pass:
         self._ahead: _KerasWorkers | None = None
         self._ended = False
 
-    def read(self, step: int) -> GlobalBatch:
+    def read(self, step: int, catching_up: Callable[[], AbstractContextManager[None]]) -> GlobalBatch:
         """Return the batch of a step, at its beginning; see `PendingBatch`."""
         job = self._reader.job
         for done in [other for other in self._held if other < step]:
             del self._held[done]
-        if step % self._cycle == 0 and len(job.view.workers) > 1:
-            job.exchange(partial(self._hand_over, step))
+        if step % self._cycle == 0 and self._division.calls(step // self._cycle, job.view):
+            job.exchange(partial(self._hand_over, step), catching_up)
         held = self._held.get(step)
         if held is None or _changed(held.state, self._division.state):
             alone = len(job.view.workers) == 1 and not job.joins
@@ -229,8 +257,7 @@ class _Pass:
         if members == 1:
             return
         position, what = view.workers.index(worker), f"the batches from step {first + 1} of the pass on"
-        decision = bytes([self._division.pays]) if position == 0 else None
-        if communicator.broadcast(decision, root=0, what=what) == bytes([False]):
+        if not self._division.divides(first // self._cycle, view, communicator, what):
             return
         plan = _Plan(first, position, members, self._cycle)
         last = first + self._cycle if self.count is None else min(first + self._cycle, self.count)
@@ -274,6 +301,8 @@ class _Pass:
             if fetched is None or not fetched.sure
             else fetched.data
         )
+        if fetched is None:
+            state = division.state  # Reading the first batch may have opened a file.
         held = HeldRows.whole(division.standardize(data), step, state)
         division.measured(held)
         return held

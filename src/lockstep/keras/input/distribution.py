@@ -9,11 +9,12 @@ import keras
 from lockstep.data.input_context import InputContext
 from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
+from lockstep.keras.input.loader_reading import is_loader, loader_reading
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.readings import explain_reading, note_once
+from lockstep.keras.input.readings import ReadingWorker, explain_reading, note_once
 from lockstep.keras.input.shards import policy_of, shard_pipelines
-from lockstep.keras.input.sources import GlobalBatchSource, Source
-from lockstep.keras.input.streams import array_of, spec_of
+from lockstep.keras.input.sources import DividedSource, GlobalBatchSource, Source
+from lockstep.keras.input.streams import array_of, host_nest, spec_of
 from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
 from lockstep.keras.replica_run.runner import Runner
 from lockstep.worker.job import Job
@@ -28,7 +29,7 @@ def distribute(job: Job, runner: Runner, dataset: Any, seed: Callable[[], int]) 
     Args:
         job: of the replicas.
         runner: gives each replica its values.
-        seed: returns the seed of shards; called only for them.
+        seed: returns the seed of shards, or of the random numbers of items; called only for them.
         dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
             nests of arrays, all with the examples along their first axis.
 
@@ -42,9 +43,20 @@ def distribute(job: Job, runner: Runner, dataset: Any, seed: Callable[[], int]) 
     explain_sharding(job, dataset)
     source: Source = GlobalBatchSource(dataset, job.view.replicas)
     if not job.context.joint_input:
-        source = shard_pipelines(job, dataset, seed) or source
+        source = shard_pipelines(job, dataset, seed) or _divided(job, dataset, seed) or source
     explain_reading(job, source.way)
     return _dataset(runner, source)
+
+
+def _divided(job: Job, dataset: Any, seed: Callable[[], int]) -> Source | None:
+    """Return the source of a dataset of which each worker reads the rows of its replicas; None for others."""
+    if not is_loader(dataset):
+        return None
+    reader = ReadingWorker(job, seed())
+    reading = loader_reading(dataset, reader, host_nest)
+    if isinstance(reading, str):
+        return GlobalBatchSource(dataset, job.view.replicas, reading)
+    return DividedSource(dataset, reader, reading)
 
 
 def distribute_from_function(

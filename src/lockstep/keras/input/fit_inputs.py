@@ -1,11 +1,12 @@
 """The inputs of `fit`, `evaluate` and `predict` as global batches, with Keras's interface of data adapters.
 
-This uses private parts of Keras's input handling, for their checks and conversions. Only
-`lockstep.keras.input.visits`, which determines the order of the rows, also does so.
+This uses private parts of Keras's input handling, for their checks and conversions. Only `visits`, which
+determines the order of the rows, and `batch_division`, for Keras's own workers, also do so.
 """
 
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from math import inf
 from types import GeneratorType
@@ -32,10 +33,11 @@ from lockstep.data.order import Indices, Shuffle, reader_of
 from lockstep.errors import DataError
 from lockstep.keras.input.batch_division import BatchDivision, division
 from lockstep.keras.input.distributed_dataset import DistributedDataset
-from lockstep.keras.input.loader_reading import loader_reading
+from lockstep.keras.input.loader_reading import is_loader, loader_reading
 from lockstep.keras.input.pipelines import Pipelines
 from lockstep.keras.input.readings import (
     JOINT_INPUT,
+    PassNumbers,
     Reading,
     ReadingWorker,
     Way,
@@ -43,7 +45,7 @@ from lockstep.keras.input.readings import (
     whole_batch,
 )
 from lockstep.keras.input.shards import shard_pipelines
-from lockstep.keras.input.sources import Element, Source
+from lockstep.keras.input.sources import DividedPass, Element, Source
 from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
@@ -251,7 +253,7 @@ class DatasetInput(GlobalInput):
         found = "" if unsplit else division(dataset, adapter._standardize_batch, reader)
         self._division = found if isinstance(found, BatchDivision) else None
         self._way = found.way if isinstance(found, BatchDivision) else Way.joint(found)
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
 
     @property
     def way(self) -> Way:
@@ -268,7 +270,7 @@ class DatasetInput(GlobalInput):
         return self._read() if self._division is None else self._division.begin()
 
     def _read(self) -> Iterator[GlobalBatch]:
-        number, self._passes = self._passes, self._passes + 1
+        number = self._numbers.next()
         self._dataset.begin_pass()
         readers = PyDatasetAdapter(self._dataset, class_weight=self._class_weight)
         readers.on_epoch_begin()
@@ -333,15 +335,17 @@ class JointReading:
     def __init__(self, inner: DataAdapter, reader: ReadingWorker | None = None, why: str = "") -> None:
         self._inner = inner
         self._reader = reader
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         self.way = Way.joint(why)
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches, which every worker reads."""
-        number, self._passes = self._passes, self._passes + 1
-        return (
-            joint_batch(data, self._reader, number, step) for step, data in enumerate(_begin(self._inner))
-        )
+        return self._batches(_begin(self._inner))
+
+    def _batches(self, begun: Iterator[Any]) -> Iterator[GlobalBatch]:
+        number = self._numbers.next()
+        for step, data in enumerate(begun):
+            yield joint_batch(data, self._reader, number, step)
 
 
 class StreamInput(GlobalInput):
@@ -426,6 +430,9 @@ class DistributedInput(GlobalInput):
             yield from self._joined(self._source)
             return
         current = self._source.begin()
+        if isinstance(current, DividedPass):
+            yield from map(_as_tuples, iter(current.batch, None))
+            return
         step = 0
         while (element := next(current, None)) is not None:
             yield whole_batch(_as_tuple(element.nest), step)
@@ -476,6 +483,11 @@ def _part_reader(element: Element) -> Callable[[int], Any]:
         return _as_tuple(nest)
 
     return read
+
+
+def _as_tuples(batch: GlobalBatch) -> GlobalBatch:
+    """Return a batch whose rows have a form that Keras accepts."""
+    return GlobalBatch(batch.examples, lambda rows: _as_tuple(batch.read(rows)), batch.check)
 
 
 def _as_tuple(nest: Nest) -> Any:
@@ -541,7 +553,9 @@ def global_input(
 
             if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
                 return DistributedInput(source)
-        reading = JointReading(inner, reader) if unsplit or reader is None else _reading(x, inner, reader)
+        reading: Reading = JointReading(inner, reader)
+        if reader is not None and not unsplit:
+            reading = _reading(x, inner, reader, weighed=class_weight is not None)
         return StreamInput(inner, type(x).__name__, reading, unsplit=unsplit)
     raise DataError(
         f"an input of type {type(x).__module__}.{type(x).__qualname__} cannot be split over replicas; give "
@@ -549,17 +563,19 @@ def global_input(
     )
 
 
-def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker) -> Reading:
+def _reading(dataset: Any, inner: DataAdapter, reader: ReadingWorker, *, weighed: bool) -> Reading:
     """Return how the workers read a dataset with Keras's adapter `inner`: divided if that gives the same."""
     divided: Reading | str
     if reader.joint:
         divided = JOINT_INPUT
     elif isinstance(dataset, GeneratorType):
         divided = AN_ITERATOR
-    elif is_torch_dataloader(dataset):
+    elif is_loader(dataset):
         divided = loader_reading(dataset, reader)
     else:
-        divided = ""
+        from lockstep.keras.input.tf_reading import tf_reading
+
+        divided = tf_reading(inner.get_tf_dataset(), reader, weighed=weighed)
     return JointReading(inner, reader, divided) if isinstance(divided, str) else divided
 
 
@@ -642,7 +658,7 @@ def _on_host(batch: Any) -> Any:
 
 
 def _whole(batch: GlobalBatch | PendingBatch) -> Any:
-    known = batch.read() if isinstance(batch, PendingBatch) else batch
+    known = batch.read(nullcontext) if isinstance(batch, PendingBatch) else batch
     return known.read(slice(0, known.examples))
 
 

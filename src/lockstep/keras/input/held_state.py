@@ -52,6 +52,14 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
     return None
 
 
+def held_model(*roots: tuple[str, Any]) -> str | None:
+    """Return the place of a model that one of some objects holds; None if none is found."""
+    for place, found in _objects(roots):
+        if isinstance(found, keras.Model):
+            return f"{place} is the model {found.name!r}"
+    return None
+
+
 def refers_to(name: str, *roots: tuple[str, Any]) -> str | None:
     """Return the place of a function of some objects whose code refers to `name`; None if none is found."""
     for place, found in _objects(roots):

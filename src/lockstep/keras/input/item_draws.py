@@ -97,10 +97,16 @@ def states_kept() -> Iterator[dict[str, Any]]:
 @contextmanager
 def _apart() -> Iterator["_Draws"]:
     """Keep the program's random states; return those within the block."""
-    with states_kept() as before:
-        draws = _Draws(before)
+    before = current_states()
+    draws = _Draws(before)
+    try:
         with draws.tensorflow():
             yield draws
+    finally:
+        if draws.changed:
+            restore_states(_after_imports(before))
+        else:
+            draws.leave()
 
 
 def _after_imports(before: dict[str, Any]) -> dict[str, Any]:
@@ -114,13 +120,18 @@ def _after_imports(before: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Draws:
-    """The random states while items are read: those of the program, until they are seeded."""
+    """The random states while items are read: those of the program, until they are seeded.
+
+    Attributes:
+        changed: whether the program's states may have changed.
+    """
 
     def __init__(self, before: Mapping[str, Any]) -> None:
         self._before = before
         self._keras = OperationNumbers()
         self._operation_seeds = _OperationSeeds(0)
         self._eager: Any = None
+        self.changed = True
         set_global_generator(self._keras)
 
     @contextmanager
@@ -138,7 +149,23 @@ class _Draws:
 
     def drawn(self) -> bool:
         """Whether numbers have been drawn from states that are not seeded."""
-        if self._keras.draws or self._operation_seeds.draws or (self._eager is not None and self._eager.used):
+        self.changed = self._differ()
+        return self.changed
+
+    def leave(self) -> None:
+        """Give the program its generators if nothing else has changed, which is faster than restoring."""
+        set_global_generator(self._before["keras"][1])
+        if self._eager is not None:
+            tensorflow_context()._rng = self._before["tensorflow"][1]
+
+    def _differ(self) -> bool:
+        if self._keras.draws:
+            return True
+        if self._eager is not None and (
+            self._eager.used
+            or self._operation_seeds.draws
+            or tensorflow_context()._rng is not self._operation_seeds
+        ):
             return True
         before, now = self._before, current_states()
         return not (

@@ -9,10 +9,12 @@ positions in the pass. So the values of a replica's rows do not depend on the wo
 import copy
 import re
 import struct
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -26,7 +28,13 @@ from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.held_state import changed_place, held_generator, refers_to
 from lockstep.keras.input.item_draws import ItemDraws, states_kept
-from lockstep.keras.input.readings import ReadingWorker, Way, computed_once, rows_in_proportion
+from lockstep.keras.input.readings import (
+    PassNumbers,
+    ReadingWorker,
+    Way,
+    computed_once,
+    rows_in_proportion,
+)
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.nests import parts_of
 
@@ -35,15 +43,30 @@ _PROBED = 8
 
 _JOINT = "read it whole on every worker: lockstep run --input joint"
 
+Convert = Callable[[Any], Any]
+
 Items = Mapping[int, Any]
 """Indices of a dataset by their positions in the pass."""
 
 
-def loader_reading(loader: Any, reader: ReadingWorker) -> "LoaderReading | str":
+def is_loader(dataset: Any) -> bool:
+    """Whether a dataset is a `DataLoader`."""
+    data = sys.modules.get("torch.utils.data")
+    return data is not None and isinstance(dataset, data.DataLoader)
+
+
+def loader_reading(
+    loader: Any, reader: ReadingWorker, convert: Convert | None = None
+) -> "LoaderReading | str":
     """Return how the workers divide the reading of a `DataLoader`; or the reason why they cannot.
 
     To decide, this reads a few items twice, with the same random states, from a copy of the batch sampler.
     The random states and the loader stay as they are.
+
+    Args:
+        loader: the `DataLoader`.
+        reader: this worker.
+        convert: converts what the collate function returns to a nest of arrays; as Keras does by default.
     """
     from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
 
@@ -68,7 +91,7 @@ def loader_reading(loader: Any, reader: ReadingWorker) -> "LoaderReading | str":
             return f"{place} calls get_worker_info, so an item can depend on the process that reads it"
         if (place := changed_place(start)) is not None:
             return f"{place} changes objects in the worker processes, so an item can depend on its process"
-    return _probed(loader, reader)
+    return _probed(loader, reader, convert or keras_batch)
 
 
 class LoaderReading:
@@ -77,14 +100,16 @@ class LoaderReading:
     Args:
         loader: the `DataLoader`.
         reader: this worker.
+        convert: converts what the collate function returns to a nest of arrays.
         drawn: whether an item is known to draw random numbers.
     """
 
-    def __init__(self, loader: Any, reader: ReadingWorker, drawn: bool = False) -> None:
+    def __init__(self, loader: Any, reader: ReadingWorker, convert: Convert, drawn: bool = False) -> None:
         self._loader = loader
         self._reader = reader
+        self._convert = convert
         self._source = _ReplicaSource(loader.dataset, loader.collate_fn, reader.seed, drawn)
-        self._passes = 0
+        self._numbers = PassNumbers(reader)
         self.way = Way(
             "each worker reads the rows of its replicas",
             "a map-style dataset, whose items are the same on any worker",
@@ -92,8 +117,7 @@ class LoaderReading:
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
-        number, self._passes = self._passes, self._passes + 1
-        current = _LoaderPass(self._loader, self._reader, self._source, number)
+        current = _LoaderPass(self._loader, self._reader, self._source, self._numbers, self._convert)
         if keras.backend.backend() == "torch":
             current.begin()  # As Keras does there; elsewhere, the first batch begins the pass.
         return current.batches()
@@ -205,14 +229,27 @@ class _LoaderPass:
         loader: the `DataLoader`.
         reader: this worker.
         source: reads rows.
-        number: of the pass, from 0.
+        numbers: of passes over the loader.
+        convert: converts rows to a nest of arrays.
+
+    Attributes:
+        number: of the pass, from 0, when its first batch is taken.
     """
 
-    def __init__(self, loader: Any, reader: ReadingWorker, source: _ReplicaSource, number: int) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        reader: ReadingWorker,
+        source: _ReplicaSource,
+        numbers: PassNumbers,
+        convert: Convert,
+    ) -> None:
+        self.convert = convert
         self.loader = loader
         self.reader = reader
         self.source = source
-        self.number = number
+        self.number = 0
+        self._numbers = numbers
         self._sampled: Iterator[Any] | None = None
         self._following: deque[_SampledBatch] = deque()
         self._steps = 0
@@ -227,6 +264,7 @@ class _LoaderPass:
 
     def batches(self) -> Iterator[GlobalBatch]:
         """Yield the global batches."""
+        self.number = self._numbers.next()
         self.begin()
         try:
             while (batch := self.following(0)) is not None:
@@ -395,7 +433,7 @@ class _BatchRows:
 
     def _keep(self, replica: int, rows: Any) -> None:
         own = self._rows(replica)
-        part = checked_part(converted(rows), own.stop - own.start)
+        part = checked_part(self._pass.convert(rows), own.stop - own.start)
         form = _form(part)
         if self._parts and form != self._form:
             raise DataError(
@@ -415,16 +453,16 @@ class _BatchRows:
         return next((replica for replica in replicas if row < self._rows(replica).stop), replicas[-1])
 
 
-def _probed(loader: Any, reader: ReadingWorker) -> LoaderReading | str:
+def _probed(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReading | str:
     """Return the `LoaderReading` if some items are the same when they are read twice, or the reason."""
     try:
         with states_kept():
-            return _compared(loader, reader)
+            return _compared(loader, reader, convert)
     except Exception as error:  # Reading jointly raises it again, if it is an error of the program.
         return f"{type(error).__name__} when some items were read: {re.sub('0x[0-9a-f]+', '0x', str(error))}"
 
 
-def _compared(loader: Any, reader: ReadingWorker) -> LoaderReading | str:
+def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReading | str:
     """Read and collate some items together, and again in the groups of replicas, the last first."""
     replicas = reader.job.view.replicas
     try:
@@ -444,14 +482,14 @@ def _compared(loader: Any, reader: ReadingWorker) -> LoaderReading | str:
         groups[rows.start] = rows, again.samples(0, batch.items(rows))
     if once.drawn != again.drawn:
         return "the dataset keeps values that it has drawn; let each item draw, or keep the values before"
-    joint = checked_part(converted(once.collated(0, whole, samples)), examples)
+    joint = checked_part(convert(once.collated(0, whole, samples)), examples)
     parts = {
-        start: checked_part(converted(again.collated(0, batch.items(rows), group)), len(group))
+        start: checked_part(convert(again.collated(0, batch.items(rows), group)), len(group))
         for start, (rows, group) in groups.items()
     }
     if all(_same_rows(joint, examples, groups[start][0], part) for start, part in parts.items()):
-        return LoaderReading(loader, reader, once.drawn)
-    second = converted(
+        return LoaderReading(loader, reader, convert, once.drawn)
+    second = convert(
         again.collated(0, whole, [sample for start in sorted(groups) for sample in groups[start][1]])
     )
     if _same_rows(joint, examples, slice(0, examples), second):
@@ -481,7 +519,7 @@ def _same_rows(joint: Any, examples: int, rows: slice, part: Any) -> bool:
     return digest_arrays(expected) == digest_arrays(leaf for leaf in given if leaf is not None)
 
 
-def converted(batch: Any) -> Any:
+def keras_batch(batch: Any) -> Any:
     """Return a batch of a loader in the form in which Keras gives it to a step, on the host."""
     if keras.backend.backend() == "torch":
         return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else on_host(leaf), batch))
@@ -509,7 +547,13 @@ def checked_part(part: Any, items: int) -> Any:
 def _form(part: Any) -> str:
     """Describe the rows of a part: everything but their number."""
     leaves = parts_of(part)[0]
-    return ", ".join("None" if leaf is None else f"{leaf.dtype}{list(leaf.shape[1:])}" for leaf in leaves)
+    return ", ".join("None" if leaf is None else _row(leaf.dtype, leaf.shape[1:]) for leaf in leaves)
+
+
+@lru_cache
+def _row(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    """Describe a row; cached, since formatting a dtype takes longer than hashing the row."""
+    return f"{dtype}{list(shape)}"
 
 
 def _sampled(loader: Any) -> Iterator[Any]:

@@ -23,6 +23,9 @@ from lockstep.worker.job import Job
 JOINT_INPUT = "--input joint"
 """The reason for joint reading where the user asks for it."""
 
+NOTHING_TO_DIVIDE = "the pipeline has no .map before .batch, so there is nothing to divide"
+"""The reason for joint reading where it costs as little as any other."""
+
 _noted: set[str] = set()
 """The notes on input that were printed."""
 
@@ -44,7 +47,7 @@ class Way:
     @classmethod
     def joint(cls, why: str) -> "Way":
         """Return the way of a dataset of which every worker reads everything."""
-        return cls("every worker reads the whole dataset", why, why != JOINT_INPUT)
+        return cls("every worker reads the whole dataset", why, why not in (JOINT_INPUT, NOTHING_TO_DIVIDE))
 
     def __str__(self) -> str:
         return f"{self.how}: {self.why}" if self.why else self.how
@@ -79,6 +82,10 @@ class Reading(Protocol):
         """
 
 
+def _one_call() -> int:
+    return 0
+
+
 @dataclass(frozen=True)
 class ReadingWorker:
     """The worker that reads, and what it reads for.
@@ -87,11 +94,13 @@ class ReadingWorker:
         job: of the replicas.
         seed: 64 bits that determine the random numbers of the dataset's items, with the pass and the item.
         joint: whether the user asks every worker to read everything.
+        call: returns the number of the call in progress.
     """
 
     job: Job
     seed: int
     joint: bool = False
+    call: Callable[[], int] = _one_call
 
     def own_rows(self, examples: int) -> slice:
         """Return the rows of this worker's replicas in a batch of `examples` rows; they are contiguous."""
@@ -145,6 +154,29 @@ def computed_once(function: Callable[[], bytes]) -> Callable[[], bytes]:
         return result
 
     return remembered
+
+
+class PassNumbers:
+    """Numbers the passes over a dataset, equally on workers that have skipped whole calls: validations.
+
+    The first pass in the call that has made this object has the number 0.
+
+    Args:
+        reader: this worker; None if only one process reads.
+    """
+
+    def __init__(self, reader: ReadingWorker | None) -> None:
+        self._call = _one_call if reader is None else reader.call
+        self._first = self._latest = self._call()
+        self._passes = 0
+
+    def next(self) -> int:
+        """Return the number of the pass whose first batch is being read."""
+        if self._latest != self._call():
+            self._latest, self._passes = self._call(), 0
+        number = self._latest - self._first + self._passes
+        self._passes += 1
+        return number
 
 
 def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | None = None) -> GlobalBatch:

@@ -1,16 +1,19 @@
 """What a distributed dataset reads from: the contract of a source, and datasets of global batches."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from typing import Any, Protocol
 
+import keras
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.data.batch import GlobalBatch, Share
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.readings import Way
+from lockstep.keras.input.readings import Reading, ReadingWorker, Way
 from lockstep.keras.input.streams import Form, Reader, Stream, spec_of
 from lockstep.keras.nests import Nest, leaves_of
 from lockstep.keras.per_replica import Spec, Values
@@ -86,11 +89,12 @@ class GlobalBatchSource:
     Args:
         dataset: of any kind; the first axis of each array is that of the examples.
         replicas: R.
+        why: the reason.
     """
 
-    def __init__(self, dataset: Any, replicas: int) -> None:
+    def __init__(self, dataset: Any, replicas: int, why: str = "") -> None:
         self.stream = Stream(dataset)
-        self.way = Way.joint("")
+        self.way = Way.joint(why)
         self._replicas = replicas
 
     def begin(self) -> "GlobalBatchPass":
@@ -139,10 +143,7 @@ class GlobalBatchPass:
             try:
                 next(self.reader)
             except StopIteration:
-                raise DataError(
-                    f"{elements} elements were to be skipped, but the dataset ended after {skipped}: "
-                    "it gives fewer than before"
-                ) from None
+                raise _ended_early(elements, skipped) from None
             self._taken += 1
 
     def element(self, nest: Nest) -> Element:
@@ -160,6 +161,144 @@ class GlobalBatchPass:
         if self.reader is not None and not self._stream.is_tensorflow:
             self.reader.peek()
         return self._stream.known_form()
+
+
+class DividedSource(GlobalBatchSource):
+    """The `Source` of a dataset whose global batches the workers read together, each the rows that it needs.
+
+    Args:
+        dataset: of any kind.
+        reader: this worker.
+        reading: of the dataset; its batches are nests like those of the dataset.
+    """
+
+    def __init__(self, dataset: Any, reader: ReadingWorker, reading: Reading) -> None:
+        super().__init__(dataset, reader.job.view.replicas)
+        self.way = reading.way
+        self._reader = reader
+        self._reading = reading
+        self._begun: DividedPass | None = None
+
+    def begin(self) -> "DividedPass":  # type: ignore[override]
+        """Begin a pass."""
+        begun, self._begun = self._begun, None
+        return begun or DividedPass(self._reading.begin(), self._reader)
+
+    def form(self) -> Form:
+        """Return the form of the elements, of which the next pass still yields the first."""
+        self._begun = self._begun or self.begin()
+        return self._begun.form()
+
+    def peek(self) -> Nest:
+        """Return the first element of the next pass, which still yields it; None if it is empty."""
+        self._begun = self._begun or self.begin()
+        return self._begun.peek()
+
+
+class DividedPass:
+    """One pass over a dataset whose global batches the workers read together.
+
+    Args:
+        batches: of the pass.
+        reader: this worker.
+    """
+
+    def __init__(self, batches: Iterator[GlobalBatch], reader: ReadingWorker) -> None:
+        self._batches = batches
+        self._reader = reader
+        self._ahead: list[GlobalBatch] = []
+        self._taken = 0
+
+    def __next__(self) -> Element:
+        values = ShareValues(self.batch(), self._reader, f"batch {self._taken} of the dataset")
+        return Element(values.form.nest, values)
+
+    def batch(self) -> GlobalBatch:
+        """Take the next global batch.
+
+        Raises:
+            StopIteration: there is none.
+        """
+        batch = self._ahead.pop() if self._ahead else next(self._batches)
+        self._taken += 1
+        return batch
+
+    def skip(self, elements: int) -> None:
+        """Skip elements, without reading rows."""
+        for skipped in range(elements):
+            try:
+                self.batch()
+            except StopIteration:
+                raise _ended_early(elements, skipped) from None
+
+    def form(self) -> Form:
+        """Return the form of the elements.
+
+        Raises:
+            DataError: there is none.
+        """
+        first = self._first()
+        if first is None:
+            raise DataError("the dataset is empty, so the structure of its elements is unknown")
+        return ShareValues(first, self._reader, f"batch {self._taken + 1} of the dataset").form
+
+    def peek(self) -> Nest:
+        """Return all of the next element without taking it; None at the end."""
+        first = self._first()
+        return None if first is None else first.read(slice(0, first.examples))
+
+    def _first(self) -> GlobalBatch | None:
+        if not self._ahead:
+            self._ahead.extend(islice(self._batches, 1))
+        return self._ahead[0] if self._ahead else None
+
+
+class ShareValues:
+    """The `Values` of a global batch whose rows are read when they are needed.
+
+    Args:
+        batch: the global batch.
+        reader: this worker.
+        what: names the batch in messages.
+    """
+
+    def __init__(self, batch: GlobalBatch, reader: ReadingWorker, what: str) -> None:
+        self._batch = batch
+        self._reader = reader
+        self._replicas = reader.job.view.replicas
+        self._what = what
+
+    @cached_property
+    def form(self) -> Form:
+        """The form of the batch, from rows of this worker's replicas if it has some here."""
+        own = self._reader.job.view.replicas_of(self._reader.job.worker)
+        sample = own[0] if own and self.examples(own[0]) else 0
+        nest = self._batch.share(sample, self._replicas).data()
+        leaves = leaves_of(nest)
+        count_examples(leaves, self._what)
+        marks = keras.tree.map_structure(lambda leaf: None if leaf is None else True, nest)
+        return Form(marks, tuple(spec_of(leaf) for leaf in leaves))
+
+    @property
+    def specs(self) -> tuple[Spec, ...]:
+        """The specs of the leaves."""
+        return self.form.specs
+
+    def of(self, replica: int) -> Sequence[Any]:
+        """Return the rows of a replica."""
+        return leaves_of(self._batch.share(replica, self._replicas).data())
+
+    def leaf(self, position: int, replica: int) -> Any:
+        """Return the rows of a replica in one leaf."""
+        return self.of(replica)[position]
+
+    def examples(self, replica: int) -> int | None:
+        """Return the number of rows of a replica."""
+        return self._batch.share(replica, self._replicas).examples
+
+    def check(self) -> bytes:
+        """Return the check of the batch."""
+        return self._batch.check()
 
 
 class BatchValues:
@@ -213,6 +352,13 @@ class BatchValues:
 
     def _share(self, replica: int) -> Share:
         return self._whole.share(replica, self._replicas)
+
+
+def _ended_early(elements: int, skipped: int) -> DataError:
+    return DataError(
+        f"{elements} elements were to be skipped, but the dataset ended after {skipped}: it gives fewer than "
+        "before"
+    )
 
 
 def count_examples(leaves: Sequence[npt.NDArray[Any]], what: str, *, may_be_empty: bool = False) -> int:

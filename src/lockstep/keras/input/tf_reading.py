@@ -1,0 +1,739 @@
+"""A `tf.data` pipeline whose last maps each worker computes for the rows of its own replicas.
+
+A pipeline is cut below its last maps before `batch`. Every worker reads what is below the cut: the same
+global batches of unmapped rows, which identify a batch. It feeds its own rows to a second pipeline, which
+applies the same traced functions ahead of time. Later it also feeds those rows of others that it needs, so
+that no row is read again from the source.
+
+A map that draws random numbers is traced again, with stateless operations. Their numbers are a function of
+the seed, the pass and the row's place in it.
+
+This uses private parts of `tf.data`: the classes of its operations, and the functions that it has traced.
+"""
+
+import re
+import struct
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.autograph.impl import api as autograph
+from tensorflow.python.data.ops import (
+    batch_op,
+    cache_op,
+    dataset_ops,
+    map_op,
+    prefetch_op,
+    repeat_op,
+    shuffle_op,
+    skip_op,
+    structured_function,
+    take_op,
+    unbatch_op,
+)
+from tensorflow.python.data.util import structure
+from tensorflow.python.eager import context
+from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
+from tensorflow.python.framework import op_def_registry
+from tensorflow.python.ops import gen_dataset_ops
+
+from lockstep.data.batch import GlobalBatch, replica_rows
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import DataError, ModelError
+from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way
+from lockstep.keras.input.streams import easily_freed, host_nest, on_host
+from lockstep.keras.input.visits import draw_as_a_loader
+from lockstep.keras.nests import Nest, parts_of
+from lockstep.keras.randomness import random_states, set_random_states
+from lockstep.keras.seeds import seed_of
+from lockstep.keras.tf_random_ops import ElementDraws, counts_its_runs, drawn_from, signed
+
+READ_AHEAD = 2
+"""The minimum number of batches whose rows are mapped ahead of the step that needs them."""
+
+_MAPS = (map_op._MapDataset, map_op._ParallelMapDataset)
+_BATCHES = (batch_op._BatchDataset, batch_op._ParallelBatchDataset)
+_COUNTS = (repeat_op._RepeatDataset, take_op._TakeDataset, skip_op._SkipDataset)
+"""Operations that keep elements, and commute with maps of single ones."""
+_UNSEEN = (prefetch_op._PrefetchDataset, dataset_ops._OptionsDataset)
+"""Operations that affect no value."""
+
+_HARMLESS = frozenset(
+    (
+        *("LookupTableFindV2", "LookupTableSizeV2", "LookupTableExportV2"),
+        *("StatefulPartitionedCall", "If", "While", "Case", "Assert", "Print", "PrintV2"),
+        *("StatelessRandomGetAlg", "TensorArrayV3", "TensorArrayWriteV3", "TensorArrayReadV3"),
+    )
+)
+"""Operations that count as stateful, with the same result wherever and however often they run."""
+
+_FREE = frozenset(("Placeholder", "Const", "Identity", "NoOp"))
+"""Operations that take no time."""
+
+_SEED = tf.TensorSpec((2,), tf.int64)
+"""The seed of a row."""
+
+_NUMBER = re.compile(r"_\d+")
+"""What makes the names of functions unique."""
+
+_PYTHON = ("PyFunc", "EagerPyFunc")
+_QUEUE_CAPACITY = 1 << 20
+
+
+def tf_reading(dataset: Any, reader: ReadingWorker, *, weighed: bool) -> "MappedReading | str":
+    """Return a reading that divides the maps of a pipeline, or why every worker computes them for all rows.
+
+    Args:
+        dataset: Keras's, of a `tf.data.Dataset`.
+        reader: this worker.
+        weighed: whether Keras has added a map of batches, for the weights of classes.
+    """
+    weigh = None
+    if weighed:
+        weigh = dataset._input_dataset
+        dataset = weigh._input_dataset
+    parts = _cut(dataset)
+    if isinstance(parts, str):
+        return parts
+    if not _dense(parts.maps[-1].element_spec):
+        return "the pipeline has ragged or sparse tensors: make them dense in .map"
+    maps = _prepared(parts)
+    return maps if isinstance(maps, str) else MappedReading(parts, maps, weigh, reader)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A pipeline in parts.
+
+    Attributes:
+        rows: the dataset of unmapped rows.
+        maps: the operations that map single rows, the first one first.
+        batches: the dataset of batches of unmapped rows.
+        options: of the pipeline.
+        ahead: the number of batches that the pipeline itself reads ahead.
+    """
+
+    rows: Any
+    maps: Sequence[Any]
+    batches: Any
+    options: Any
+    ahead: int
+
+
+def _cut(dataset: Any) -> _Parts | str:
+    """Cut a pipeline below its last maps before `batch`; return why that cannot be done."""
+    if dataset.options().deterministic is False or _any_order(dataset):
+        return "the pipeline does not keep the order of its elements: remove deterministic=False"
+    above: list[Any] = []
+    operation = dataset
+    while isinstance(operation, (*_COUNTS, *_UNSEEN)):
+        above.append(operation)
+        operation = operation._input_dataset
+    batch = operation
+    if not isinstance(batch, _BATCHES):
+        return _above_batch(batch)
+    maps: list[Any] = []
+    moved: list[Any] = []
+    operation = batch._input_dataset
+    while isinstance(operation, (*_MAPS, *_COUNTS, *_UNSEEN)):
+        if isinstance(operation, _MAPS):
+            maps.append(operation)
+            found = moved.copy()
+        elif isinstance(operation, _COUNTS):
+            moved.append(operation)
+        operation = operation._input_dataset
+    if not maps:
+        return _below_batch(operation)
+    rows = _rebuilt(maps[-1]._input_dataset, found)
+    if not _fixed(rows.element_spec):
+        return (
+            "the elements before .map are not dense tensors of fixed shapes, so they cannot be read in "
+            "batches: let the source yield what .map then reads and decodes, such as names of files"
+        )
+    batches = _rebuilt(rows.batch(batch._batch_size, batch._drop_remainder), above)
+    buffers = [int(op._buffer_size) for op in above if isinstance(op, prefetch_op._PrefetchDataset)]
+    return _Parts(rows, maps[::-1], batches, dataset.options(), max([0, *buffers]))
+
+
+def _rebuilt(dataset: Any, operations: Sequence[Any]) -> Any:
+    """Apply those of some operations that count elements to a dataset; the last one is applied first."""
+    for operation in reversed(operations):
+        if isinstance(operation, repeat_op._RepeatDataset):
+            dataset = dataset.repeat(operation._count)
+        elif isinstance(operation, take_op._TakeDataset):
+            dataset = dataset.take(operation._count)
+        elif isinstance(operation, skip_op._SkipDataset):
+            dataset = dataset.skip(operation._count)
+    return dataset
+
+
+def _any_order(dataset: Any) -> bool:
+    """Whether an operation of a pipeline may yield elements in another order in each run."""
+    return getattr(dataset, "_deterministic", "") == "false" or any(map(_any_order, dataset._inputs()))
+
+
+def _dense(spec: Any) -> bool:
+    """Whether all parts of a row are dense tensors."""
+    return all(isinstance(part, tf.TensorSpec | structure.NoneTensorSpec) for part in tf.nest.flatten(spec))
+
+
+def _fixed(spec: Any) -> bool:
+    """Whether all rows of a dataset are dense tensors of one shape."""
+    return _dense(spec) and all(
+        part.shape.is_fully_defined() for part in tf.nest.flatten(spec) if isinstance(part, tf.TensorSpec)
+    )
+
+
+def _above_batch(operation: Any) -> str:
+    """Explain why a pipeline whose batches pass through `operation` is not divided."""
+    if isinstance(operation, _MAPS):
+        return "the pipeline maps whole batches: call .map before .batch, on single examples"
+    if isinstance(operation, shuffle_op._ShuffleDataset):
+        return "the pipeline shuffles batches: call .shuffle before .map and .batch"
+    if isinstance(operation, cache_op.CacheDataset):
+        return "the pipeline caches batches; without .cache, or with .cache before .map, .map is divided"
+    if not _maps_below(operation):
+        return NOTHING_TO_DIVIDE
+    return f"the pipeline does not end with .map and .batch, but with {_name(operation)}"
+
+
+def _below_batch(operation: Any) -> str:
+    """Explain why a pipeline with `operation` between its maps and `batch` is not divided."""
+    if not _maps_below(operation):
+        return NOTHING_TO_DIVIDE
+    name = _name(operation)
+    if isinstance(operation, cache_op.CacheDataset):
+        return f"{name} keeps the mapped examples; without it, or with it before .map, .map is divided"
+    return f"{name} follows .map: call .map after {name}, right before .batch"
+
+
+def _maps_below(dataset: Any) -> bool:
+    return isinstance(dataset, _MAPS) or any(map(_maps_below, dataset._inputs()))
+
+
+def _name(operation: Any) -> str:
+    """Return the name of an operation's method, as far as its class tells."""
+    words = type(operation).__name__.strip("_").removesuffix("Dataset")
+    return "." + "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in words)[1:]
+
+
+@dataclass(frozen=True)
+class _Map:
+    """A map of single rows.
+
+    Attributes:
+        operation: as the program has made it.
+        function: its traced function, a `StructuredFunctionWrapper`.
+    """
+
+    operation: Any
+    function: Any
+
+    def apply(self, dataset: Any) -> "_Mapped":
+        """Map another dataset."""
+        return _Mapped(dataset, self.operation, self.function)
+
+
+def _in_a_row(function: Any) -> bool:
+    """Whether each operation of a traced function needs the one before, so that one thread runs them fastest.
+
+    Handing a small operation to another thread takes longer than the operation.
+    """
+    graph = function.function.graph
+    if graph.as_graph_def().library.function:
+        return False
+    depths: dict[Any, int] = {}
+    for operation in graph.get_operations():
+        if operation.control_inputs:
+            return False
+        before = max((depths[tensor.op] for tensor in operation.inputs), default=0)
+        depths[operation] = before + (operation.type not in _FREE)
+    return max(depths.values()) == sum(operation.type not in _FREE for operation in depths)
+
+
+class _Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
+    """Another dataset, mapped with a traced function as an operation maps its own input.
+
+    Args:
+        dataset: whose tensors are those of the function's arguments, in any structure.
+        operation: the operation.
+        function: a `StructuredFunctionWrapper`.
+    """
+
+    def __init__(self, dataset: Any, operation: Any, function: Any) -> None:
+        self._function = function
+        self._name = None
+        options = {
+            "f": function.function,
+            "use_inter_op_parallelism": operation._use_inter_op_parallelism and not _in_a_row(function),
+            "preserve_cardinality": operation._preserve_cardinality,
+            **self._common_args,
+        }
+        inputs = dataset._variant_tensor, function.function.captured_inputs
+        if isinstance(operation, map_op._ParallelMapDataset):
+            variant = gen_dataset_ops.parallel_map_dataset_v2(
+                *inputs,
+                num_parallel_calls=operation._num_parallel_calls,
+                deterministic=operation._deterministic,
+                use_unbounded_threadpool=operation._use_unbounded_threadpool,
+                **options,
+            )
+        else:
+            variant = gen_dataset_ops.map_dataset(
+                *inputs, force_synchronous=operation._force_synchronous, **options
+            )
+        super().__init__(dataset, variant)
+
+    def _functions(self) -> list[Any]:
+        return [self._function]
+
+    @property
+    def element_spec(self) -> Any:
+        """The function's."""
+        return self._function.output_structure
+
+
+@dataclass(frozen=True)
+class _Maps:
+    """The maps of single rows.
+
+    Attributes:
+        steps: in the order in which they are applied.
+        draw: whether they draw random numbers; the first argument of the first one is then the seed of a row.
+    """
+
+    steps: Sequence[_Map]
+    draw: bool
+
+
+def _prepared(parts: _Parts) -> _Maps | str:
+    """Return the maps of a pipeline, traced again if they draw random numbers, or why they stay joint."""
+    functions = [operation._map_func for operation in parts.maps]
+    refusals = [_refusal(function) for function in functions]
+    for refusal in refusals:
+        if refusal:
+            return refusal
+    if not any(_draws(function) for function in functions):
+        return _Maps([_Map(*pair) for pair in zip(parts.maps, functions, strict=True)], draw=False)
+    before = random_states()
+    try:
+        for operation, function in zip(parts.maps, functions, strict=True):
+            if _draws(function) and not _same_graph(function, _plainly_traced(operation)):
+                return (
+                    "a map that draws random numbers is another one when it is traced again: let it use only "
+                    "Python values that do not change, as by functools.partial"
+                )
+        steps = _traced_again(parts)
+    except Exception as error:
+        # Other messages may contain addresses, and the reasons of all workers must be equal.
+        why = str(error) if isinstance(error, ModelError) else type(error).__name__
+        return f"a map draws random numbers and cannot be traced with stateless operations: {why}"
+    finally:
+        set_random_states(before)
+    for step in steps:
+        if left := _operations(step.function, counts_its_runs):
+            return f"a map draws with the operation {left[0]}, which no stateless operation replaces"
+    last, given = steps[-1].function.output_structure, functions[-1].output_structure
+    if last != given:
+        return f"a map that draws random numbers returns {last}, not {given}, when it is traced again"
+    return _Maps(steps, draw=True)
+
+
+def _refusal(function: Any) -> str:
+    """Return why a map must not be computed by one worker only; empty if it may."""
+    if not isinstance(function.function, ConcreteFunction):
+        return "a map has a legacy function"
+    if _operations(function, lambda node: node.op in _PYTHON):
+        return (
+            "a map calls Python code, which may keep a state: if its results depend only on its arguments, "
+            "declare that by tf.numpy_function(..., stateful=False)"
+        )
+    if variables := [variable.name for variable in function.function.graph.variables]:
+        return (
+            f"a map uses the variable {variables[0]}: instead of random layers and generators, use "
+            "tf.image.random_* or tf.random.uniform; instead of variables that are only read, constants"
+        )
+    if stateful := _operations(function, _keeps_state):
+        return f"a map has the operation {stateful[0]}, whose result may depend on earlier ones"
+    return ""
+
+
+def _plainly_traced(operation: Any) -> Any:
+    """Trace the function of a map again, as it was."""
+    given = operation._map_func
+    return structured_function.StructuredFunctionWrapper(
+        given._func, "Dataset.map()", input_structure=given._input_structure
+    )
+
+
+def _same_graph(one: Any, other: Any) -> bool:
+    """Whether two traced functions compute the same, except for the seeds of random operations.
+
+    They do not if a Python value that the function uses has changed since the program called `map`.
+    """
+    captures = zip(one.function.captured_inputs, other.function.captured_inputs, strict=True)
+    return _described(one) == _described(other) and all(given is found for given, found in captures)
+
+
+def _described(function: Any) -> list[bytes]:
+    """Describe the operations of a traced function and of the functions that it calls, without seeds."""
+    definition = function.function.graph.as_graph_def()
+    parts = [definition.node, *(function.node_def for function in definition.library.function)]
+    for part in parts:
+        for node in part:
+            node.ClearField("experimental_debug_info")
+            for name in ("seed", "seed2"):
+                node.attr.pop(name, None)
+            for value in node.attr.values():
+                for called in [value.func] if value.HasField("func") else value.list.func:
+                    called.name = _NUMBER.sub("", called.name)
+    return [node.SerializeToString(deterministic=True) for part in parts for node in part]
+
+
+def _draws(function: Any) -> bool:
+    return bool(_operations(function, counts_its_runs))
+
+
+def _keeps_state(node: Any) -> bool:
+    definition = op_def_registry.get(node.op)
+    return (
+        definition is not None
+        and definition.is_stateful
+        and node.op not in _HARMLESS
+        and not counts_its_runs(node)
+    )
+
+
+def _operations(function: Any, chosen: Callable[[Any], bool]) -> list[str]:
+    """Return the names of the chosen operations of a traced function and of all functions that it calls."""
+    definition = function.function.graph.as_graph_def()
+    nodes = [definition.node, *(called.node_def for called in definition.library.function)]
+    return [node.op for part in nodes for node in part if chosen(node)]
+
+
+def _traced_again(parts: _Parts) -> list[_Map]:
+    """Trace the maps of a pipeline with random numbers derived from a seed, their first argument.
+
+    The program's random states do not affect this; a map that uses them would not be the one that was traced.
+    """
+    status = ag_ctx.control_status_ctx()
+    seeded = (_SEED, parts.rows.element_spec)
+    steps: list[_Map] = []
+    for number, operation in enumerate(parts.maps):
+        last = number == len(parts.maps) - 1
+        function = structured_function.StructuredFunctionWrapper(
+            _drawing(operation._map_func, number, status, last), "Dataset.map()", input_structure=seeded
+        )
+        seeded = function.output_structure
+        steps.append(_Map(operation, function))
+    return steps
+
+
+def _drawing(given: Any, number: int, status: Any, last: bool) -> Callable[[Any, Any], Any]:
+    """Return the function of map `number` with a row's seed as its first argument, which it passes on."""
+
+    def drawing(seed: Any, row: Any) -> Any:
+        if _draws(given):
+            function = autograph.tf_convert(given._func, status)
+            with drawn_from(ElementDraws(seed, number)):
+                mapped = function(*row) if type(row) is tuple else function(row)
+        else:
+            tensors = given.function(*structure.to_tensor_list(given._input_structure, row))
+            mapped = structure.from_compatible_tensor_list(given.output_structure, tensors)
+        if structured_function._should_pack(mapped):
+            mapped = tuple(mapped)
+        return mapped if last else (seed, mapped)
+
+    drawn: Callable[[Any, Any], Any] = autograph.do_not_convert(drawing)
+    return drawn
+
+
+class MapStage:
+    """A pipeline that maps groups of rows of one size, in the order in which they are fed.
+
+    Args:
+        maps: applied to single rows.
+        specs: of the tensors of a row.
+        weigh: applied to groups of mapped rows; None for nothing.
+        size: the number of rows of a group.
+        options: of the pipeline.
+
+    Attributes:
+        failed: whether a map has failed; no group follows.
+    """
+
+    def __init__(
+        self, maps: Sequence[_Map], specs: Sequence[Any], weigh: _Map | None, size: int, options: Any
+    ) -> None:
+        self.failed = False
+        self._queue = queue = tf.queue.FIFOQueue(_QUEUE_CAPACITY, [spec.dtype for spec in specs])
+
+        def take(_: Any) -> Any:
+            tensors = queue.dequeue() if len(specs) > 1 else [queue.dequeue()]
+            return tuple(
+                tf.ensure_shape(tensor, (None, *spec.shape))
+                for tensor, spec in zip(tensors, specs, strict=True)
+            )
+
+        one = tf.data.Dataset.from_tensors(0).repeat()
+        dataset = unbatch_op._UnbatchDataset(map_op._MapDataset(one, take, preserve_cardinality=False))
+        for step in maps:
+            dataset = step.apply(dataset)
+        dataset = dataset.batch(size, drop_remainder=True)
+        if weigh is not None:
+            dataset = weigh.apply(dataset)
+        self._mapped = [iter(easily_freed(dataset.with_options(options)).prefetch(1))]
+        self._waiting: deque[MappedRows] = deque()
+        weakref.finalize(self, _free, queue, self._mapped)
+
+    def feed(self, tensors: Sequence[Any]) -> "MappedRows":
+        """Begin to map a group of rows."""
+        with tf.device("CPU:0"):
+            self._queue.enqueue(tensors)
+        rows = MappedRows(self)
+        self._waiting.append(rows)
+        return rows
+
+    def next_group(self) -> None:
+        """Wait for the next group of mapped rows.
+
+        Raises:
+            DataError: a map has failed.
+        """
+        if self.failed:
+            raise DataError("a map has failed on earlier rows: see the first error")
+        try:
+            mapped = next(self._mapped[0])
+        except tf.errors.OpError as error:
+            self.failed = True
+            raise DataError(f"the map of a tf.data pipeline failed: {error.message}") from error
+        self._waiting.popleft().data = host_nest(mapped)
+
+
+def _free(queue: Any, mapped: list[Any]) -> None:
+    """Free a pipeline before its queue: a thread that waited for rows of a freed queue would crash.
+
+    This may happen at any time, also while a graph is built.
+    """
+    with context.eager_mode():
+        queue.close(cancel_pending_enqueues=True)
+        mapped.clear()
+
+
+class MappedRows:
+    """A group of rows that a stage maps."""
+
+    def __init__(self, stage: MapStage) -> None:
+        self._stage = stage
+        self.data: Nest = None
+
+    def result(self) -> Nest:
+        """Wait for the mapped rows; return a nest of arrays."""
+        while self.data is None:
+            self._stage.next_group()
+        return self.data
+
+
+class UnmappedBatch:
+    """A global batch of unmapped rows, and the groups of them that have been fed to be mapped.
+
+    Args:
+        tensors: the rows.
+        place: the number of rows in the pass before it.
+        step: its index in the pass, from 0.
+
+    Attributes:
+        begun: whether the rows of this worker's replicas have been fed.
+    """
+
+    def __init__(self, tensors: Sequence[Any], place: int, step: int) -> None:
+        self.tensors = tensors
+        self.examples = int(tensors[0].shape[0])
+        self.place = place
+        self.step = step
+        self.begun = False
+        self._fed: list[tuple[slice, MappedRows]] = []
+
+    def identity(self) -> bytes:
+        """Hash the first row and the place: as of a batch of which every worker holds all rows."""
+        first = (on_host(tensor[:1]) for tensor in self.tensors)
+        return digest_arrays(first, struct.pack("<3q", self.step, self.place, self.examples))
+
+    def feed(self, rows: slice, feed: Callable[[slice], MappedRows]) -> None:
+        """Feed those of some rows that have not been fed."""
+        for gap in self._gaps(rows):
+            self._fed.append((gap, feed(gap)))
+
+    def _gaps(self, rows: slice) -> list[slice]:
+        gaps, start = [], rows.start
+        for fed, _ in sorted(self._fed, key=lambda pair: pair[0].start):
+            if start < min(fed.start, rows.stop):
+                gaps.append(slice(start, min(fed.start, rows.stop)))
+            start = max(start, fed.stop)
+        return [*gaps, slice(start, rows.stop)] if start < rows.stop else gaps
+
+    def mapped(self, rows: slice) -> Nest:
+        """Wait for rows that have been fed; return them mapped."""
+        parts = [
+            _rows_of(mapped.result(), slice(max(rows.start, fed.start) - fed.start, rows.stop - fed.start))
+            for fed, mapped in sorted(self._fed, key=lambda pair: pair[0].start)
+            if max(rows.start, fed.start) < min(rows.stop, fed.stop)
+        ]
+        return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _rows_of(nest: Nest, rows: slice) -> Nest:
+    leaves, pack = parts_of(nest)
+    return pack([None if leaf is None else leaf[rows] for leaf in leaves])
+
+
+def _joined(nests: Sequence[Nest]) -> Nest:
+    """Join the rows of nests."""
+    _, pack = parts_of(nests[0])
+    columns = zip(*(parts_of(nest)[0] for nest in nests), strict=True)
+    return pack([None if column[0] is None else np.concatenate(column) for column in columns])
+
+
+class MappedPass:
+    """A pass over a pipeline.
+
+    Args:
+        feed: begins to map a group of rows.
+        reader: this worker.
+        number: of the pass.
+        draw: whether the maps draw random numbers.
+        ahead: the number of batches to map ahead.
+    """
+
+    def __init__(
+        self,
+        feed: Callable[[int, Sequence[Any]], MappedRows],
+        reader: ReadingWorker,
+        number: int,
+        draw: bool,
+        ahead: int,
+    ) -> None:
+        self._feed_rows = feed
+        self._reader = reader
+        self._number = number
+        self._key = signed(seed_of(reader.seed, number)) if draw else None
+        self._ahead = ahead
+        self._following: deque[UnmappedBatch] = deque()
+
+    def batches(self, rows: Iterator[Sequence[Any]]) -> Iterator[GlobalBatch]:
+        """Yield the global batches of batches of unmapped rows.
+
+        Rows are mapped ahead while batches are read: batches that are skipped cost no maps.
+        """
+        step = place = 0
+        while True:
+            while len(self._following) <= self._ahead and (tensors := next(rows, None)) is not None:
+                batch = UnmappedBatch(tensors, place, step)
+                self._following.append(batch)
+                step, place = step + 1, place + batch.examples
+            if not self._following:
+                return
+            yield self._global(self._following.popleft())
+
+    def _global(self, batch: UnmappedBatch) -> GlobalBatch:
+        def read(rows: slice) -> Nest:
+            if rows.start == rows.stop:
+                return _rows_of(read(slice(0, 1)), slice(0, 0))
+            if not self._reader.job.joins:
+                # A joiner computes all replicas of one batch alone, and then only its own.
+                for following in (batch, *self._following):
+                    self._feed_own(following)
+            batch.feed(rows, partial(self._feed, batch))
+            return batch.mapped(rows)
+
+        return self._reader.partial_batch(batch.examples, read, batch.identity(), self._number, batch.step)
+
+    def _feed_own(self, batch: UnmappedBatch) -> None:
+        """Feed the rows of this worker's replicas, and those that all workers compare."""
+        if batch.begun:
+            return
+        batch.begun = True
+        checks = self._reader.checks
+        compared = checks.replica(self._number, batch.step)
+        feed = partial(self._feed, batch)
+        batch.feed(self._reader.own_rows(batch.examples), feed)
+        if compared is not None:
+            batch.feed(replica_rows(batch.examples, compared, checks.replicas), feed)
+
+    def _feed(self, batch: UnmappedBatch, rows: slice) -> MappedRows:
+        size = rows.stop - rows.start
+        whole = size == batch.examples
+        tensors = [tensor if whole else _slice(tensor, rows) for tensor in batch.tensors]
+        if self._key is not None:
+            places = np.arange(batch.place + rows.start, batch.place + rows.stop)
+            tensors.insert(0, np.stack([np.full(size, self._key), places], axis=1))
+        return self._feed_rows(size, tensors)
+
+
+def _slice(tensor: Any, rows: slice) -> Any:
+    """Return rows of a tensor; NumPy's slice is faster, but would convert strings."""
+    return tensor[rows] if tensor.dtype == tf.string else on_host(tensor)[rows]
+
+
+class MappedReading:
+    """The `Reading` of a pipeline whose maps each worker computes for its own rows.
+
+    Args:
+        parts: of the pipeline.
+        maps: of single rows.
+        weigh: Keras's map of whole batches that adds the weights of classes; None without them.
+        reader: this worker.
+    """
+
+    def __init__(self, parts: _Parts, maps: _Maps, weigh: Any, reader: ReadingWorker) -> None:
+        self._parts = parts
+        self._maps = maps
+        self._weigh = None if weigh is None else _weighing(weigh, maps.steps[-1].function.output_structure)
+        self._reader = reader
+        self._batches = easily_freed(parts.batches.with_options(parts.options)).prefetch(1)
+        self._stages: dict[int, MapStage] = {}
+        self._numbers = PassNumbers(reader)
+        names = "maps" if len(maps.steps) > 1 else "map"
+        drawn = ", with random numbers by the place of a row in its pass" if maps.draw else ""
+        self.way = Way("each worker reads the rows of its replicas", f"the last {names} before .batch{drawn}")
+
+    def begin(self) -> Iterator[GlobalBatch]:
+        """Begin the next pass; yield its global batches."""
+        draw_as_a_loader()
+        # As in Keras, a pass begins at once on TensorFlow, and with its first batch otherwise.
+        begun = iter(self._batches) if keras.backend.backend() == "tensorflow" else None
+        return self._read(begun)
+
+    def _read(self, begun: Any) -> Iterator[GlobalBatch]:
+        spec = self._batches.element_spec
+        elements = iter(self._batches) if begun is None else begun
+        rows = (structure.to_tensor_list(spec, element) for element in elements)
+        ahead = max(self._parts.ahead, READ_AHEAD)
+        following = MappedPass(self._feed, self._reader, self._numbers.next(), self._maps.draw, ahead)
+        yield from following.batches(rows)
+
+    def _feed(self, size: int, tensors: Sequence[Any]) -> MappedRows:
+        """Begin to map a group of rows; pipelines for each size of a group serve all passes."""
+        stage = self._stages.get(size)
+        if stage is None or stage.failed:
+            specs = structure.get_flat_tensor_specs(self._parts.rows.element_spec)
+            specs = [_SEED, *specs] if self._maps.draw else specs
+            stage = MapStage(self._maps.steps, specs, self._weigh, size, self._parts.options)
+            self._stages[size] = stage
+        return stage.feed(tensors)
+
+
+def _weighing(operation: Any, row: Any) -> _Map:
+    """Return a map of batches, traced again for any number of rows like `row`."""
+    batch = tf.nest.map_structure(lambda spec: spec._batch(None), row)
+    function = structured_function.StructuredFunctionWrapper(
+        operation._map_func._func, "Dataset.map()", input_structure=batch
+    )
+    return _Map(operation, function)

@@ -1,0 +1,513 @@
+"""Pipelines of `tf.data` whose maps are divided among the workers: their rows, and what is not divided."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from lockstep.data.batch import GlobalBatch
+from lockstep.data.digest import digest_arrays
+from lockstep.errors import DataError
+from lockstep.keras.input.fit_inputs import global_input
+from lockstep.keras.input.readings import ReadingWorker, whole_batch
+from lockstep.topology import View, place
+
+tf = pytest.importorskip("tensorflow")
+
+from lockstep.keras.input.tf_reading import MappedReading, tf_reading  # noqa: E402
+
+Launch = Callable[..., Any]
+REPLICAS = 4
+ROWS = 45
+"""Batches of 8 leave 5 rows."""
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (ROWS, 8, 6, 3), np.uint8)
+LABELS = np.arange(ROWS)
+
+
+class Alone:
+    """A job, as far as reading needs it; the test sets the view."""
+
+    joins = False
+
+    def __init__(self, worker: int = 0, workers: tuple[int, ...] = (0,)) -> None:
+        self.worker = worker
+        self.view: View = place(REPLICAS, workers)
+
+
+def source() -> Any:
+    return tf.data.Dataset.from_tensor_slices((IMAGES, LABELS))
+
+
+def scaled(image: Any, label: Any) -> Any:
+    return tf.cast(image, tf.float32) / 255.0, label
+
+
+def centred(image: Any, label: Any) -> Any:
+    return (image - 0.45) / 0.225 * 3.0 * 7.0, label
+
+
+def augmented(image: Any, label: Any) -> Any:
+    image = tf.image.adjust_contrast(tf.image.adjust_hue(image, 0.1), 1.3)
+    return tf.image.resize(tf.image.rgb_to_yiq(image), (5, 7)), label
+
+
+def jpegs() -> Any:
+    encoded = [tf.io.encode_jpeg(image).numpy() for image in IMAGES]
+    return tf.data.Dataset.from_tensor_slices((encoded, LABELS))
+
+
+def decoded(text: Any, label: Any) -> Any:
+    return (
+        tf.image.resize(tf.io.decode_jpeg(text, channels=3), (6, 6)) / 255.0,
+        label,
+        tf.cast(label, "float32"),
+    )
+
+
+def words(image: Any, label: Any) -> Any:
+    return {"text": tf.strings.join(["row ", tf.strings.as_string(label)]), "none": None, "image": image[0]}
+
+
+def chosen(image: Any, label: Any) -> Any:
+    return tf.cond(label % 2 == 0, lambda: tf.cast(image, tf.float32), lambda: tf.zeros((8, 6, 3))), label
+
+
+def table() -> Any:
+    values = tf.lookup.KeyValueTensorInitializer(tf.constant([1, 2], tf.int64), tf.constant([5, 6], tf.int64))
+    return tf.lookup.StaticHashTable(values, 0)
+
+
+def lookup() -> Callable[..., Any]:
+    found = table()
+    return lambda image, label: (image, found.lookup(label))
+
+
+def pure(image: Any, label: Any) -> Any:
+    sums = tf.numpy_function(lambda array: array.sum(dtype="int64"), [image], tf.int64, stateful=False)
+    return image, tf.ensure_shape(sums, ())
+
+
+PURE: dict[str, Callable[[], Any]] = {
+    "shuffled": lambda: source().shuffle(20).map(scaled).batch(8),
+    "seeded": lambda: source().shuffle(20, seed=3).map(scaled).batch(8, drop_remainder=True).prefetch(3),
+    "parallel": lambda: (
+        source().map(scaled, num_parallel_calls=2).map(centred, num_parallel_calls=tf.data.AUTOTUNE)
+    ).batch(8, num_parallel_calls=2),
+    "maps": lambda: source().map(scaled).prefetch(2).map(centred).map(augmented).batch(8).repeat(2).skip(1),
+    "jpeg": lambda: jpegs().shuffle(50).repeat(2).map(decoded).batch(8, drop_remainder=True).take(9),
+    "words": lambda: source().map(words).batch(8),
+    "counted": lambda: source().map(scaled).repeat(2).take(61).skip(3).map(centred).batch(8),
+    "earlier": lambda: source().map(scaled).shuffle(10).map(centred, num_parallel_calls=2).batch(8),
+    "cached": lambda: source().cache().map(scaled).batch(8),
+    "cond": lambda: source().map(chosen).batch(8),
+    "lookup": lambda: source().map(lookup()).batch(8),
+    "python": lambda: source().map(pure).batch(8),
+    "zipped": lambda: (
+        tf.data.Dataset.zip((source(), tf.data.Dataset.range(99)))
+        .map(lambda pair, number: (pair[0], number))
+        .batch(8)
+    ),
+}
+
+
+def divided(dataset: Any, job: Alone) -> MappedReading:
+    found = tf_reading(dataset, ReadingWorker(job, 7), weighed=False)  # type: ignore[arg-type]
+    assert isinstance(found, MappedReading), found
+    return found
+
+
+def digest(nest: Any) -> bytes:
+    leaves = [np.array(0) if leaf is None else leaf for leaf in keras.tree.flatten(nest)]
+    return digest_arrays(map(np.ascontiguousarray, leaves))
+
+
+def passes(dataset: Any, count: int = 2) -> list[list[bytes]]:
+    """Return hashes of the share of each replica of each batch, as plain iteration yields them."""
+    return [[shares(whole_batch(data)) for data in dataset.as_numpy_iterator()] for _ in range(count)]
+
+
+def shares(batch: GlobalBatch) -> Any:
+    return [digest(batch.share(replica, REPLICAS).data()) for replica in range(REPLICAS)]
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_rows_are_those_of_plain_iteration_however_the_view_changes(name: str) -> None:
+    tf.random.set_seed(3)
+    plain = passes(PURE[name]())
+    for job in (Alone(), Alone(0, (0, 1)), Alone(2, (0, 1, 2))):
+        tf.random.set_seed(3)
+        reading = divided(PURE[name](), job)
+        for number in range(2):
+            found = []
+            for step, batch in enumerate(reading.begin()):
+                if step == 2 and number:
+                    job.view = place(REPLICAS, (job.worker,))
+                if step == 4 and number:
+                    job.view = place(REPLICAS, (job.worker, 9))
+                own = job.view.replicas_of(job.worker)
+                order = sorted(range(REPLICAS), key=lambda replica, own=own: replica not in own)
+                parts = {replica: digest(batch.share(replica, REPLICAS).data()) for replica in order}
+                found.append([parts[replica] for replica in range(REPLICAS)])
+            assert found == plain[number]
+
+
+def flipped(image: Any, label: Any) -> Any:
+    image = tf.image.random_flip_left_right(tf.cast(image, tf.float32), seed=4)
+    return image + tf.random.normal((8, 6, 3)), tf.image.random_flip_left_right(image, seed=4)
+
+
+def seen(image: Any, label: Any) -> Any:
+    return tf.random.uniform((2,)), tf.random.uniform((2,)), label
+
+
+@tf.function  # type: ignore[untyped-decorator]
+def noise() -> Any:
+    return tf.random.uniform(())
+
+
+def called(image: Any, label: Any) -> Any:
+    return noise(), noise(), tf.cond(label >= 0, noise, noise)
+
+
+def looped(image: Any, label: Any) -> Any:
+    rows = tf.map_fn(lambda _: tf.map_fn(lambda _: noise(), tf.zeros(2)), tf.zeros(3))
+    total = tf.TensorArray(tf.float32, 3)
+    for index in tf.range(3):
+        total = total.write(index, tf.random.uniform(()))
+    return rows, total.stack()
+
+
+RANDOM: dict[str, Callable[[], Any]] = {
+    "draws": lambda: source().map(seen).batch(8),
+    "maps": lambda: (
+        source()
+        .map(scaled)
+        .map(lambda *row: (*seen(*row), *seen(*row)))
+        .map(lambda *row: (*row, tf.random.uniform(())))
+        .batch(8)
+    ),
+    "called": lambda: source().map(called, num_parallel_calls=2).batch(8),
+    "looped": lambda: source().map(looped).batch(8),
+    "repeated": lambda: source().take(10).map(seen).repeat(2).batch(8),
+}
+
+
+@pytest.mark.parametrize("name", [*RANDOM, "flipped"])
+def test_random_numbers_depend_on_the_place_of_a_row_and_not_on_its_reader(name: str) -> None:
+    dataset = source().map(flipped).batch(8) if name == "flipped" else RANDOM[name]()
+    states = [np.random.get_state()[1].tolist(), tf.random.get_global_generator().state.numpy().tolist()]
+    found = []
+    for job in (Alone(), Alone(1, (0, 1)), Alone(2, (0, 1, 2))):
+        reading = divided(dataset, job)
+        found.append([[shares(batch) for batch in reading.begin()] for _ in range(2)])
+    assert found == [found[0]] * 3
+    assert states == [
+        np.random.get_state()[1].tolist(),
+        tf.random.get_global_generator().state.numpy().tolist(),
+    ]
+    if name == "flipped":
+        return
+    reading = divided(dataset, Alone())
+    numbers = [
+        leaf.tobytes()
+        for _ in range(2)
+        for batch in reading.begin()
+        for part in keras.tree.flatten(batch.read(slice(0, batch.examples)))
+        if part.dtype == np.float32
+        for leaf in part.reshape(-1)
+    ]
+    repeats = len(numbers) - len(set(numbers))
+    assert len(numbers) > 100
+    assert repeats <= 1  # Of numbers with 23 random bits.
+
+
+def test_operations_of_one_seed_draw_the_same_numbers() -> None:
+    image = tf.data.Dataset.from_tensor_slices((IMAGES, LABELS)).map(
+        lambda image, _: (tf.random.uniform((2,), seed=1), tf.random.uniform((2,), seed=1))
+    )
+    for batch in divided(image.batch(8), Alone()).begin():
+        one, other = batch.read(slice(0, batch.examples))
+        np.testing.assert_array_equal(one, other)
+
+
+def with_variable() -> Any:
+    variable = tf.Variable(1.0)
+    return source().map(lambda image, label: variable * tf.cast(label, tf.float32))
+
+
+def with_generator() -> Any:
+    generator = tf.random.Generator.from_seed(1)
+    return source().map(lambda image, label: generator.uniform(()))
+
+
+def with_layer() -> Any:
+    layer = keras.layers.RandomFlip(seed=1)
+    return source().map(lambda image, label: layer(image))
+
+
+def with_counter() -> Any:
+    variable = tf.Variable(0)
+    return source().map(lambda image, label: variable.assign_add(1))
+
+
+def unordered() -> Any:
+    options = tf.data.Options()
+    options.deterministic = False
+    return source().map(scaled).batch(8).with_options(options)
+
+
+def uneven() -> Any:
+    spec = tf.TensorSpec((None,), tf.float32)
+    return tf.data.Dataset.from_generator(lambda: iter([np.zeros(3)]), output_signature=spec)
+
+
+def rebound() -> Any:
+    for factor in (2.0, 3.0):
+        dataset = source().map(lambda *_: factor * tf.random.uniform(()))  # noqa: B023
+        if factor == 2:
+            kept = dataset
+    return kept.batch(8)
+
+
+JOINT: dict[str, tuple[Callable[[], Any], str]] = {
+    "none": (lambda: source().shuffle(9).batch(8), "no .map before .batch"),
+    "batched": (lambda: source().batch(8).map(scaled), "call .map before .batch"),
+    "shuffled": (lambda: source().map(scaled).shuffle(9).batch(8), "call .map after .shuffle"),
+    "filtered": (lambda: source().map(scaled).filter(lambda *_: True).batch(8), "call .map after .filter"),
+    "cached": (lambda: source().map(scaled).cache().batch(8), ".cache keeps the mapped examples"),
+    "cached batches": (lambda: source().map(scaled).batch(8).cache(), "caches batches"),
+    "shuffled batches": (lambda: source().map(scaled).batch(8).shuffle(9), "shuffles batches"),
+    "padded": (lambda: source().map(scaled).padded_batch(8), ".padded_batch"),
+    "ragged": (lambda: source().map(scaled).ragged_batch(8), ".dense_to_ragged"),
+    "unbatched": (lambda: source().map(scaled).batch(8).unbatch(), ".unbatch"),
+    "unordered": (unordered, "remove deterministic=False"),
+    "unordered map": (
+        lambda: source().map(scaled, num_parallel_calls=2, deterministic=False).batch(8),
+        "remove deterministic=False",
+    ),
+    "shapes": (lambda: uneven().map(lambda row: row[0]).batch(8), "fixed shapes"),
+    "python": (
+        lambda: source().map(lambda *row: tf.numpy_function(sum, row, tf.int64)).batch(8),
+        "stateful=False",
+    ),
+    "eager python": (
+        lambda: source().map(lambda *row: tf.py_function(sum, row, tf.int64)).batch(8),
+        "stateful=False",
+    ),
+    "variable": (lambda: with_variable().batch(8), "Variable"),
+    "counter": (lambda: with_counter().batch(8), "Variable"),
+    "generator": (lambda: with_generator().batch(8), "instead of random layers"),
+    "layer": (lambda: with_layer().batch(8), "random layers"),
+    "vectorized": (
+        lambda: (
+            source().map(lambda *_: tf.vectorized_map(lambda _: tf.random.uniform(()), tf.zeros(3))).batch(8)
+        ),
+        "tf.vectorized_map",
+    ),
+    "crops": (
+        lambda: (
+            source()
+            .map(lambda *_: tf.image.sample_distorted_bounding_box((9, 9, 3), [[[0.0, 0.0, 1.0, 1.0]]])[0])
+            .batch(8)
+        ),
+        "SampleDistortedBoundingBoxV2",
+    ),
+    "rebound": (rebound, "another one when it is traced again"),
+    "ragged rows": (
+        lambda: source().map(lambda image, _: tf.RaggedTensor.from_tensor(image)).batch(8),
+        "make them dense",
+    ),
+    "traced": (
+        lambda: source().map(lambda *_: tf.random.uniform(()) + np.random.uniform()).batch(8),
+        "another one when it is traced again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_the_reason_for_joint_reading_is_given(name: str) -> None:
+    make, reason = JOINT[name]
+    dataset = make()
+    state = np.random.get_state()[1].tolist()
+    found = tf_reading(dataset, ReadingWorker(Alone(), 7), weighed=False)  # type: ignore[arg-type]
+    assert isinstance(found, str)
+    assert reason in found
+    assert np.random.get_state()[1].tolist() == state
+
+
+def counted(calls: list[int]) -> Any:
+    """Return a pipeline that counts the rows that are mapped."""
+
+    def count(label: Any) -> Any:
+        calls.append(int(label))
+        return label
+
+    def mapped(_: Any, label: Any) -> Any:
+        return tf.ensure_shape(tf.numpy_function(count, [label], tf.int64, stateful=False), ())
+
+    return source().map(mapped).batch(8, drop_remainder=True)
+
+
+def test_a_worker_maps_its_own_rows_and_those_that_are_compared() -> None:
+    calls: list[int] = []
+    job = Alone(1, (0, 1))
+    for batch in divided(counted(calls), job).begin():
+        for replica in job.view.replicas_of(1):
+            batch.share(replica, REPLICAS).data()
+        batch.check()
+    own = {row for row in range(40) if row % 8 >= 4}
+    assert own <= set(calls)
+    assert len(calls) == len(set(calls))
+    checks = ReadingWorker(job, 7).checks  # type: ignore[arg-type]
+    compared = [checks.replica(0, step) for step in range(5)]
+    assert len(set(calls) - own) == 2 * sum(replica in (0, 1) for replica in compared)
+
+
+def test_batches_that_are_skipped_are_not_mapped() -> None:
+    calls: list[int] = []
+    for step, batch in enumerate(divided(counted(calls), Alone()).begin()):
+        if step == 3:
+            np.testing.assert_array_equal(batch.read(slice(2, 4)), [26, 27])
+    assert min(calls) == 24
+
+
+def test_a_joiner_maps_only_the_batch_that_it_computes_alone() -> None:
+    calls: list[int] = []
+    job = Alone()
+    job.joins = True
+    reading = divided(counted(calls), job)
+    batches = reading.begin()
+    shares(next(batches))
+    batches.close()  # type: ignore[attr-defined]
+    assert sorted(calls) == list(range(8))
+
+
+def test_the_error_of_a_map_is_raised_where_its_rows_are_read() -> None:
+    def failing(_: Any, label: Any) -> Any:
+        tf.debugging.assert_none_equal(label, tf.constant(13, tf.int64), message="row 13 is broken")
+        return label
+
+    first, second, third, *_ = divided(source().map(failing).batch(8), Alone()).begin()
+    assert first.read(slice(0, 8)).tolist() == list(range(8))
+    with pytest.raises(DataError, match="row 13 is broken"):
+        second.read(slice(0, 8))
+    with pytest.raises(DataError, match="see the first error"):
+        second.read(slice(0, 8))
+    assert third.read(slice(0, 8)).tolist() == list(range(16, 24))
+
+
+def test_weights_of_classes_are_added_to_own_rows() -> None:
+    options: dict[str, Any] = {"batch_size": None, "steps": None, "shuffle": False, "seed": (0, 0, 1)}
+    options |= {"class_weight": {label: label / 4 for label in range(ROWS)}, "unsplit": False}
+    reader = ReadingWorker(Alone(1, (0, 1)), 7)  # type: ignore[arg-type]
+    for drop in (False, True):
+        dataset = source().map(scaled).batch(8, drop_remainder=drop)
+        joint, own = (global_input(dataset, **options, reader=by) for by in (None, reader))
+        assert "each worker reads the rows of its replicas" in own.facts()["data reading"]
+        pairs = zip(joint.batches(), own.batches(), strict=True)
+        for one, other in pairs:
+            assert shares(one) == shares(other)
+            assert [leaf.dtype for leaf in one.read(slice(0, 2))] == [
+                leaf.dtype for leaf in other.read(slice(0, 2))
+            ]
+
+
+MARKS = ("fit ", "evaluate ", "predict ")
+
+
+def results(run: Any, worker: int) -> list[str]:
+    assert run.status == 0, run.stderr
+    return [line for mark in MARKS for line in run.marked(worker, mark)]
+
+
+@pytest.fixture
+def undisturbed(undisturbed_run: Launch) -> Callable[[str], Any]:
+    """A run on one worker."""
+    return lambda backend: undisturbed_run("-n 1 --replicas 4", "tf_pipelines.py", backend=backend)
+
+
+def rows_mapped(run: Any, worker: int) -> int:
+    (line,) = run.marked(worker, "rows ")
+    return int(line.split()[1])
+
+
+def test_a_lost_worker_does_not_change_a_training(
+    launch: Launch, backend: str, undisturbed: Callable[[str], Any]
+) -> None:
+    options = "-n 3 --replicas 4 --max-restarts 0"
+    run, whole = launch(options, "tf_pipelines.py", "lost1", backend=backend), undisturbed(backend)
+    assert len(results(whole, 0)) == 4
+    for worker in (0, 2):
+        assert results(run, worker) == results(whole, 0)
+    # Worker 2 has one replica of four, and two after the loss.
+    assert rows_mapped(run, 2) < 0.6 * rows_mapped(whole, 0)
+
+
+def test_a_joiner_reads_on_in_the_middle_of_a_pass(
+    launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any]
+) -> None:
+    options = "-n 2 --replicas 4 --min-workers 2"
+    run = launch(options, "tf_pipelines.py", "lost1", backend=thorough_backend)
+    for worker in (0, 2):
+        assert results(run, worker) == results(undisturbed(thorough_backend), 0)
+
+
+def test_a_job_resumes_in_the_middle_of_a_pass(
+    launch: Launch, thorough_backend: str, undisturbed: Callable[[str], Any], tmp_path: Path
+) -> None:
+    keeping = f"--checkpoint {tmp_path} --checkpoint-every 1"
+    options = f"-n 4 --replicas 4 {keeping}"
+    assert launch(options, "tf_pipelines.py", "killed", backend=thorough_backend).status == 137
+    run = launch(f"-n 2 {keeping}", "tf_pipelines.py", "killed", backend=thorough_backend)
+    assert "resuming from" in run.stderr
+    for worker in (0, 1):
+        assert results(run, worker) == results(undisturbed(thorough_backend), 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_number_of_workers_does_not_change_a_training(
+    launch: Launch, backend: str, workers: int, undisturbed: Callable[[str], Any]
+) -> None:
+    run = launch(f"-n {workers} --replicas 4", "tf_pipelines.py", backend=backend)
+    for worker in range(workers):
+        assert results(run, worker) == results(undisturbed(backend), 0)
+
+
+UNFINISHED = """
+import sys
+import tensorflow as tf
+from lockstep.keras.input.readings import ReadingWorker
+from lockstep.keras.input.tf_reading import tf_reading
+from lockstep.topology import place
+
+class Job:
+    joins, worker, view = False, 0, place(2, (0, 1))
+
+dataset = tf.data.Dataset.range(10**6).map(lambda row: row + 1, num_parallel_calls=int(sys.argv[1]) or None)
+reading = tf_reading(dataset.batch(8).repeat(), ReadingWorker(Job(), 7), weighed=False)
+passes = [reading.begin(), reading.begin()]
+first = [next(batches).read(slice(0, 4)).tolist() for batches in passes]
+print(first, flush=True)
+if sys.argv[2] == "raise":
+    raise SystemExit(3)
+"""
+
+
+def test_a_process_ends_in_the_middle_of_a_pass() -> None:
+    environment = os.environ | {"KERAS_BACKEND": keras.backend.backend(), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    commands = [[sys.executable, "-c", UNFINISHED, calls, end] for calls, end in (("0", "raise"), ("-1", ""))]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) for command in commands
+    ]
+    for process, status in zip(running, (3, 0), strict=True):
+        output, _ = process.communicate(timeout=180)
+        assert output.strip() == "[[1, 2, 3, 4], [1, 2, 3, 4]]"
+        assert process.returncode == status

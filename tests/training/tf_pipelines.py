@@ -1,0 +1,99 @@
+"""A program that trains on pipelines of `tf.data` with maps, some of which draw random numbers.
+
+    tf_pipelines.py [HOW]
+
+HOW selects what happens in the second pass of the first `fit`: "lost1", worker 1 is lost; "killed", all
+workers are, unless the job has resumed. The program prints the exact results, and the number of rows that its
+first maps have mapped.
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import lockstep
+from lockstep.worker import job
+
+HOW = sys.argv[1] if sys.argv[1:] else ""
+IMAGES = np.random.default_rng(0).integers(0, 256, (74, 6, 6, 1), np.uint8)
+LABELS = IMAGES.mean(axis=(1, 2, 3)) / 64
+mapped = 0
+
+
+def counted(image: Any, label: Any) -> Any:
+    def count(label: Any) -> Any:
+        global mapped
+        mapped += 1
+        return label
+
+    found = tf.numpy_function(count, [label], tf.float64, stateful=False)
+    return image, tf.ensure_shape(found, ())
+
+
+def augmented(image: Any, label: Any) -> Any:
+    image = tf.image.random_flip_left_right(tf.cast(image, tf.float32) / 255.0)
+    return image + tf.random.normal((6, 6, 1), stddev=0.1), label
+
+
+def scaled(image: Any, label: Any) -> Any:
+    return tf.image.resize(tf.cast(image, tf.float32) / 255.0, (6, 6)), label
+
+
+def source() -> Any:
+    return tf.data.Dataset.from_tensor_slices((IMAGES, LABELS))
+
+
+class Disturbing(keras.callbacks.Callback):  # type: ignore[misc]
+    """Ends this worker, or all, after step 7 of the training: in the second pass."""
+
+    steps = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.steps += 1
+        entered = job.current()
+        if self.steps != 7 or entered.checkpoints.resumed is not None:
+            return
+        if HOW == "killed":
+            scheduler = entered.checkpoints.scheduler
+            assert scheduler is None or scheduler.close(30)
+        if HOW == "killed" or (HOW == "lost1" and entered.worker == 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    keras.utils.set_random_seed(1)
+    strategy = lockstep.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Flatten(), keras.layers.Dense(4, activation="relu"), keras.layers.Dense(1)]
+        )
+        model.compile("adam", "mse")
+    train = source().shuffle(100).map(counted).map(augmented, num_parallel_calls=2).batch(16)
+    test = source().map(scaled).batch(20)
+    history = model.fit(train, epochs=3, validation_data=test, verbose=0, callbacks=[Disturbing()])
+    report("fit 1", model, history.history)
+
+    endless = source().shuffle(30, seed=3).map(counted).map(scaled).repeat().batch(12).prefetch(2)
+    history = model.fit(endless, epochs=2, steps_per_epoch=5, verbose=0)
+    report("fit 2", model, history.history)
+    print(f"evaluate {model.evaluate(test, verbose=0).hex()}")
+    print(f"predict {ending(model.predict(test, verbose=0))}")
+    print(f"rows {mapped}")
+
+
+def report(name: str, model: keras.Model, history: dict[str, list[float]]) -> None:
+    figures = [f"{key} {value.hex()}" for key, values in history.items() for value in values]
+    print(name, lockstep.digest(model), *figures)
+
+
+def ending(outputs: Any) -> str:
+    return np.asarray(outputs, "float32").tobytes().hex()[-32:]
+
+
+if __name__ == "__main__":
+    main()
