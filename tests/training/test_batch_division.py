@@ -61,6 +61,15 @@ class Batches(keras.utils.PyDataset):  # type: ignore[misc]
         return {"a": x, "b": [x.astype("int16")[:, ::2], None]}, np.array([f"row {i}" for i in range(rows)])
 
 
+def job_of(view: View) -> Job:
+    context = JobContext(0, 0, 1, lambda event, **fields: None)  # type: ignore[arg-type]
+    return Job(context, (view, by_itself(view)))
+
+
+def reader_in(view: View) -> ReadingWorker:
+    return ReadingWorker(job_of(view), SEED)
+
+
 def rows_of(data: Any, replica: int, replicas: int) -> str:
     leaves = leaves_of(data)
     examples = len(leaves[0])
@@ -440,6 +449,60 @@ def test_batches_that_were_made_before_a_change_are_made_again() -> None:
         assert rows == rows_of(data, replica, 4), step
 
 
+class Noisy(Batches):
+    """Draws from a global random state."""
+
+    def __getitem__(self, index: int) -> Any:
+        data, words = super().__getitem__(index)
+        return data, np.random.normal(size=len(words))
+
+
+class SometimesNoisy(Batches):
+    """Draws for one batch only, which is not the first."""
+
+    def __getitem__(self, index: int) -> Any:
+        data, words = super().__getitem__(index)
+        return data, np.random.normal(size=len(words)) if index == 3 else np.zeros(len(words))
+
+
+def drawn(dataset: Any, *, alone: bool = True) -> list[str]:
+    """The batches of two passes, each read in its turn, or in the opposite order."""
+    view = place(2, (0,))
+    source = division(ReorderedDataset(dataset, False, None), lambda batch: batch, reader_in(view))
+    assert isinstance(source, BatchDivision)
+    found: dict[tuple[int, int], str] = {}
+    for number in range(PASSES):
+        pending = list(enumerate(source.begin()))
+        for step, batch in pending if alone else pending[::-1]:
+            read = batch.read(nullcontext)
+            data = read.read(slice(0, read.examples))
+            found[number, step] = digest_arrays(leaves_of(data)).hex()
+    return [found[key] for key in sorted(found)]
+
+
+@pytest.mark.parametrize("kind", [Noisy, SometimesNoisy])
+def test_draws_depend_on_the_pass_and_the_place_of_a_batch_only(kind: type[Batches]) -> None:
+    state = np.random.get_state()[1].copy()  # type: ignore[index,union-attr]
+    expected = drawn(kind())
+    assert drawn(kind(), alone=False) == expected
+    for workers in (2, 3):
+        assert drawn(kind(workers=workers, max_queue_size=2)) == expected
+    assert np.array_equal(np.random.get_state()[1], state) or kind is SometimesNoisy  # type: ignore[index]
+    assert len(set(expected)) == (2 * 7 if kind is Noisy else 7 + 1)
+
+
+def test_keras_threads_read_batches_that_draw_nothing() -> None:
+    dataset = Batches(workers=2, max_queue_size=2)
+    source = division(ReorderedDataset(dataset, False, None), lambda batch: batch, reader_in(place(2, (0,))))
+    assert isinstance(source, BatchDivision)
+    threads = set()
+    dataset.fail = lambda index: threads.add(threading.current_thread())
+    for batch in source.begin():
+        batch.read(nullcontext)
+    assert threading.main_thread() not in threads
+    assert drawn(Batches(workers=2)) == drawn(Batches())
+
+
 # How rows travel.
 
 LEAVES = st.sampled_from(["float32", "int8", "bool", "bfloat16", "complex64", "<U5", "|S3", "datetime64[s]"])
@@ -542,14 +605,8 @@ class Failing(Batches):
     ],
 )
 def test_a_dataset_that_depends_on_earlier_reads_is_not_divided(dataset: Any, why: str) -> None:
-    reader = ReadingWorker(job_of(place(2, (0,))), SEED)
     made = dataset()
-    found = division(ReorderedDataset(made, True, None), lambda batch: batch, reader)
+    found = division(ReorderedDataset(made, True, None), lambda batch: batch, reader_in(place(2, (0,))))
     assert isinstance(found, str)
     assert found.startswith(why) or f".{why}" in found
     assert not hasattr(made, "reads")
-
-
-def job_of(view: View) -> Job:
-    context = JobContext(0, 0, 1, lambda event, **fields: None)  # type: ignore[arg-type]
-    return Job(context, (view, by_itself(view)))

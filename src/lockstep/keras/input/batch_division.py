@@ -71,16 +71,17 @@ def division(
             "__getitem__, or from numpy.random.default_rng((seed, index))"
         )
 
-    def probe(read: Any) -> tuple[float, bytes, dict[str, Any]]:
-        begun = time.perf_counter()
-        (data,) = draws.read(_PROBE, {0: 0}, lambda items: [read[item] for item in items])
-        seconds = time.perf_counter() - begun
-        return seconds, digest_arrays(map(on_host, leaves_of(standardize(data)))), _attributes(read)
+    found = BatchDivision(dataset, standardize, reader, draws)
+
+    def probe(read: Any) -> tuple[bytes, dict[str, Any]]:
+        data = standardize(found.made(_PROBE, 0, 0, read))
+        found.measured(HeldRows.whole(data, 0, {}))
+        return _digest(data), _attributes(read)
 
     try:
         read = copy.copy(inner)  # A dataset that counts what is read keeps its count.
-        _, first, attributes = probe(read)
-        seconds, second, after = probe(read)
+        first, attributes = probe(read)
+        second, after = probe(read)
     except Exception as error:
         return f"reading its first batch fails with {type(error).__name__}"
     if changed := _changed(attributes, after):
@@ -92,7 +93,7 @@ def division(
             "its first batch is another one each time it is read: draw from numpy.random in __getitem__, or "
             "from numpy.random.default_rng((seed, index))"
         )
-    return BatchDivision(dataset, standardize, reader, draws, seconds)
+    return found
 
 
 class BatchDivision:
@@ -103,7 +104,9 @@ class BatchDivision:
         standardize: converts what `__getitem__` returns.
         reader: this worker.
         draws: of the batches.
-        seconds: how long it takes to make a batch.
+
+    Attributes:
+        drawn_elsewhere: the random states from which steps draw, and batches do not.
     """
 
     def __init__(
@@ -112,7 +115,6 @@ class BatchDivision:
         standardize: Standardize,
         reader: ReadingWorker,
         draws: ItemDraws,
-        seconds: float,
     ) -> None:
         self.dataset = dataset
         self.standardize = standardize
@@ -120,8 +122,9 @@ class BatchDivision:
         self.draws = draws
         self._numbers = PassNumbers(reader)
         self._version = 0
-        self._seconds = deque([seconds], maxlen=reader.job.view.replicas)
+        self._seconds: deque[float] = deque(maxlen=reader.job.view.replicas)
         self._bytes = 0
+        self.drawn_elsewhere: frozenset[str] = frozenset()
         self._opaque = False
         self._decided_in: int | None = None
         self._divides = False
@@ -186,16 +189,25 @@ class BatchDivision:
     def _is_undecided(self, cycle: int, view: View) -> bool:
         return cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
 
-    def made(self, number: int, step: int, index: int) -> Any:
-        """Make a batch, on this thread."""
+    def made(self, number: int, step: int, index: int, dataset: Any = None) -> Any:
+        """Make a batch on this thread, of a copy of the dataset if it is given."""
+        read = self.dataset.inner if dataset is None else dataset
         begun = time.perf_counter()
-        (data,) = self.draws.read(number, {step: index}, lambda items: [self.dataset.inner[i] for i in items])
+        (data,) = self.draws.read(number, {step: index}, lambda items: [read[item] for item in items])
         self._seconds.append(time.perf_counter() - begun)
         return data
 
     def measured(self, rows: "HeldRows") -> None:
         """Note the size of a batch."""
         self._bytes = sum(part.array.nbytes for part in rows.parts if part is not None)
+
+    def note_drawn_elsewhere(self, states: frozenset[str]) -> None:
+        """Note that a batch does not depend on random states that changed while a thread read it.
+
+        On PyTorch, each step of a model with dropout changes a state that its datasets rarely use.
+        """
+        if keras.backend.backend() == "torch":
+            self.drawn_elsewhere |= states & {"torch"}
 
     def note_opaque(self) -> None:
         """Note that a batch of this worker is in a form that cannot be handed over."""
@@ -293,15 +305,10 @@ class _Pass:
     def _made(self, step: int, plan: "_Plan | None" = None) -> "HeldRows":
         """Make a batch: by Keras's workers if there is a plan for them and the dataset has some."""
         division, state = self._division, self._division.state
-        fetched = None
         if plan is not None and division.reads_ahead and not self._ended:
-            fetched = self._read_ahead(step, plan, state)
-        data = (
-            division.made(self._number, step, self._index(step))
-            if fetched is None or not fetched.sure
-            else fetched.data
-        )
-        if fetched is None:
+            data = self._checked(step, self._read_ahead(step, plan, state))
+        else:
+            data = division.made(self._number, step, self._index(step))
             state = division.state  # Reading the first batch may have opened a file.
         held = HeldRows.whole(division.standardize(data), step, state)
         division.measured(held)
@@ -315,6 +322,28 @@ class _Pass:
             own = _OwnBatches(self._division, self._number, self._order, plan, self.count)
             ahead = self._ahead = _KerasWorkers(own, plan, state)
         return ahead.take()
+
+    def _checked(self, step: int, fetched: "_Fetched") -> Any:
+        """Return a batch that one of Keras's workers has read, or make it again.
+
+        A thread cannot tell its own draws from those of others. If a random state has changed while it read a
+        batch, the batch is made again with the states of its place. If that gives another one, it does draw:
+        threads read no more batches, because draws in a thread would change those on this one.
+        """
+        division, index = self._division, self._index(step)
+        if not fetched.failed and fetched.drawn <= division.drawn_elsewhere:
+            return fetched.data
+        data = division.made(self._number, step, index)
+        if fetched.failed:
+            return data
+        if not division.draws.drawn and _digest(data) == _digest(fetched.data):
+            division.note_drawn_elsewhere(fetched.drawn)
+            return data
+        division.draws.drawn = True
+        if self._ahead is not None:
+            self._ahead.stop(wait=True)
+            self._ahead = None
+        return division.made(self._number, step, index)
 
     def _index(self, step: int) -> int:
         return self._order[step] if self._order else step
@@ -351,12 +380,14 @@ class _Fetched(NamedTuple):
     """What one of Keras's workers has read.
 
     Attributes:
-        data: the batch.
-        sure: whether it depends on nothing but its index; otherwise it has to be made again.
+        data: the batch; None if reading it has failed.
+        drawn: the random states that changed meanwhile: the batch may depend on them.
+        failed: whether reading it has failed.
     """
 
     data: Any
-    sure: bool
+    drawn: frozenset[str] = frozenset()
+    failed: bool = False
 
 
 class _OwnBatches(keras.utils.PyDataset):  # type: ignore[misc]
@@ -387,13 +418,13 @@ class _OwnBatches(keras.utils.PyDataset):  # type: ignore[misc]
                 (data,) = self._draws.read(
                     self._number, {step: index}, lambda items: [self._inner[item] for item in items]
                 )
-                return _Fetched(data, True)
-            # Another thread may have drawn what this one seems to draw: then it is made again without need.
+                return _Fetched(data)
             before = random_states()
             data = self._inner[index]
-            return _Fetched(data, _equal(random_states(), before))
+            now = random_states()
+            return _Fetched(data, frozenset(name for name in now if not _equal(now[name], before.get(name))))
         except Exception:
-            return _Fetched(None, False)
+            return _Fetched(None, failed=True)
 
 
 class _KerasWorkers:
@@ -429,14 +460,17 @@ class _KerasWorkers:
         fetched: _Fetched = next(self._batches)
         return fetched
 
-    def stop(self) -> None:
-        """Stop, without a wait for batches that are being read."""
+    def stop(self, *, wait: bool = False) -> None:
+        """Stop; `wait` until no batch is being read any more."""
 
         def stop() -> None:
             with suppress(Exception):
                 self._enqueuer.stop()
 
-        threading.Thread(target=stop, daemon=True).start()
+        stopping = threading.Thread(target=stop, daemon=True)
+        stopping.start()
+        if wait:
+            stopping.join()
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,6 +644,10 @@ def _name_of(dtype: np.dtype[Any]) -> str:
     raise _OpaqueError
 
 
+def _digest(data: Any) -> bytes:
+    return digest_arrays(map(on_host, leaves_of(data)))
+
+
 def _attributes(dataset: Any) -> dict[str, Any]:
     """Return the attributes of a dataset: which objects they are, not what these contain."""
     return dict(getattr(dataset, "__dict__", {}))
@@ -625,11 +663,9 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two results of `random_states` are equal."""
+    """Whether two states of `random_states` are equal."""
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[name], other[name]) for name in one)
     if isinstance(one, tuple) and any(isinstance(item, np.ndarray) for item in one):
         return all(map(_equal, one, other))
     return bool(one == other)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -159,16 +160,22 @@ class _ReplicaSource:
         return self[asked] if isinstance(asked, _ReplicaItems) else asked.read(self)
 
     def __getitem__(self, asked: _ReplicaItems) -> dict[int, Any]:
-        """Return the rows of each replica as the collate function returns them."""
-        return {replica: self.rows(asked.number, items) for replica, items in asked.items.items()}
+        """Return the rows of each replica as the collate function returns them.
+
+        A dataset that reads several items at once reads those of a replica.
+        """
+        number, groups = asked.number, list(asked.items.values())
+        if not hasattr(self._dataset, "__getitems__"):
+            groups = [{place: index for items in groups for place, index in items.items()}]
+        samples = iter([sample for items in groups for sample in self.samples(number, items)])
+        return {
+            replica: self.collated(number, items, list(islice(samples, len(items))))
+            for replica, items in asked.items.items()
+        }
 
     def anew(self) -> "_ReplicaSource":
         """Return a source of which no item is known to draw."""
         return _ReplicaSource(self._dataset, self._collate, self._seed)
-
-    def rows(self, number: int, items: Items) -> Any:
-        """Return rows of pass `number` as the collate function returns them."""
-        return self.collated(number, items, self.samples(number, items))
 
     def samples(self, number: int, items: Items) -> list[Any]:
         """Return items of pass `number`."""
@@ -450,9 +457,10 @@ class _BatchRows:
         Raises:
             DataError: the rows of replicas do not fit together.
         """
-        if not self._asked and not self._parts.keys() >= set(replicas):
+        if not self._asked:
             self._asked = True
             self._keep(self._pass.read_ahead(self._batch))
+            replicas = sorted({*replicas, *self._pass.replicas_to_read(self._batch)})
         missing = {
             replica: self._batch.items(self._rows(replica))
             for replica in replicas
