@@ -368,6 +368,21 @@ def test_what_may_depend_on_the_reader_is_read_jointly(worker: Make, kind: str) 
 
 
 @FORKS
+def test_the_process_of_a_program_does_not_read_what_processes_of_a_loader_read(worker: Make) -> None:
+    """A file that an item opens would be shared by the processes that are forked later."""
+    rows = Rows(12)
+    member = worker(0, 2)
+    batches = member.reading(data.DataLoader(rows, 6, num_workers=1)).begin()
+    first = next(batches)
+    first.read(slice(0, 6))
+    assert equal(
+        next(batches).read(slice(3, 6)),
+        [np.repeat([[9.0], [10.0], [11.0]], 3, 1).astype("float32"), np.arange(9, 12)],
+    )
+    assert not rows.read
+
+
+@FORKS
 def test_the_usual_worker_init_fn_is_accepted(worker: Make) -> None:
     loader = data.DataLoader(Rows(12, all_draws), 6, num_workers=1, worker_init_fn=seeding)
     plain = data.DataLoader(Rows(12, all_draws), 6)

@@ -11,10 +11,10 @@ import re
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -155,13 +155,27 @@ class _ReplicaSource:
         """Whether an item has drawn random numbers."""
         return self._draws.drawn
 
-    def __getitems__(self, asked: _ReplicaItems) -> tuple[int, dict[int, Any]]:
-        """Return the step, and the rows of each replica as the collate function returns them."""
-        return asked.step, {replica: self.rows(asked.number, items) for replica, items in asked.items.items()}
+    def __getitems__(self, asked: "_ReplicaItems | _TwiceRead") -> Any:
+        """Return what is asked for; PyTorch's worker processes call this."""
+        return self[asked] if isinstance(asked, _ReplicaItems) else asked.read(self)
 
-    def rows(self, number: int, items: Items) -> Any:
-        """Return rows of pass `number` as the collate function returns them."""
-        return self.collated(number, items, self.samples(number, items))
+    def __getitem__(self, asked: _ReplicaItems) -> dict[int, Any]:
+        """Return the rows of each replica as the collate function returns them.
+
+        A dataset that reads several items at once reads those of a replica.
+        """
+        number, groups = asked.number, list(asked.items.values())
+        if not hasattr(self._dataset, "__getitems__"):
+            groups = [{place: index for items in groups for place, index in items.items()}]
+        samples = iter([sample for items in groups for sample in self.samples(number, items)])
+        return {
+            replica: self.collated(number, items, list(islice(samples, len(items))))
+            for replica, items in asked.items.items()
+        }
+
+    def anew(self) -> "_ReplicaSource":
+        """Return a source of which no item is known to draw."""
+        return _ReplicaSource(self._dataset, self._collate, self._seed)
 
     def samples(self, number: int, items: Items) -> list[Any]:
         """Return items of pass `number`."""
@@ -317,6 +331,20 @@ class _LoaderPass:
             self._processes = _ReadAhead(self, batch)
         return next(self._processes)
 
+    def read_now(self, batch: _SampledBatch, missing: dict[int, Items]) -> dict[int, Any]:
+        """Return at least the rows of replicas that were not read ahead.
+
+        In a new view, the processes read ahead anew from this batch on.
+        """
+        asked = _ReplicaItems(self.number, batch.step, missing)
+        if not self.loader.num_workers:
+            return self.source[asked]
+        if missing.keys() <= set(self.replicas_to_read(batch)):
+            self._processes = _ReadAhead(self, batch)
+            return next(self._processes)
+        found: dict[int, Any] = next(_in_processes(self.loader, self.source, [asked], 1))
+        return found
+
     def replicas_to_read(self, batch: _SampledBatch) -> list[int]:
         """Return the replicas with rows in a batch that this worker computes or compares in this view."""
         examples, replicas = len(batch.indices), self.reader.job.view.replicas
@@ -337,31 +365,39 @@ class _ReadAhead:
     """
 
     def __init__(self, current: _LoaderPass, batch: _SampledBatch) -> None:
-        import torch
-        from torch.utils.data import DataLoader
-
-        loader = current.loader
         self.step = batch.step
-        self._read = iter(
-            DataLoader(
-                current.source,
-                batch_sampler=_requests(current, batch),
-                num_workers=loader.num_workers,
-                collate_fn=_unchanged,
-                timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
-                multiprocessing_context=loader.multiprocessing_context,
-                generator=torch.Generator(),
-                prefetch_factor=loader.prefetch_factor,
-            )
-        )
+        self._read = _in_processes(current.loader, current.source, _requests(current, batch))
 
     def __next__(self) -> dict[int, Any]:
-        step, rows = next(self._read)
-        assert step == self.step
+        found: dict[int, Any] = next(self._read)
         self.step += 1
-        found: dict[int, Any] = rows
         return found
+
+
+def _in_processes(
+    loader: Any, source: "_ReplicaSource", requests: Iterable[Any], processes: int | None = None
+) -> Iterator[Any]:
+    """Return what the worker processes of a loader read, in the order of the requests.
+
+    If a loader has worker processes, no other process reads its dataset: a file that an item opens would be
+    shared by those that are forked later.
+    """
+    import torch
+    from torch.utils.data import DataLoader
+
+    return iter(
+        DataLoader(
+            source,
+            batch_sampler=requests,
+            num_workers=processes or loader.num_workers,
+            collate_fn=_unchanged,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator(),
+            prefetch_factor=loader.prefetch_factor,
+        )
+    )
 
 
 def _requests(current: _LoaderPass, batch: _SampledBatch | None) -> Iterator[_ReplicaItems]:
@@ -391,9 +427,10 @@ class _BatchRows:
     def read(self, rows: slice) -> Any:
         """Return some rows as a nest of arrays."""
         first, last = self._replica_with(rows.start), self._replica_with(max(rows.stop - 1, rows.start))
+        self._need(range(first, last + 1))
         taken = []
         for replica in range(first, last + 1):
-            leaves, pack = parts_of(self._part(replica))
+            leaves, pack = parts_of(self._parts[replica])
             own = self._rows(replica)
             start, stop = max(rows.start, own.start) - own.start, min(rows.stop, own.stop) - own.start
             if stop - start < own.stop - own.start:
@@ -411,27 +448,32 @@ class _BatchRows:
 
     def form(self) -> bytes:
         """Describe the rows that this worker reads in this step, or those of replica 0 if there are none."""
-        for replica in self._pass.replicas_to_read(self._batch) or [0]:
-            self._part(replica)
+        self._need(self._pass.replicas_to_read(self._batch) or [0])
         return self._form.encode()
 
-    def _part(self, replica: int) -> Any:
-        """Return the rows of a replica with examples, in the form that Keras gives them.
+    def _need(self, replicas: Sequence[int]) -> None:
+        """Read the rows of replicas with examples, unless that was done.
 
         Raises:
-            DataError: they do not fit to the rows of another replica.
+            DataError: the rows of replicas do not fit together.
         """
-        if replica not in self._parts and not self._asked:
+        if not self._asked:
             self._asked = True
-            for other, rows in self._pass.read_ahead(self._batch).items():
-                self._keep(other, rows)
-        if replica not in self._parts:
-            items = self._batch.items(self._rows(replica))
-            with _one_thread() if self._pass.loader.num_workers else nullcontext():
-                self._keep(replica, self._pass.source.rows(self._pass.number, items))
-        return self._parts[replica]
+            self._keep(self._pass.read_ahead(self._batch))
+            replicas = sorted({*replicas, *self._pass.replicas_to_read(self._batch)})
+        missing = {
+            replica: self._batch.items(self._rows(replica))
+            for replica in replicas
+            if replica not in self._parts
+        }
+        if missing:
+            self._keep(self._pass.read_now(self._batch, missing))
 
-    def _keep(self, replica: int, rows: Any) -> None:
+    def _keep(self, found: dict[int, Any]) -> None:
+        for replica, rows in found.items():
+            self._add(replica, rows)
+
+    def _add(self, replica: int, rows: Any) -> None:
         own = self._rows(replica)
         part = checked_part(self._pass.convert(rows), own.stop - own.start)
         form = _form(part)
@@ -459,7 +501,8 @@ def _probed(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReadi
         with states_kept():
             return _compared(loader, reader, convert)
     except Exception as error:  # Reading jointly raises it again, if it is an error of the program.
-        return f"{type(error).__name__} when some items were read: {re.sub('0x[0-9a-f]+', '0x', str(error))}"
+        text = re.sub("0x[0-9a-f]+", "0x", str(error).strip()).splitlines() or [""]
+        return f"{type(error).__name__} when some items were read: {text[-1]}"
 
 
 def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReading | str:
@@ -472,29 +515,71 @@ def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderRea
             f"the batch sampler cannot be copied ({type(error).__name__}); use a sampler of torch.utils.data"
         )
     indices = list(next(iter(sampler)))[: max(_PROBED, replicas)]
-    batch, examples = _SampledBatch(0, 0, indices), len(indices)
-    once, again = (_ReplicaSource(loader.dataset, loader.collate_fn, reader.seed) for _ in range(2))
-    whole = batch.items(slice(0, examples))
-    samples = once.samples(0, whole)
-    groups = {}
-    for replica in reversed(range(min(replicas, examples))):
-        rows = replica_rows(examples, replica, replicas)
-        groups[rows.start] = rows, again.samples(0, batch.items(rows))
-    if once.drawn != again.drawn:
+    source = _ReplicaSource(loader.dataset, loader.collate_fn, reader.seed)
+    asked = _TwiceRead(replicas, indices)
+    found = next(_in_processes(loader, source, [asked], 1)) if loader.num_workers else asked.read(source)
+    once, again = found.drawn
+    if once != again:
         return "the dataset keeps values that it has drawn; let each item draw, or keep the values before"
-    joint = checked_part(convert(once.collated(0, whole, samples)), examples)
-    parts = {
-        start: checked_part(convert(again.collated(0, batch.items(rows), group)), len(group))
-        for start, (rows, group) in groups.items()
-    }
-    if all(_same_rows(joint, examples, groups[start][0], part) for start, part in parts.items()):
-        return LoaderReading(loader, reader, convert, once.drawn)
-    second = convert(
-        again.collated(0, whole, [sample for start in sorted(groups) for sample in groups[start][1]])
-    )
-    if _same_rows(joint, examples, slice(0, examples), second):
+    joint, second = (checked_part(convert(batch), len(indices)) for batch in (found.joint, found.second))
+    parts = [
+        (rows, checked_part(convert(part), rows.stop - rows.start)) for rows, part in found.parts.items()
+    ]
+    if all(_same_rows(joint, len(indices), rows, part) for rows, part in parts):
+        return LoaderReading(loader, reader, convert, once)
+    if _same_rows(joint, len(indices), slice(0, len(indices)), second):
         return "the collate_fn combines rows of a batch; let it make each row from one item"
     return "an item differs when it is read again; let it depend on its index and on random states only"
+
+
+class _FirstItems(NamedTuple):
+    """The items of a batch, read and collated together, and again in the groups of replicas, the last first.
+
+    Attributes:
+        drawn: whether items have drawn random numbers in the first and in the second reading.
+        joint: the batch.
+        parts: of the second reading, collated by replica; by rows.
+        second: the second reading, collated together.
+    """
+
+    drawn: tuple[bool, bool]
+    joint: Any
+    parts: dict[range, Any]
+    second: Any
+
+
+@dataclass(frozen=True)
+class _TwiceRead:
+    """Asks for items to be read twice.
+
+    Attributes:
+        replicas: R.
+        indices: of the items.
+    """
+
+    replicas: int
+    indices: Sequence[Any]
+
+    def read(self, source: _ReplicaSource) -> _FirstItems:
+        """Read the items with equal random states."""
+        batch, examples = _SampledBatch(0, 0, self.indices), len(self.indices)
+        once, again = source.anew(), source.anew()
+        whole = batch.items(slice(0, examples))
+        samples = once.samples(0, whole)
+        groups: dict[range, list[Any]] = {}
+        for replica in reversed(range(min(self.replicas, examples))):
+            rows = replica_rows(examples, replica, self.replicas)
+            groups[range(rows.start, rows.stop)] = again.samples(0, batch.items(rows))
+        in_order = sorted(groups.items(), key=lambda group: group[0].start)
+        return _FirstItems(
+            (once.drawn, again.drawn),
+            once.collated(0, whole, samples),
+            {
+                rows: again.collated(0, batch.items(slice(rows.start, rows.stop)), group)
+                for rows, group in in_order
+            },
+            again.collated(0, whole, [sample for _, group in in_order for sample in group]),
+        )
 
 
 def _shared(dataset: Any) -> Iterator[Any]:
@@ -510,11 +595,12 @@ def _shared(dataset: Any) -> Iterator[Any]:
         waiting.extend(several if isinstance(several, list | tuple) else [])
 
 
-def _same_rows(joint: Any, examples: int, rows: slice, part: Any) -> bool:
+def _same_rows(joint: Any, examples: int, rows: slice | range, part: Any) -> bool:
     """Whether a part of a batch has the bits of its rows in the whole batch."""
     whole, given = parts_of(joint)[0], parts_of(part)[0]
     if len(whole) != len(given) or [leaf is None for leaf in whole] != [leaf is None for leaf in given]:
         return False
+    rows = slice(rows.start, rows.stop)
     expected = [leaf[rows_in_proportion(rows, examples, leaf)] for leaf in whole if leaf is not None]
     return digest_arrays(expected) == digest_arrays(leaf for leaf in given if leaf is not None)
 
@@ -573,19 +659,6 @@ def _sampled(loader: Any) -> Iterator[Any]:
 
 _persistent: "WeakSet[Any]" = WeakSet()
 """The loaders with persistent workers that have been iterated."""
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute with one thread of PyTorch, as its worker processes do: the number affects rounding."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _unchanged(value: Any) -> Any:
