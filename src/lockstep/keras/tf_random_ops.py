@@ -25,7 +25,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
 from lockstep.keras.seeds import GOLDEN, seed_of
-from lockstep.worker.patch_registry import PATCHES
+from lockstep.worker.patch_registry import PATCHES, Patch
 
 _TIMES = 1 << 31
 """The maximum runs of an operation in a step."""
@@ -169,6 +169,8 @@ _variables: dict[str, tf.Variable] = {}
 _counters: list[tf.Variable] = []
 _lock = threading.Lock()
 _blocks = 0
+_given_back: tuple[Patch, ...] = ()
+"""The replacements of the last block, which the next one makes again."""
 
 
 @contextmanager
@@ -347,7 +349,7 @@ def _enter() -> None:
     global _blocks
     with _lock:
         _blocks += 1
-        if _blocks > 1:
+        if _blocks > 1 or PATCHES.repeat(_given_back):
             return
         PATCHES.replace(__name__, random_seed, "get_seed", _noted)
         PATCHES.replace(__name__, function_context, "make_function_context", _apart)
@@ -360,11 +362,11 @@ def _enter() -> None:
 
 def _leave() -> None:
     """Restore TensorFlow's functions when the last block ends."""
-    global _blocks
+    global _blocks, _given_back
     with _lock:
         _blocks -= 1
         if not _blocks:
-            PATCHES.give_back(__name__)
+            _given_back = PATCHES.give_back(__name__)
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ under the module's name. Those of Keras's models and callbacks are replaced by `
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,6 +30,11 @@ class Patch(NamedTuple):
     name: str
     original: Any
     replacement: Any
+
+    @property
+    def changed(self) -> bool:
+        """Whether the attribute has another value than the original one."""
+        return _namespace(self.owner).get(self.name, _ABSENT) is not self.original
 
     def undo(self) -> None:
         """Restore the original value."""
@@ -79,16 +84,34 @@ class PatchRegistry:
             self._patches.append(Patch(by, owner, name, original, value))
             _set(owner, name, value)
 
-    def give_back(self, by: str) -> None:
-        """Undo the replacements by the module `by`, or by modules in the package `by`, the last one first."""
+    def give_back(self, by: str) -> tuple[Patch, ...]:
+        """Undo the replacements by the module `by`, or by modules in the package `by`, the last one first.
+
+        Return them in the order in which they were made.
+        """
+        inside = f"{by}."
         with self._lock:
             undone: list[Patch] = []
             kept: list[Patch] = []
             for patch in self._patches:
-                (undone if f"{patch.by}.".startswith(f"{by}.") else kept).append(patch)
+                (undone if patch.by == by or patch.by.startswith(inside) else kept).append(patch)
             self._patches = kept
             for patch in reversed(undone):
                 patch.undo()
+        return tuple(undone)
+
+    def repeat(self, patches: Sequence[Patch]) -> bool:
+        """Make replacements of different attributes again, which takes less time than the first time.
+
+        Return False, and replace nothing, if there are none or if one of the attributes has changed since.
+        """
+        with self._lock:
+            if not patches or any(patch.changed for patch in patches):
+                return False
+            for patch in patches:
+                _set(patch.owner, patch.name, patch.replacement)
+            self._patches.extend(patches)
+        return True
 
 
 def definer(cls: type, name: str) -> type:

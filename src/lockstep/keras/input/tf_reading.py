@@ -513,7 +513,8 @@ class MapStage:
             mapped = next(self._mapped[0])
         except tf.errors.OpError as error:
             self.failed = True
-            raise DataError(f"the map of a tf.data pipeline failed: {error.message}") from error
+            text = re.sub("^{{.*?}} ", "", error.message)
+            raise DataError(f"a map of a tf.data pipeline failed: {text}") from error
         self._waiting.popleft().data = host_nest(mapped)
 
 
@@ -563,7 +564,7 @@ class UnmappedBatch:
 
     def identity(self) -> bytes:
         """Hash the first row and the place: as of a batch of which every worker holds all rows."""
-        first = (on_host(tensor[:1]) for tensor in self.tensors)
+        first = (on_host(_slice(tensor, slice(0, 1))) for tensor in self.tensors)
         return digest_arrays(first, struct.pack("<3q", self.step, self.place, self.examples))
 
     def feed(self, rows: slice, feed: Callable[[slice], MappedRows]) -> None:
