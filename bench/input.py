@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -92,7 +93,7 @@ def taken(batches: Iterable[Any]) -> Iterator[Any]:
     from lockstep.data.batch import PendingBatch
 
     for given_batch in batches:
-        batch = given_batch.read() if isinstance(given_batch, PendingBatch) else given_batch
+        batch = given_batch.read(nullcontext) if isinstance(given_batch, PendingBatch) else given_batch
         share = batch.share(OWN_REPLICA, REPLICAS, 1)
         data = share.data()
         batch.check()
