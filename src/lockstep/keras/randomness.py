@@ -1,11 +1,13 @@
 """The random states from which a script may draw, and random numbers that do not affect them."""
 
+import _random
 import ctypes
 import random
 import struct
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any, TypeVar
 
 import keras
@@ -143,10 +145,10 @@ def random_numbers(seed: int) -> Iterator[None]:
 def current_states() -> dict[str, Any]:
     """Return the states of imported modules, without copying those that are only replaced.
 
-    Of two results, the same object stands for an unchanged state of NumPy.
+    Of two results, the same object stands for an unchanged state of Python or NumPy.
     """
     states = {
-        "python": random.getstate(),
+        "python": _python_state(),
         "numpy": _numpy_state(),
         "keras": (script_seed(), global_generator()),
     }
@@ -192,6 +194,40 @@ def restore_states(states: Mapping[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
 
 
+def _python_state() -> Any:
+    """Return Python's state; copy it only if it has changed, which takes ten times as long as comparing it.
+
+    The second of two normal numbers is not in the memory that is compared.
+    """
+    global _known_python
+    generator: Any = random._inst
+    if type(random._inst) is not random.Random or not _memory_shows_state():
+        return random.getstate()
+    words = _memory_of(generator)
+    known = _known_python
+    if known is None or known[0] != words or known[1][2] != generator.gauss_next:
+        known = _known_python = words, random.getstate()
+    return known[1]
+
+
+@cache
+def _memory_shows_state() -> bool:
+    """Whether the memory of Python's generators contains their state, as in CPython."""
+    if sys.implementation.name != "cpython":
+        return False
+    generator = random.Random(1)
+    generator.random()
+    _, (*words, index), _ = generator.getstate()
+    memory = _memory_of(generator)
+    return struct.pack(f"={len(words)}I", *words) in memory and struct.pack("=i", index) in memory
+
+
+def _memory_of(generator: random.Random) -> bytes:
+    """Return what CPython's class of generators adds to the memory of an object."""
+    start = object.__basicsize__
+    return ctypes.string_at(id(generator) + start, _random.Random.__basicsize__ - start)
+
+
 def _numpy_state() -> Any:
     """Return NumPy's state; copy it only if it has changed, which takes 90 times as long as comparing it.
 
@@ -217,6 +253,7 @@ def _set_numpy_state(state: Any) -> None:
 _NUMPY_WORDS = 625 * 4
 """Bytes of a Mersenne Twister in memory: 624 words and the index of the next."""
 
+_known_python: tuple[bytes, Any] | None = None
 _known_numpy: tuple[bytes, Any] | None = None
 """The state that was copied last, and its bytes in memory."""
 

@@ -129,7 +129,7 @@ class _Draws:
     def __init__(self, before: Mapping[str, Any]) -> None:
         self._before = before
         self._keras = OperationNumbers()
-        self._operation_seeds = _OperationSeeds(0)
+        self._operation_seeds: _OperationSeeds | None = None
         self._eager: Any = None
         self.changed = True
         set_global_generator(self._keras)
@@ -142,7 +142,7 @@ class _Draws:
             return
         from lockstep.keras.tf_random_ops import EagerDraws, drawn_from
 
-        self._eager = EagerDraws(0)
+        self._eager, self._operation_seeds = EagerDraws(0), _OperationSeeds(0)
         tensorflow_context()._rng = self._operation_seeds
         with drawn_from(self._eager):
             yield
@@ -161,15 +161,12 @@ class _Draws:
     def _differ(self) -> bool:
         if self._keras.draws:
             return True
-        if self._eager is not None and (
-            self._eager.used
-            or self._operation_seeds.draws
-            or tensorflow_context()._rng is not self._operation_seeds
-        ):
+        seeds = self._operation_seeds
+        if seeds is not None and (self._eager.used or seeds.draws or tensorflow_context()._rng is not seeds):
             return True
         before, now = self._before, current_states()
         return not (
-            now["python"] == before["python"]
+            (now["python"] is before["python"] or now["python"] == before["python"])
             and (now["numpy"] is before["numpy"] or _same(now["numpy"], before["numpy"]))
             and ("torch" not in before or now["torch"].equal(before["torch"]))
             and now["keras"] == (before["keras"][0], self._keras)
@@ -183,7 +180,7 @@ class _Draws:
             torch.default_generator.manual_seed(seed)
         self._keras.seed(seed)
         set_global_generator(self._keras)
-        if self._eager is not None:
+        if self._operation_seeds is not None:
             self._eager.reset(seed)
             self._operation_seeds.seed(seed)
             context = tensorflow_context()
