@@ -154,8 +154,9 @@ class GlobalStep:
         seed = xxhash.xxh3_64_intdigest(struct.pack("<3Q", call.seed, call.number, call.steps))
 
         def computed(share: Share) -> Partial:
-            if self._timer.running:
-                share = share._replace(data=self._timer.charging("input", share.data))
+            read = self._timer.charging("input", share.data) if self._timer.running else share.data
+            data = read()
+            share = share._replace(data=lambda: data)
             with misfits_explained(self._model, share.examples):
                 return self._program.compute(state, share, earlier)
 
