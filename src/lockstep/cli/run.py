@@ -124,7 +124,7 @@ class _Folder(click.Path):
     "reading",
     type=click.Choice(get_args(InputReading)),
     help="Whether workers divide the reading of datasets, or each reads everything; affects the result only "
-    "if items draw random numbers.  [default: divided]",
+    "if items draw random numbers, or with AutoShardPolicy.FILE or DATA.  [default: divided]",
 )
 @click.option(
     "--run-dir",

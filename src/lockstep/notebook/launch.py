@@ -67,7 +67,7 @@ def launch(
         accept_changes: resume even if settings of the model, optimizer, loss or callbacks differ from those
             of the checkpoint.
         input: "divided", the default, or "joint": each worker reads everything of a dataset. This affects the
-            result only if items of a dataset draw random numbers.
+            result only if items of a dataset draw random numbers, or with `AutoShardPolicy.FILE` or `DATA`.
 
     Raises:
         ConfigError: an argument is wrong, or this process is itself a worker.

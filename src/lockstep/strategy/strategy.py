@@ -129,7 +129,13 @@ class Strategy:
         All workers must read the same dataset. See `lockstep.keras.input.distribution`.
         """
         self._job.note_distribution()
-        return distribute(self._job, self._runner, dataset, self._methods.next_seed)
+        return distribute(
+            self._job,
+            self._runner,
+            dataset,
+            lambda: self._methods.next_seed(),
+            lambda: self._methods.call_number(),
+        )
 
     def distribute_datasets_from_function(self, dataset_fn: Callable[[Any], Any], options: Any = None) -> Any:
         """Give each replica its own dataset, `dataset_fn(context)`, where `context` is an `InputContext`.

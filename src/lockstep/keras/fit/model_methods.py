@@ -112,6 +112,10 @@ class ModelMethods:
         """Return a new seed for the current position in the program; see `NumberedCalls.next_seed`."""
         return self._calls.next_seed()
 
+    def call_number(self) -> int:
+        """Return the number of the call in progress, equal on workers that have skipped earlier calls."""
+        return self._calls.current.number
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Adopt models that are compiled within the block, the scope of a strategy."""
@@ -386,7 +390,9 @@ class ModelMethods:
             return training, validation
         x, y, weight = keras.utils.unpack_x_y_sample_weight(validation)
         batch_size = given["validation_batch_size"] or given["batch_size"]
-        return training, self._input(x, y, weight, batch_size=batch_size, steps=given["validation_steps"])
+        # A joiner begins none of the validations before it joins, so it could not number passes over shards.
+        options = {"batch_size": batch_size, "steps": given["validation_steps"], "in_order": True}
+        return training, self._input(x, y, weight, **options)
 
     def _input(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> GlobalInput:
         if not self._alone:
@@ -398,7 +404,7 @@ class ModelMethods:
             self._job,
             seed_of(call.seed, call.number),
             joint=context.joint_input,
-            call=lambda: self._calls.current.number,
+            call=self.call_number,
         )
         options.setdefault("shuffle", False)
         data = global_input(x, y, sample_weight, **options, seed=order, unsplit=self._alone, reader=reader)

@@ -27,7 +27,7 @@ from lockstep.collectives.contract import Bytes, Communicator
 from lockstep.data.batch import GlobalBatch, PendingBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
-from lockstep.keras.input.held_state import held_generator, held_model
+from lockstep.keras.input.held_state import held_generator, held_variable
 from lockstep.keras.input.item_draws import ItemDraws
 from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorker, Way, in_proportion
 from lockstep.keras.input.streams import on_host
@@ -42,6 +42,9 @@ HAND_OVER_SECONDS_PER_BYTE = 1e-9
 
 DECIDE_EVERY = 16
 """Cycles for which the chief decides whether batches are divided; it also decides in each new view."""
+
+CYCLE_BYTES = 1 << 30
+"""Batches are not handed over if those of a cycle are larger: workers hold all of them at once."""
 
 _PROBE = 2**64 - 1
 """In place of the number of a pass, for the batch that is read before the first."""
@@ -63,31 +66,34 @@ def division(
     if dataset.num_batches == 0:
         return "it has no batches"
     inner, draws = dataset.inner, ItemDraws(reader.seed)
-    if place := held_model(("dataset", inner)):
-        return f"{place}, whose weights may change between two steps: compute with the model in a callback"
     if place := held_generator(("dataset", inner)):
         return (
             f"{place}, whose numbers depend on the batches that were read before: draw from numpy.random in "
             "__getitem__, or from numpy.random.default_rng((seed, index))"
         )
+    if place := held_variable(("dataset", inner)):
+        return f"{place}, whose values may change between two steps: compute with it in a callback"
 
     found = BatchDivision(dataset, standardize, reader, draws)
 
-    def probe(read: Any) -> tuple[bytes, dict[str, Any]]:
+    def probe(read: Any) -> tuple[bytes, bool, dict[str, Any]]:
+        draws.drawn = False
         data = standardize(found.made(_PROBE, 0, 0, read))
         found.measured(HeldRows.whole(data, 0, {}))
-        return _digest(data), _attributes(read)
+        return _digest(data), draws.drawn, _attributes(read)
 
     try:
         read = copy.copy(inner)  # A dataset that counts what is read keeps its count.
-        first, attributes = probe(read)
-        second, after = probe(read)
+        first, once, attributes = probe(read)
+        second, again, after = probe(read)
     except Exception as error:
         return f"reading its first batch fails with {type(error).__name__}"
     if changed := _changed(attributes, after):
         return (
             f"its attribute {changed!r} changes when a batch is read: let batches depend on their index only"
         )
+    if once != again:
+        return "it keeps what it has drawn: draw anew in each __getitem__, or before the training"
     if first != second:
         return (
             "its first batch is another one each time it is read: draw from numpy.random in __getitem__, or "
@@ -166,7 +172,7 @@ class BatchDivision:
     @property
     def pays(self) -> bool:
         """Whether batches take longer to make than to hand over; the chief decides, for all workers."""
-        if self._opaque:
+        if self._opaque or self._bytes * self.reader.job.view.replicas > CYCLE_BYTES:
             return False
         least = HAND_OVER_SECONDS + HAND_OVER_SECONDS_PER_BYTE * self._bytes
         return self.reads_ahead or min(self._seconds) > least

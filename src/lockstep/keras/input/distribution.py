@@ -20,7 +20,9 @@ from lockstep.keras.replica_run.runner import Runner
 from lockstep.worker.job import Job
 
 
-def distribute(job: Job, runner: Runner, dataset: Any, seed: Callable[[], int]) -> Any:
+def distribute(
+    job: Job, runner: Runner, dataset: Any, seed: Callable[[], int], call: Callable[[], int]
+) -> Any:
     """Split each element of `dataset`, a global batch, over the replicas.
 
     The replicas' numbers of rows of an element differ by at most one. With the auto-shard policy FILE or DATA
@@ -30,6 +32,7 @@ def distribute(job: Job, runner: Runner, dataset: Any, seed: Callable[[], int]) 
         job: of the replicas.
         runner: gives each replica its values.
         seed: returns the seed of shards, or of the random numbers of items; called only for them.
+        call: returns the number of the call in progress.
         dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
             nests of arrays, all with the examples along their first axis.
 
@@ -43,16 +46,16 @@ def distribute(job: Job, runner: Runner, dataset: Any, seed: Callable[[], int]) 
     explain_sharding(job, dataset)
     source: Source = GlobalBatchSource(dataset, job.view.replicas)
     if not job.context.joint_input:
-        source = shard_pipelines(job, dataset, seed) or _divided(job, dataset, seed) or source
+        source = shard_pipelines(job, dataset, seed) or _divided(job, dataset, seed, call) or source
     explain_reading(job, source.way)
     return _dataset(runner, source)
 
 
-def _divided(job: Job, dataset: Any, seed: Callable[[], int]) -> Source | None:
+def _divided(job: Job, dataset: Any, seed: Callable[[], int], call: Callable[[], int]) -> Source | None:
     """Return the source of a dataset of which each worker reads the rows of its replicas; None for others."""
     if not is_loader(dataset):
         return None
-    reader = ReadingWorker(job, seed())
+    reader = ReadingWorker(job, seed(), call=call)
     reading = loader_reading(dataset, reader, host_nest)
     if isinstance(reading, str):
         return GlobalBatchSource(dataset, job.view.replicas, reading)

@@ -52,11 +52,13 @@ def held_generator(*roots: tuple[str, Any]) -> str | None:
     return None
 
 
-def held_model(*roots: tuple[str, Any]) -> str | None:
-    """Return the place of a model that one of some objects holds; None if none is found."""
+def held_variable(*roots: tuple[str, Any]) -> str | None:
+    """Return the place of a model or a variable that one of some objects holds; None if none is found."""
     for place, found in _objects(roots):
-        if isinstance(found, keras.Model):
-            return f"{place} is the model {found.name!r}"
+        if isinstance(found, keras.Model | keras.Variable):
+            return (
+                f"{place} is the {'model' if isinstance(found, keras.Model) else 'variable'} {found.name!r}"
+            )
     return None
 
 
@@ -99,8 +101,13 @@ def _objects(roots: tuple[tuple[str, Any], ...]) -> Iterator[tuple[str, Any]]:
 def _members(place: str, found: Any) -> Iterator[tuple[str, Any]]:
     """Yield the members of an object, with their places."""
     if isinstance(found, Mapping) and type(found).__module__ in ("builtins", "collections"):
-        yield from ((f"{place}[{key!r}]", value) for key, value in islice(found.items(), _MEMBERS))
-    elif isinstance(found, list | tuple | set | frozenset | deque) and _iterates_as_a_builtin(found):
+        items = islice(found.items(), _MEMBERS)
+        yield from (
+            (f"{place}[{key!r}]" if type(key) in (str, int) else place, value) for key, value in items
+        )
+    elif isinstance(found, set | frozenset) and _iterates_as_a_builtin(found):
+        yield from ((place, value) for value in islice(found, _MEMBERS))
+    elif isinstance(found, list | tuple | deque) and _iterates_as_a_builtin(found):
         yield from ((f"{place}[{index}]", value) for index, value in enumerate(islice(found, _MEMBERS)))
     if isinstance(found, FunctionType):
         yield from _of_function(place, found)

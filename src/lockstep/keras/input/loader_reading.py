@@ -7,7 +7,6 @@ positions in the pass. So the values of a replica's rows do not depend on the wo
 """
 
 import copy
-import re
 import struct
 import sys
 from collections import deque
@@ -501,8 +500,7 @@ def _probed(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReadi
         with states_kept():
             return _compared(loader, reader, convert)
     except Exception as error:  # Reading jointly raises it again, if it is an error of the program.
-        text = re.sub("0x[0-9a-f]+", "0x", str(error).strip()).splitlines() or [""]
-        return f"{type(error).__name__} when some items were read: {text[-1]}"
+        return f"reading some items fails with {type(error).__name__}"
 
 
 def _compared(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReading | str:

@@ -17,6 +17,7 @@ from lockstep.data.digest import SpotChecks, digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.nests import leaves_of, parts_of
+from lockstep.keras.seeds import GOLDEN
 from lockstep.system.notes import note
 from lockstep.worker.job import Job
 
@@ -159,7 +160,7 @@ def computed_once(function: Callable[[], bytes]) -> Callable[[], bytes]:
 class PassNumbers:
     """Numbers the passes over a dataset, equally on workers that have skipped whole calls: validations.
 
-    The first pass in the call that has made this object has the number 0.
+    In the call that has made this object, the numbers count from 0.
 
     Args:
         reader: this worker; None if only one process reads.
@@ -174,9 +175,9 @@ class PassNumbers:
         """Return the number of the pass whose first batch is being read."""
         if self._latest != self._call():
             self._latest, self._passes = self._call(), 0
-        number = self._latest - self._first + self._passes
+        number = (self._latest - self._first) * GOLDEN + self._passes
         self._passes += 1
-        return number
+        return number % 2**64
 
 
 def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | None = None) -> GlobalBatch:

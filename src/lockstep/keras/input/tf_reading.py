@@ -494,6 +494,11 @@ class MapStage:
         self._waiting: deque[MappedRows] = deque()
         weakref.finalize(self, _free, queue, self._mapped)
 
+    @property
+    def idle(self) -> bool:
+        """Whether all groups that were fed have been taken, and no map has failed."""
+        return not (self._waiting or self.failed)
+
     def feed(self, tensors: Sequence[Any]) -> "MappedRows":
         """Begin to map a group of rows."""
         with tf.device("CPU:0"):
@@ -564,8 +569,12 @@ class UnmappedBatch:
         self._fed: list[tuple[slice, MappedRows]] = []
 
     def identity(self) -> bytes:
-        """Hash the first row and the place: as of a batch of which every worker holds all rows."""
-        first = (on_host(_slice(tensor, slice(0, 1))) for tensor in self.tensors)
+        """Hash the numbers of the first row, and the place.
+
+        Strings are left out: names of files may differ between workers that have folders of their own.
+        """
+        numbers = (tensor for tensor in self.tensors if tensor.dtype != tf.string)
+        first = (on_host(_slice(tensor, slice(0, 1))) for tensor in numbers)
         return digest_arrays(first, struct.pack("<3q", self.step, self.place, self.examples))
 
     def feed(self, rows: slice, feed: Callable[[slice], MappedRows]) -> None:
@@ -718,6 +727,8 @@ class MappedReading:
         elements = iter(self._batches) if begun is None else begun
         rows = (structure.to_tensor_list(spec, element) for element in elements)
         ahead = max(self._parts.ahead, READ_AHEAD)
+        # A pass that has ended early leaves groups, and perhaps errors, that the next one does not need.
+        self._stages = {size: stage for size, stage in self._stages.items() if stage.idle}
         following = MappedPass(self._feed, self._reader, self._numbers.next(), self._maps.draw, ahead)
         yield from following.batches(rows)
 
