@@ -588,6 +588,19 @@ class Differing(Batches):
         return data, np.full(len(words), next(numbers))
 
 
+class Keeping(Batches):
+    """Keeps what it has drawn, in an object that all copies of the dataset share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Any] = {}
+
+    def __getitem__(self, index: int) -> Any:
+        if index not in self.kept:
+            self.kept[index] = np.random.normal(size=4)
+        return self.kept[index]
+
+
 class Failing(Batches):
     def __getitem__(self, index: int) -> Any:
         raise OSError("no file")
@@ -597,8 +610,9 @@ class Failing(Batches):
     ("dataset", "why"),
     [
         (Held, "dataset.numbers is a numpy.random._generator.Generator, whose numbers depend on"),
-        (Predicting, "test_batch_division.MODEL is the model 'teacher', whose weights may change"),
+        (Predicting, "test_batch_division.MODEL is the model 'teacher', whose values may change"),
         (Counting, "its attribute 'reads' changes when a batch is read"),
+        (Keeping, "it keeps what it has drawn"),
         (Differing, "its first batch is another one each time it is read"),
         (Failing, "reading its first batch fails with OSError"),
         (partial(Batches, batches=0), "it has no batches"),

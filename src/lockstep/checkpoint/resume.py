@@ -90,7 +90,6 @@ def refuse_another_backend(path: Path, facts: Facts, backend: str) -> None:
 def refuse_different_job(path: Path, facts: Facts, own: Facts) -> None:
     """Raise ConfigError if the running job, described by `own`, differs from the one of the checkpoint."""
     names = ("replicas", "seed", "threads", "input", "backend")
-    facts = {"input": "joint", **facts}  # Older jobs read all input jointly.
     differing = [name for name in names if facts.get(name, own[name]) != own[name]]
     if not differing:
         return

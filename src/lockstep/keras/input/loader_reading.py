@@ -499,6 +499,8 @@ def _probed(loader: Any, reader: ReadingWorker, convert: Convert) -> LoaderReadi
     try:
         with states_kept():
             return _compared(loader, reader, convert)
+    except DataError as error:
+        return str(error)
     except Exception as error:  # Reading jointly raises it again, if it is an error of the program.
         return f"reading some items fails with {type(error).__name__}"
 
