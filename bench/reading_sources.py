@@ -1,4 +1,4 @@
-"""Inputs whose examples cost more than a training step: four Fourier transforms of an image each."""
+"""Inputs whose examples cost more than a training step: twelve Fourier transforms of an image each."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from models.model import images
 
 SIDE = 64
-TRANSFORMS = 4
+TRANSFORMS = 12
 KEPT = 28
 """The side of the corner of the spectrum that the model gets, flattened."""
 SOURCES = ("DataLoader", "PyDataset", "tf.data", "tf.data, shuffled after map", "generator")
