@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from programs import HERE, environment, run_lockstep
-from reading_sources import SOURCES
+from reading_sources import DIVIDED, SOURCES
 from report import print_regime, print_row
 from results import require
 from turns import FailedError, Program, take_turns
@@ -25,7 +25,6 @@ BATCH = 32
 """Examples per replica."""
 NEAR = 1e-3
 """The fraction by which the loss of another program may differ in the first turn."""
-DIVIDED = ("DataLoader", "PyDataset", "tf.data")
 DDP, MWMS = "ddp, DistributedSampler", "tf_keras, MWMS"
 PEERS = {"DataLoader": (DDP, "reading_ddp.py", "torch"), "tf.data": (MWMS, "reading_mwms.py", "tensorflow")}
 

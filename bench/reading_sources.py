@@ -11,7 +11,9 @@ SIDE = 64
 TRANSFORMS = 12
 KEPT = 28
 """The side of the corner of the spectrum that the model gets, flattened."""
-SOURCES = ("DataLoader", "PyDataset", "tf.data", "tf.data, shuffled after map", "generator")
+DIVIDED = ("DataLoader", "PyDataset", "tf.data")
+"""Those whose reading the workers divide."""
+SOURCES = (*DIVIDED, "tf.data, shuffled after map", "generator")
 
 Array = np.ndarray[Any, Any]
 

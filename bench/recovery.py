@@ -10,7 +10,7 @@ restarts, and must restart as well.)
 
 The programs take turns of one loss, alternately of the first and of another worker, at a random instant.
 Processes are not pinned, so that the remaining ones can use all cores; each has one thread and 64 images per
-replica.
+replica. Other rows show Lockstep alone with a small model on inputs whose reading the workers divide.
 """
 
 import argparse
@@ -24,9 +24,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from programs import environment
+from reading_sources import DIVIDED
 from report import print_row
 from steps import Step, of, usual, watching
 from turns import FailedError, free_ports
@@ -86,10 +88,10 @@ class Loss:
     new: float
 
 
-def lockstep(folder: Path) -> list[list[str]]:
+def lockstep(folder: Path, model: str = "cnn") -> list[list[str]]:
     options = ["-n", "3", "--replicas", "3", "--max-restarts", "0", "--threads-per-worker", "1"]
     run = [sys.executable, "-m", "lockstep", "run", *options, "--run-dir", str(folder / "run")]
-    return [[*run, str(HERE / "recovery_lockstep.py"), "cnn", str(STEPS)]]
+    return [[*run, str(HERE / "recovery_lockstep.py"), model, str(STEPS)]]
 
 
 def torchrun(folder: Path) -> list[list[str]]:
@@ -111,6 +113,10 @@ LOCKSTEP = RecoveringProgram("lockstep", 3, 2, lockstep, environment("jax", 1))
 TORCHRUN = RecoveringProgram("torchrun, ddp", 2, 2, torchrun, environment("torch", 1) | OWN_STORE)
 MWMS = RecoveringProgram("tf_keras, MWMS", 2, 2, mwms, environment("tensorflow", 1), must_restart=True)
 PEERS = (TORCHRUN, MWMS)
+INPUTS = [
+    RecoveringProgram(f"lockstep, {name}", 3, 2, partial(lockstep, model=name), environment("jax", 1))
+    for name in DIVIDED
+]
 
 
 def lose(program: RecoveringProgram, chief: bool, chance: random.Random) -> Loss:
@@ -183,6 +189,18 @@ def report(losses: dict[str, list[Loss]]) -> None:
         print_row(f"{program.name} / lockstep", [other.pause / own.pause for other, own in pairs], "times")
 
 
+def report_inputs(count: int) -> None:
+    """Measure and report losses of Lockstep with each kind of input that workers divide."""
+    chance = random.Random(0)
+    print(f"one process killed that trains on a costly input, {count} times each: median (p10-p90)")
+    for program in INPUTS:
+        losses = [lose(program, number % 2 == 0, chance) for number in range(count)]
+        print_row(f"{program.name}: a step", [loss.before for loss in losses], "ms")
+        print_row(f"{program.name}: a step of the remaining workers", [loss.after for loss in losses], "ms")
+        added = [loss.pause - loss.after for loss in losses]
+        print_row(f"{program.name}: kill to next step, minus such a step", added, "ms", "150")
+
+
 def measure(count: int) -> dict[str, list[Loss]]:
     chance = random.Random(0)
     programs = (LOCKSTEP, *PEERS)
@@ -196,6 +214,7 @@ def measure(count: int) -> dict[str, list[Loss]]:
 def main(count: int = LOSSES) -> None:
     try:
         report(measure(count))
+        report_inputs(count)
     except FailedError as error:
         sys.exit(str(error))
 

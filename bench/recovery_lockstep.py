@@ -2,7 +2,8 @@
 
     lockstep run ... recovery_lockstep.py MODEL STEPS
 
-MODEL is `cnn`, the tutorial's, or `large`, whose state is 203 MB.
+MODEL is `cnn`, the tutorial's, `large`, whose state is 203 MB, or one of `reading_sources.SOURCES`: a small
+model on a costly input.
 """
 
 import sys
@@ -14,14 +15,16 @@ import large_model
 import lockstep
 from lockstep.worker import job
 from models import MODELS
+from reading_sources import SOURCES, examples, source
 from steps import StepReports
 
 MODEL, STEPS = sys.argv[1], int(sys.argv[2])
 REPEATED = 10
-cnn = MODELS["cnn"]
-size, examples, make = {
+cnn, dense = MODELS["cnn"], MODELS["dense-0.1"]
+size, examples_of, make = {
     "cnn": (cnn.batch, cnn.examples, cnn.compiled),
     "large": (large_model.BATCH, large_model.examples, large_model.keras_model),
+    **dict.fromkeys(SOURCES, (dense.batch, examples, dense.compiled)),
 }[MODEL]
 
 
@@ -34,6 +37,7 @@ with strategy.scope():
     model = make(keras)
 batch = size * strategy.num_replicas_in_sync
 # A few batches, repeated: more random numbers would take much of a worker's start.
-x, y = (np.concatenate([part] * (STEPS // REPEATED)) for part in examples(REPEATED * batch))
+x, y = (np.concatenate([part] * (STEPS // REPEATED)) for part in examples_of(REPEATED * batch))
+data = {"x": source(MODEL, x, y, batch)} if MODEL in SOURCES else {"x": x, "y": y, "batch_size": batch}
 reporter = StepReporter(job.current().worker, STEPS, lambda: job.current().view.number)
-model.fit(x, y, batch_size=batch, epochs=1000, shuffle=False, verbose=0, callbacks=[reporter])
+model.fit(**data, epochs=1000, shuffle=False, verbose=0, callbacks=[reporter])

@@ -93,5 +93,13 @@ def replica_rows(examples: int, replica: int, replicas: int) -> slice:
     return slice(start, start + quotient + (replica < remainder))
 
 
+def owned_rows(examples: int, owned: range, replicas: int) -> slice:
+    """Return the rows of consecutive replicas in a batch, which are contiguous."""
+    if not owned:
+        return slice(0, 0)
+    first, last = (replica_rows(examples, replica, replicas) for replica in (owned[0], owned[-1]))
+    return slice(first.start, last.stop)
+
+
 def _scattered(rows: slice) -> NoReturn:
     raise InternalError("each replica has its own part of this batch; no part has rows of the whole batch")

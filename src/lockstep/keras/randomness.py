@@ -309,7 +309,14 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 def same_states(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two results of `random_states` are equal."""
-    return one.keys() == other.keys() and all(_same(state, other[name]) for name, state in one.items())
+    return one.keys() == other.keys() and not changed_states(one, other)
+
+
+def changed_states(before: Mapping[str, Any], now: Mapping[str, Any]) -> frozenset[str]:
+    """Return the names of the states in `now` that differ from those in `before`, or are new."""
+    return frozenset(
+        name for name, state in now.items() if name not in before or not _same(before[name], state)
+    )
 
 
 def _same(one: Any, other: Any) -> bool:

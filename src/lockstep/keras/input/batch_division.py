@@ -24,7 +24,7 @@ import numpy.typing as npt
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer
 
 from lockstep.collectives.contract import Bytes, Communicator
-from lockstep.data.batch import GlobalBatch, PendingBatch, replica_rows
+from lockstep.data.batch import GlobalBatch, PendingBatch, owned_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.held_state import held_generator, held_variable
@@ -33,7 +33,7 @@ from lockstep.keras.input.readings import JOINT_INPUT, PassNumbers, ReadingWorke
 from lockstep.keras.input.streams import on_host
 from lockstep.keras.input.visits import ReorderedDataset
 from lockstep.keras.nests import leaves_of, parts_of
-from lockstep.keras.randomness import random_states
+from lockstep.keras.randomness import changed_states, random_states
 from lockstep.topology import View
 
 HAND_OVER_SECONDS = 5e-4
@@ -296,10 +296,8 @@ class _Pass:
         """Return the rows of the `owned` replicas, without batches that have no form to hand over."""
         sent = {}
         for step, held in batches.items():
-            start = replica_rows(held.examples, owned[0], replicas).start
-            stop = replica_rows(held.examples, owned[-1], replicas).stop
             try:
-                sent[step] = held.cut(slice(start, stop))
+                sent[step] = held.cut(owned_rows(held.examples, owned, replicas))
             except DataError:
                 self._division.note_opaque()
         try:
@@ -427,8 +425,7 @@ class _OwnBatches(keras.utils.PyDataset):  # type: ignore[misc]
                 return _Fetched(data)
             before = random_states()
             data = self._inner[index]
-            now = random_states()
-            return _Fetched(data, frozenset(name for name in now if not _equal(now[name], before.get(name))))
+            return _Fetched(data, changed_states(before, random_states()))
         except Exception:
             return _Fetched(None, failed=True)
 
@@ -666,12 +663,3 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
         if one is not other and not (type(one) is type(other) and isinstance(one, _PLAIN) and one == other):
             return name
     return None
-
-
-def _equal(one: Any, other: Any) -> bool:
-    """Whether two states of `random_states` are equal."""
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, tuple) and any(isinstance(item, np.ndarray) for item in one):
-        return all(map(_equal, one, other))
-    return bool(one == other)

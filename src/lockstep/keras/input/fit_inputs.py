@@ -51,7 +51,7 @@ from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
 from lockstep.keras.nests import Nest, packed, parts_of
 
-ARRAYS = Way("each worker reads the rows of its replicas", "arrays")
+ARRAYS = Way.by_rows("arrays")
 """How workers read arrays."""
 
 AN_ITERATOR = "an iterator yields its batches once and in order; a keras.utils.PyDataset gives any of them"

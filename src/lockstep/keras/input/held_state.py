@@ -56,9 +56,8 @@ def held_variable(*roots: tuple[str, Any]) -> str | None:
     """Return the place of a model or a variable that one of some objects holds; None if none is found."""
     for place, found in _objects(roots):
         if isinstance(found, keras.Model | keras.Variable):
-            return (
-                f"{place} is the {'model' if isinstance(found, keras.Model) else 'variable'} {found.name!r}"
-            )
+            kind = "model" if isinstance(found, keras.Model) else "variable"
+            return f"{place} is the {kind} {found.name!r}"
     return None
 
 

@@ -109,10 +109,7 @@ class LoaderReading:
         self._convert = convert
         self._source = _ReplicaSource(loader.dataset, loader.collate_fn, reader.seed, drawn)
         self._numbers = PassNumbers(reader)
-        self.way = Way(
-            "each worker reads the rows of its replicas",
-            "a map-style dataset, whose items are the same on any worker",
-        )
+        self.way = Way.by_rows("a map-style dataset, whose items are the same on any worker")
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy.typing as npt
 
-from lockstep.data.batch import GlobalBatch, replica_rows
+from lockstep.data.batch import GlobalBatch, owned_rows, replica_rows
 from lockstep.data.digest import SpotChecks, digest_arrays
 from lockstep.errors import DataError
 from lockstep.keras.input.streams import on_host
@@ -49,6 +49,11 @@ class Way:
     def joint(cls, why: str) -> "Way":
         """Return the way of a dataset of which every worker reads everything."""
         return cls("every worker reads the whole dataset", why, why not in (JOINT_INPUT, NOTHING_TO_DIVIDE))
+
+    @classmethod
+    def by_rows(cls, why: str) -> "Way":
+        """Return the way of a dataset of which each worker reads the rows that it computes."""
+        return cls("each worker reads the rows of its replicas", why)
 
     def __str__(self) -> str:
         return f"{self.how}: {self.why}" if self.why else self.how
@@ -104,13 +109,9 @@ class ReadingWorker:
     call: Callable[[], int] = _one_call
 
     def own_rows(self, examples: int) -> slice:
-        """Return the rows of this worker's replicas in a batch of `examples` rows; they are contiguous."""
+        """Return the rows of this worker's replicas in a batch of `examples` rows."""
         view = self.job.view
-        own = view.replicas_of(self.job.worker)
-        if not own:
-            return slice(0, 0)
-        first, last = (replica_rows(examples, replica, view.replicas) for replica in (own[0], own[-1]))
-        return slice(first.start, last.stop)
+        return owned_rows(examples, view.replicas_of(self.job.worker), view.replicas)
 
     @property
     def checks(self) -> SpotChecks:

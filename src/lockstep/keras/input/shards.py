@@ -48,7 +48,7 @@ class Shards:
     _graph: Any
 
     def shard(self, context: InputContext) -> Any:
-        """Return the `tf.data.Dataset` of a replica, with state of its own: the same wherever it is made."""
+        """Return the `tf.data.Dataset` of a replica, with its own state; it is the same on any worker."""
         from tensorflow.python.data.experimental.ops import distribute
         from tensorflow.python.distribute.input_ops import auto_shard_dataset
 

@@ -571,7 +571,7 @@ class UnmappedBatch:
     def identity(self) -> bytes:
         """Hash the numbers of the first row, and the place.
 
-        Strings are left out: names of files may differ between workers that have folders of their own.
+        Strings are left out: names of files may differ between workers that use different folders.
         """
         numbers = (tensor for tensor in self.tensors if tensor.dtype != tf.string)
         first = (on_host(_slice(tensor, slice(0, 1))) for tensor in numbers)
@@ -713,7 +713,7 @@ class MappedReading:
         self._numbers = PassNumbers(reader)
         names = "maps" if len(maps.steps) > 1 else "map"
         drawn = ", with random numbers by the place of a row in its pass" if maps.draw else ""
-        self.way = Way("each worker reads the rows of its replicas", f"the last {names} before .batch{drawn}")
+        self.way = Way.by_rows(f"the last {names} before .batch{drawn}")
 
     def begin(self) -> Iterator[GlobalBatch]:
         """Begin the next pass; yield its global batches."""
