@@ -145,6 +145,7 @@ def accept(
     with contextlib.closing(connection):
         try:
             peer = join_address(connection.getpeername())
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError:
             raise NetworkError("another worker closed its connection before it was accepted") from None
         late = f"{peer} did not complete the handshake of encryption within {patience:g} s"
@@ -174,6 +175,8 @@ def _secure(
     context = credentials.server_context() if accepted else credentials.client_context()
     with contextlib.ExitStack() as undo:
         try:
+            # `wrap_socket` does not close the connection if the peer has reset it.
+            connection.getpeername()
             secured = context.wrap_socket(connection, server_side=accepted, do_handshake_on_connect=False)
             undo.enter_context(secured)
             while True:
