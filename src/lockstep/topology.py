@@ -1,6 +1,6 @@
 """The assignment of replicas to workers: a view. Pure arithmetic.
 
-A job has R replicas for its whole life. W workers (1 <= W <= R) on one or several hosts compute them; a `View`
+A job has R replicas for its whole life. W workers (1 <= W <= R) on one or several hosts compute them; a view
 defines which worker owns which replica. Ownership is contiguous and balanced, and never affects a result: it
 only determines where a replica is computed.
 """
