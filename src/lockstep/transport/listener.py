@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import ipaddress
+import itertools
 import os
 import select
 import socket
@@ -154,7 +155,7 @@ class Listener:
         if self._events.closed:
             return None
         now = self._clock.now()
-        for pending in list(self._pending.values())[:PER_TURN]:
+        for pending in list(itertools.islice(self._pending.values(), PER_TURN)):
             if pending.until > now:
                 break
             self._refuse(pending, f"it did not send a greeting within {PATIENCE:g} s")
@@ -206,7 +207,7 @@ class Listener:
         self._resumes = now + _PAUSE
 
     def _evict(self, reason: str) -> None:
-        """Refuse the oldest connection of the address that has most connections without a greeting."""
+        """Refuse the oldest connection of the host that has most connections without a greeting."""
         hosts: dict[str, list[_Pending]] = {}
         for pending in self._pending.values():
             hosts.setdefault(pending.host, []).append(pending)
@@ -305,10 +306,10 @@ class _Refusals:
         self._report = report
         self._quiet_until: float | None = None
         self._counts: dict[str, int] = {}
-        self._last = ""
+        self._reasons: dict[str, str] = {}
 
     def add(self, host: str, peer: str, reason: str, now: float) -> None:
-        """Count a connection from `peer`, an address of `host`, that was refused."""
+        """Count a connection that was refused, from the address `peer` of `host`."""
         if self._quiet_until is None:
             self._quiet_until = now + QUIET
             self._report(f"refused a connection from {peer}: {reason}")
@@ -316,7 +317,7 @@ class _Refusals:
         # Of a flood from many hosts, the first are named.
         named = host if host in self._counts or len(self._counts) < _MOST_HOSTS else _OTHERS
         self._counts[named] = self._counts.get(named, 0) + 1
-        self._last = f"the last, from {peer}: {reason}"
+        self._reasons[named] = reason
 
     def show(self, now: float) -> float | None:
         """Report what is due; return the time of the next report, if there will be one."""
@@ -330,11 +331,11 @@ class _Refusals:
             self._quiet_until = None
             return
         self._quiet_until = now + QUIET
-        total = sum(self._counts.values())
-        counts = sorted(self._counts.items(), key=lambda item: -item[1])
-        hosts = ", ".join(f"{host} ({number})" for host, number in counts)
-        self._report(f"refused {count(total, 'more connection')} from {hosts}; {self._last}")
+        hosts = [f"{number} from {host} ({self._reasons[host]})" for host, number in self._counts.items()]
+        total = count(sum(self._counts.values()), "more connection")
+        self._report(f"refused {total}: {', '.join(hosts)}")
         self._counts.clear()
+        self._reasons.clear()
 
 
 def _cannot_listen(address: str, error: OSError) -> Exception:
