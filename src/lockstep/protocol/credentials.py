@@ -49,10 +49,7 @@ class Credentials(msgspec.Struct, frozen=True):
 
     def server_context(self) -> ssl.SSLContext:
         """Return the context of the end that accepts connections."""
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        # A ticket that a one-way connection never reads would make the kernel reset it when it is closed.
-        context.num_tickets = 0
-        return context
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client_context(self) -> ssl.SSLContext:
         """Return the context of the end that opens connections."""
