@@ -185,7 +185,29 @@ def looped(image: Any, label: Any) -> Any:
     return rows, total.stack()
 
 
+FLIP = keras.layers.RandomFlip()
+MASKS = [keras.layers.RandomFlip(seed=4), keras.layers.RandomFlip(seed=4)]
+ZOOM = keras.layers.RandomZoom(0.3, seed=4)
+BRIGHTNESS = [keras.layers.RandomBrightness(0.3, seed=seed) for seed in (1, 2, None)]
+
+
+def layered(image: Any, label: Any) -> Any:
+    image = tf.cast(image, tf.float32)
+    return [layer(image, training=True) for layer in (FLIP, *MASKS, ZOOM, MASKS[1])], label
+
+
+def lit(image: Any, label: Any) -> Any:
+    """Return the numbers that layers draw."""
+    return [
+        layer(tf.fill((1, 1, 3), 128.0), training=True)[0, 0, 0] for layer in (*BRIGHTNESS, BRIGHTNESS[0])
+    ]
+
+
 RANDOM: dict[str, Callable[[], Any]] = {
+    "layers": lambda: source().map(lit, num_parallel_calls=4).batch(8),
+    "more layers": lambda: (
+        source().map(lit).map(lambda *row: (*lit(None, None), *row), num_parallel_calls=2).batch(8)
+    ),
     "draws": lambda: source().map(seen).batch(8),
     "maps": lambda: (
         source()
@@ -200,9 +222,12 @@ RANDOM: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*RANDOM, "flipped"])
+OF_IMAGES = {"flipped": flipped, "layered": layered}
+
+
+@pytest.mark.parametrize("name", [*RANDOM, *OF_IMAGES])
 def test_random_numbers_depend_on_the_place_of_a_row_and_not_on_its_reader(name: str) -> None:
-    dataset = source().map(flipped).batch(8) if name == "flipped" else RANDOM[name]()
+    dataset = source().map(OF_IMAGES[name]).batch(8) if name in OF_IMAGES else RANDOM[name]()
     states = [np.random.get_state()[1].tolist(), tf.random.get_global_generator().state.numpy().tolist()]
     found = []
     for job in (Alone(), Alone(1, (0, 1)), Alone(2, (0, 1, 2))):
@@ -213,7 +238,7 @@ def test_random_numbers_depend_on_the_place_of_a_row_and_not_on_its_reader(name:
         np.random.get_state()[1].tolist(),
         tf.random.get_global_generator().state.numpy().tolist(),
     ]
-    if name == "flipped":
+    if name in OF_IMAGES:
         return
     reading = divided(dataset, Alone())
     numbers = [
@@ -238,6 +263,17 @@ def test_operations_of_one_seed_draw_the_same_numbers() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def test_layers_of_one_seed_draw_the_same_numbers() -> None:
+    differing = [0, 0]
+    for batch in divided(source().map(layered, num_parallel_calls=2).batch(8), Alone()).begin():
+        images, _ = batch.read(slice(0, batch.examples))
+        flip, one, other, _, again = np.moveaxis(images, 1, 0)
+        np.testing.assert_array_equal(one, other)
+        for number, image in enumerate((flip, again)):
+            differing[number] += int((one != image).any(axis=(1, 2, 3)).sum())
+    assert min(differing) > 10
+
+
 def with_variable() -> Any:
     variable = tf.Variable(1.0)
     return source().map(lambda image, label: variable * tf.cast(label, tf.float32))
@@ -248,9 +284,16 @@ def with_generator() -> Any:
     return source().map(lambda image, label: generator.uniform(()))
 
 
-def with_layer() -> Any:
+def with_state() -> Any:
+    """A map that reads the state of a generator of Keras, besides drawing from it."""
     layer = keras.layers.RandomFlip(seed=1)
-    return source().map(lambda image, label: layer(image))
+
+    def flipped(image: Any, label: Any) -> Any:
+        flipped = layer(image, training=True)
+        generators = getattr(layer, "_backend_generators", {"tensorflow": layer.generator})
+        return flipped, generators["tensorflow"].state.value + 1
+
+    return source().map(flipped)
 
 
 def with_counter() -> Any:
@@ -304,8 +347,8 @@ JOINT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "variable": (lambda: with_variable().batch(8), "Variable"),
     "counter": (lambda: with_counter().batch(8), "Variable"),
-    "generator": (lambda: with_generator().batch(8), "instead of random layers"),
-    "layer": (lambda: with_layer().batch(8), "random layers"),
+    "generator": (lambda: with_generator().batch(8), "instead of tf.random.Generator"),
+    "state": (lambda: with_state().batch(8), "uses the variable seed_generator"),
     "vectorized": (
         lambda: (
             source().map(lambda *_: tf.vectorized_map(lambda _: tf.random.uniform(()), tf.zeros(3))).batch(8)

@@ -35,8 +35,16 @@ def counted(image: Any, label: Any) -> Any:
     return image, tf.ensure_shape(found, ())
 
 
+FLIP = keras.layers.RandomFlip()
+ROTATION = keras.layers.RandomRotation(0.1, seed=3)
+GENERATOR = keras.random.SeedGenerator(4)
+
+
 def augmented(image: Any, label: Any) -> Any:
     image = tf.image.random_flip_left_right(tf.cast(image, tf.float32) / 255.0)
+    image = ROTATION(FLIP(image, training=True), training=True)
+    if keras.backend.backend() == "tensorflow":
+        image += keras.random.uniform((6, 6, 1), 0, 0.1) * keras.random.uniform((), seed=GENERATOR)
     return image + tf.random.normal((6, 6, 1), stddev=0.1), label
 
 

@@ -5,8 +5,8 @@ global batches of unmapped rows, which identify a batch. It feeds its own rows t
 applies the same traced functions ahead of time. Later it also feeds those rows of others that it needs, so
 that no row is read again from the source.
 
-A map that draws random numbers is traced again, with stateless operations. Their numbers are a function of
-the seed, the pass and the row's place in it.
+A map that draws random numbers, with TensorFlow's operations or from Keras's generators, is traced again,
+with stateless operations. Their numbers are a function of the seed, the pass and the row's place in it.
 
 This uses private parts of `tf.data`: the classes of its operations, and the functions that it has traced.
 """
@@ -14,7 +14,7 @@ This uses private parts of `tf.data`: the classes of its operations, and the fun
 import re
 import struct
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,7 @@ from tensorflow.python.ops import gen_dataset_ops
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, ModelError
+from lockstep.keras.backends.state_changes import KERAS_SEED
 from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import draw_as_a_loader
@@ -340,6 +341,8 @@ def _prepared(parts: _Parts) -> _Maps | str:
     for step in steps:
         if left := _operations(step.function, counts_its_runs):
             return f"a map draws with the operation {left[0]}, which no stateless operation replaces"
+        if refusal := _kept_state(step.function):
+            return refusal
     last, given = steps[-1].function.output_structure, functions[-1].output_structure
     if last != given:
         return f"a map that draws random numbers returns {last}, not {given}, when it is traced again"
@@ -355,10 +358,22 @@ def _refusal(function: Any) -> str:
             "a map calls Python code, which may keep a state: if its results depend only on its arguments, "
             "declare that by tf.numpy_function(..., stateful=False)"
         )
+    return "" if _generators_only(function) else _kept_state(function)
+
+
+def _generators_only(function: Any) -> bool:
+    """Whether a map uses variables, and all of them hold the states of Keras's generators."""
+    variables = function.function.graph.variables
+    return bool(variables) and all(KERAS_SEED in variable.name for variable in variables)
+
+
+def _kept_state(function: Any) -> str:
+    """Return which state a map uses that may differ from row to row; empty if there is none."""
     if variables := [variable.name for variable in function.function.graph.variables]:
         return (
-            f"a map uses the variable {variables[0]}: instead of random layers and generators, use "
-            "tf.image.random_* or tf.random.uniform; instead of variables that are only read, constants"
+            f"a map uses the variable {variables[0]}: instead of tf.random.Generator, use "
+            "keras.layers.Random*, tf.image.random_* or tf.random.uniform; instead of variables that are "
+            "only read, constants"
         )
     if stateful := _operations(function, _keeps_state):
         return f"a map has the operation {stateful[0]}, whose result may depend on earlier ones"
@@ -399,7 +414,8 @@ def _described(function: Any) -> list[bytes]:
 
 
 def _draws(function: Any) -> bool:
-    return bool(_operations(function, counts_its_runs))
+    """Whether the results of a map depend on how often it has run."""
+    return _generators_only(function) or bool(_operations(function, counts_its_runs))
 
 
 def _keeps_state(node: Any) -> bool:
@@ -427,23 +443,27 @@ def _traced_again(parts: _Parts) -> list[_Map]:
     status = ag_ctx.control_status_ctx()
     seeded = (_SEED, parts.rows.element_spec)
     steps: list[_Map] = []
+    counts: Counter[int] = Counter()
     for number, operation in enumerate(parts.maps):
         last = number == len(parts.maps) - 1
+        drawing = _drawing(operation._map_func, number, counts, status, last)
         function = structured_function.StructuredFunctionWrapper(
-            _drawing(operation._map_func, number, status, last), "Dataset.map()", input_structure=seeded
+            drawing, "Dataset.map()", input_structure=seeded
         )
         seeded = function.output_structure
         steps.append(_Map(operation, function))
     return steps
 
 
-def _drawing(given: Any, number: int, status: Any, last: bool) -> Callable[[Any, Any], Any]:
+def _drawing(
+    given: Any, number: int, counts: Counter[int], status: Any, last: bool
+) -> Callable[[Any, Any], Any]:
     """Return the function of map `number` with a row's seed as its first argument, which it passes on."""
 
     def drawing(seed: Any, row: Any) -> Any:
         if _draws(given):
             function = autograph.tf_convert(given._func, status)
-            with drawn_from(ElementDraws(seed, number)):
+            with drawn_from(ElementDraws(seed, number, counts)):
                 mapped = function(*row) if type(row) is tuple else function(row)
         else:
             tensors = given.function(*structure.to_tensor_list(given._input_structure, row))
