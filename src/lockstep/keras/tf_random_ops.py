@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
+import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
@@ -104,14 +105,18 @@ class GraphDraws:
 class ElementDraws:
     """The draws of a function that is being traced to map the elements of a dataset, each with its own seed.
 
+    They also replace the numbers of Keras's generators, which are then neither read nor advanced.
+
     Args:
         seed: of the element, a tensor of the function.
         number: of the function, among those that have the element's seed.
+        drawn: how often these functions draw from each of Keras's generators, by the generator's id.
     """
 
-    def __init__(self, seed: Seed, number: int) -> None:
+    def __init__(self, seed: Seed, number: int, drawn: Counter[int]) -> None:
         self._seed = seed
         self._number = number
+        self._drawn = drawn
         self._operations = 0
 
     def seed(self, given: int | None) -> Seed:
@@ -120,10 +125,28 @@ class ElementDraws:
         Raises:
             ModelError: the operation runs while the function is traced.
         """
-        if tf.executing_eagerly():
-            raise ModelError("it draws random numbers in tf.init_scope, where they become constants")
         place = (self._number, self._operations) if given is None else (given,)
         self._operations += given is None
+        return self._mixed(place)
+
+    def seed_from(self, generator: keras.random.SeedGenerator, ordered: bool) -> Seed:
+        """Add operations to the graph that compute what one of Keras's generators yields next.
+
+        Generators to which the program has given one seed yield the same, as Keras's do: layers that augment
+        an image and its mask depend on that.
+
+        Raises:
+            ModelError: as `seed`.
+        """
+        given = generator._initial_seed
+        if given is None or not ordered:
+            return self.seed(None)
+        self._drawn[id(generator)] += 1
+        return self._mixed(("generator", given, self._drawn[id(generator)]))
+
+    def _mixed(self, place: tuple[Any, ...]) -> Seed:
+        if tf.executing_eagerly():
+            raise ModelError("it draws random numbers in tf.init_scope, where they become constants")
         seed = tf.bitwise.bitwise_xor(self._seed, tf.constant([signed(seed_of(*place)), 0], tf.int64))
         for loop in _loops(tf.compat.v1.get_default_graph()):
             seed = tf.random.experimental.stateless_fold_in(seed, _runs(loop))
@@ -352,6 +375,7 @@ def _enter() -> None:
         if _blocks > 1 or PATCHES.repeat(_given_back):
             return
         PATCHES.replace(__name__, random_seed, "get_seed", _noted)
+        PATCHES.replace(__name__, keras.random.SeedGenerator, "next", _by_element)
         PATCHES.replace(__name__, function_context, "make_function_context", _apart)
         PATCHES.replace(__name__, control_flow_ops, "pfor", _vectorized)
         for name, equivalent in _EQUIVALENTS.items():
@@ -377,6 +401,17 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
         return (first, second) if given is None else (first, _GivenSeed(second))
 
     return get_seed
+
+
+def _by_element(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Keras's generators of TensorFlow's numbers draw by the element for which a function is traced."""
+
+    def next_seed(generator: Any, ordered: bool = True) -> Any:
+        if isinstance(_active.draws, ElementDraws) and isinstance(generator.state.value, tf.Variable):
+            return tf.cast(_active.draws.seed_from(generator, ordered), generator.state.dtype)
+        return original(generator, ordered)
+
+    return next_seed
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:

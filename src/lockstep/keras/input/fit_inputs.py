@@ -41,7 +41,7 @@ from lockstep.keras.input.readings import (
     Reading,
     ReadingWorker,
     Way,
-    compared_rows,
+    joint_batch,
     whole_batch,
 )
 from lockstep.keras.input.shards import shard_pipelines
@@ -314,13 +314,6 @@ class DatasetInput(GlobalInput):
     def _note_epoch(self) -> None:
         if self._division is not None:
             self._division.note_epoch()
-
-
-def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
-    """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
-    if reader is None:
-        return whole_batch(data, step)
-    return whole_batch(data, step, compared_rows(reader.checks, number, step))
 
 
 class JointReading:

@@ -213,6 +213,13 @@ def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | Non
     return GlobalBatch(examples, read, computed_once(check))
 
 
+def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
+    """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
+    if reader is None:
+        return whole_batch(data, step)
+    return whole_batch(data, step, compared_rows(reader.checks, number, step))
+
+
 def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int], slice]:
     """Return which rows of a batch that every worker holds are compared: the first, or those of a replica."""
     replica = checks.replica(number, step)
