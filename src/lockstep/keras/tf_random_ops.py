@@ -26,7 +26,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
 from lockstep.keras.seeds import GOLDEN, seed_of
-from lockstep.worker.patch_registry import PATCHES, Patch
+from lockstep.worker.patch_registry import PATCHES
 
 _TIMES = 1 << 31
 """The maximum runs of an operation in a step."""
@@ -191,21 +191,26 @@ _active = _Active()
 _variables: dict[str, tf.Variable] = {}
 _counters: list[tf.Variable] = []
 _lock = threading.Lock()
-_blocks = 0
-_given_back: tuple[Patch, ...] = ()
-"""The replacements of the last block, which the next one makes again."""
 
 
 @contextmanager
 def drawn_from(draws: Draws | None) -> Iterator[None]:
     """Make TensorFlow's operations draw from `draws` within the block; None leaves them unchanged."""
-    before, _active.draws = _active.draws, draws
-    _enter()
+    before = draw_from(draws)
     try:
         yield
     finally:
-        _leave()
-        _active.draws = before
+        draw_from(before)
+
+
+def draw_from(draws: Draws | None) -> Draws | None:
+    """Make TensorFlow's operations on this thread draw from `draws`; return what they have drawn from.
+
+    The first call replaces functions of TensorFlow. Without draws, they still do what the originals do.
+    """
+    _install()
+    before, _active.draws = _active.draws, draws
+    return before
 
 
 def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -367,30 +372,19 @@ _WITHOUT_EQUIVALENT = (
 )
 
 
-def _enter() -> None:
-    """Patch TensorFlow's modules, unless another block has done so."""
-    global _blocks
+def _install() -> None:
+    """Replace TensorFlow's functions, unless that was done."""
     with _lock:
-        _blocks += 1
-        if _blocks > 1 or PATCHES.repeat(_given_back):
+        if PATCHES.has(__name__):
             return
-        PATCHES.replace(__name__, random_seed, "get_seed", _noted)
-        PATCHES.replace(__name__, keras.random.SeedGenerator, "next", _by_element)
-        PATCHES.replace(__name__, function_context, "make_function_context", _apart)
-        PATCHES.replace(__name__, control_flow_ops, "pfor", _vectorized)
         for name, equivalent in _EQUIVALENTS.items():
             PATCHES.replace(__name__, gen_random_ops, name, partial(_drawn, equivalent))
         for module, name in _WITHOUT_EQUIVALENT:
             PATCHES.replace(__name__, module, name, partial(_refused, name))
-
-
-def _leave() -> None:
-    """Restore TensorFlow's functions when the last block ends."""
-    global _blocks, _given_back
-    with _lock:
-        _blocks -= 1
-        if not _blocks:
-            _given_back = PATCHES.give_back(__name__)
+        PATCHES.replace(__name__, random_seed, "get_seed", _noted)
+        PATCHES.replace(__name__, keras.random.SeedGenerator, "next", _by_element)
+        PATCHES.replace(__name__, function_context, "make_function_context", _apart)
+        PATCHES.replace(__name__, control_flow_ops, "pfor", _vectorized)
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -398,7 +392,8 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_seed(given: Any) -> Any:
         first, second = original(given)
-        return (first, second) if given is None else (first, _GivenSeed(second))
+        marked = given is not None and _active.draws is not None
+        return (first, _GivenSeed(second) if marked else second)
 
     return get_seed
 
@@ -435,7 +430,9 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
     def pfor(*args: Any, **options: Any) -> Any:
-        if not isinstance(_active.draws, GraphDraws | ElementDraws) and not tf.config.functions_run_eagerly():
+        draws = _active.draws
+        traced = isinstance(draws, GraphDraws | ElementDraws)
+        if draws is None or not (traced or tf.config.functions_run_eagerly()):
             return original(*args, **options)
         with drawn_from(VectorizedDraws()):
             return original(*args, **options)

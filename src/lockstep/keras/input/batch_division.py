@@ -195,7 +195,7 @@ class BatchDivision:
         """Make a batch on this thread, of a copy of the dataset if it is given."""
         read = self.dataset.inner if dataset is None else dataset
         begun = time.perf_counter()
-        (data,) = self.draws.read(number, {step: index}, lambda items: [read[item] for item in items])
+        (data,) = self.draws.read(number, (step,), [index], lambda items: [read[item] for item in items])
         self._seconds.append(time.perf_counter() - begun)
         return data
 
@@ -339,8 +339,9 @@ class _Pass:
 
     def _made(self, step: int, plan: "_Plan | None" = None) -> "HeldRows":
         """Make a batch: by Keras's workers if there is a plan for them and the dataset has some."""
-        division, state = self._division, self._division.state
+        division = self._division
         if plan is not None and division.reads_ahead and not self._ended:
+            state = division.state
             data = self._checked(step, self._read_ahead(step, plan, state))
         else:
             data = division.made(self._number, step, self._index(step))
@@ -454,7 +455,7 @@ class _OwnBatches(keras.utils.PyDataset):  # type: ignore[misc]
         try:
             if self.use_multiprocessing:
                 (data,) = self._draws.read(
-                    self._number, {step: index}, lambda items: [self._inner[item] for item in items]
+                    self._number, (step,), [index], lambda items: [self._inner[item] for item in items]
                 )
                 return _Fetched(data)
             before = random_states()
@@ -510,9 +511,9 @@ class _KerasWorkers:
             stopping.join()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class HeldPart:
-    """Rows of one part of a batch.
+    """Rows of one part of a batch. Immutable by convention: creating a frozen object takes longer.
 
     Attributes:
         array: the rows.
@@ -529,23 +530,29 @@ class HeldPart:
         """The shape of the rows: a part is a leaf of a nest."""
         return self.array.shape
 
+    def cut(self, rows: slice, examples: int) -> "HeldPart":
+        """Return the part's share in some of the `examples` rows of the batch; see `in_proportion`."""
+        cut = in_proportion(rows, examples, self.count)
+        return HeldPart(self.array[cut.start - self.start : cut.stop - self.start], cut.start, self.count)
 
+
+@dataclass(eq=False, slots=True)
 class HeldRows:
     """Rows of a batch that this worker holds: all, or those of its replicas.
 
-    Args:
-        nest: of parts.
+    Attributes:
+        parts: of the batch; None for a missing one.
+        pack: packs parts, or what replaces them, in the structure of the batch.
         examples: the number of rows of the whole batch.
         rows: those held.
         state: of the dataset when the batch was made or handed over.
     """
 
-    def __init__(self, nest: Any, examples: int, rows: slice, state: Mapping[str, Any]) -> None:
-        self.nest = nest
-        self.examples = examples
-        self.rows = rows
-        self.state = state
-        self.parts, self._pack = parts_of(nest)
+    parts: list[HeldPart | None]
+    pack: Callable[[Sequence[Any]], Any]
+    examples: int
+    rows: slice
+    state: Mapping[str, Any]
 
     @classmethod
     def whole(cls, data: Any, step: int, state: Mapping[str, Any]) -> Self:
@@ -555,16 +562,17 @@ class HeldRows:
             DataError: it has none.
         """
         leaves, pack = parts_of(data)
-        arrays = [None if leaf is None else on_host(leaf) for leaf in leaves]
-        known = [array for array in arrays if array is not None]
-        if not known or not known[0].shape or not known[0].shape[0]:
+        parts: list[HeldPart | None] = []
+        for leaf in leaves:
+            if leaf is None:
+                parts.append(None)
+                continue
+            array = on_host(leaf)
+            parts.append(HeldPart(array, 0, len(array) if array.shape else 0))
+        examples = next((part.count for part in parts if part is not None), 0)
+        if not examples:
             raise DataError(f"batch {step + 1} of the input has no rows")
-        parts = [
-            None if array is None else HeldPart(array, 0, len(array) if array.shape else 0)
-            for array in arrays
-        ]
-        examples = known[0].shape[0]
-        return cls(pack(parts), examples, slice(0, examples), state)
+        return cls(parts, pack, examples, slice(0, examples), state)
 
     def cover(self, rows: slice) -> bool:
         """Whether these are among the rows held."""
@@ -576,16 +584,14 @@ class HeldRows:
         Raises:
             DataError: parts of the batch cannot be split in proportion.
         """
-        return self._pack([None if part is None else self._cut(part, rows).array for part in self.parts])
+        return self.pack(
+            [None if part is None else part.cut(rows, self.examples).array for part in self.parts]
+        )
 
     def cut(self, rows: slice) -> Self:
         """Return some of the rows held; see `read`."""
-        parts = [None if part is None else self._cut(part, rows) for part in self.parts]
-        return type(self)(self._pack(parts), self.examples, rows, self.state)
-
-    def _cut(self, part: HeldPart, rows: slice) -> HeldPart:
-        cut = in_proportion(rows, self.examples, part.count)
-        return HeldPart(part.array[cut.start - part.start : cut.stop - part.start], cut.start, part.count)
+        parts = [None if part is None else part.cut(rows, self.examples) for part in self.parts]
+        return type(self)(parts, self.pack, self.examples, rows, self.state)
 
 
 class _OpaqueError(Exception):
@@ -607,7 +613,7 @@ def encoded(batches: Mapping[int, HeldRows]) -> list[Bytes]:
     arrays: list[Bytes] = []
     for step, held in batches.items():
         parts: list[HeldPart] = []
-        structure = _structure_of(held.nest, parts)
+        structure = _structure_of(held.pack(held.parts), parts)
         forms = [(_name_of(p.array.dtype), list(p.array.shape), p.start, p.count) for p in parts]
         described.append((step, held.examples, held.rows.start, held.rows.stop, structure, forms))
         arrays += (np.ascontiguousarray(part.array).reshape(-1).view(np.uint8) for part in parts)
@@ -634,8 +640,8 @@ def decoded(sent: Bytes, state: Mapping[str, Any]) -> dict[int, HeldRows]:
             nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
             parts.append(HeldPart(sent[start : start + nbytes].view(dtype).reshape(shape), begin, rows))
             start += _padded(nbytes)
-        nest = _nest_of(structure, iter(parts))
-        batches[step] = HeldRows(nest, examples, slice(first, stop), state)
+        leaves, pack = parts_of(_nest_of(structure, iter(parts)))
+        batches[step] = HeldRows(leaves, pack, examples, slice(first, stop), state)
     return batches
 
 

@@ -8,6 +8,7 @@ What identifies a batch travels with each reduce as a hash. The rows themselves 
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -113,7 +114,7 @@ class ReadingWorker:
         view = self.job.view
         return owned_rows(examples, view.replicas_of(self.job.worker), view.replicas)
 
-    @property
+    @cached_property
     def checks(self) -> SpotChecks:
         """The steps in which workers compare rows."""
         return SpotChecks(self.seed, self.job.view.replicas)
