@@ -104,7 +104,12 @@ def test_the_plan_of_a_view() -> None:
 
 @pytest.mark.parametrize(
     "view",
-    [View(1, (0, 1), (0, 0)), View(1, (0, 1), (1, 0)), View(1, (0, 1), (0, 1, 0)), View(1, (0,), (0, 5))],
+    [
+        View(1, ((0, 1),), (0, 0)),
+        View(1, ((0, 1),), (1, 0)),
+        View(1, ((0, 1),), (0, 1, 0)),
+        View(1, ((0,),), (0, 5)),
+    ],
 )
 def test_views_with_invalid_owners_raise(view: View) -> None:
     with pytest.raises(InternalError):
