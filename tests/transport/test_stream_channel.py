@@ -318,7 +318,7 @@ def test_a_stranger_exchanges_no_message() -> None:
     assert outcome(one, other) == [why, why]
 
 
-def test_a_stranger_that_trusts_everybody_exchanges_no_message() -> None:
+def test_a_stranger_that_trusts_this_job_exchanges_no_message() -> None:
     careless = msgspec.structs.replace(JobKey.generate().mint(), authority=CREDENTIALS.authority)
     one, other = pair(careless, KEY.mint())
     one.send(Number(1))
