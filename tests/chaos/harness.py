@@ -37,6 +37,7 @@ from chaos_faults import (
 )
 
 from lockstep.agent.starter import LocalStarter
+from lockstep.agent.worker_output import LocalOutput
 from lockstep.checkpoint.checkpoint_files import load
 from lockstep.checkpoint.store import Store
 from lockstep.launcher.launcher import Launch, LocalHandle
@@ -181,13 +182,15 @@ def run(folder: Path, seed: int, job: DrawnJob) -> tuple[int, list[str], int]:
     launcher = ForkLauncher(job.faults)
     with (folder / "out").open("wb", 0) as out:
         console = Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0)
+        output = LocalOutput(console, paths)
         status = run_job(
             spec,
             State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
             paths,
             command,
             console=console,
-            starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
+            output=output,
+            starter=LocalStarter(spec, paths, os.getpid(), launcher, output),
             descendants=NoDescendants(),
         )
     user.close()

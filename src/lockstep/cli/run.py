@@ -374,6 +374,7 @@ def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
     # The fork server and this process import at the same time.
     launcher.prepare()
     from lockstep.agent.starter import LocalStarter
+    from lockstep.agent.worker_output import LocalOutput
     from lockstep.local_job.composition import run_job
     from lockstep.observability.console import Console
     from lockstep.supervisor.state import JobSize, State, TimeLimits
@@ -382,6 +383,7 @@ def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
 
     paths = RunPaths(spec.run_dir.absolute())
     console = Console(Sink(1), Sink(2), spec.tee, spec.view.chief)
+    output = LocalOutput(console, paths)
     state = State.of(
         spec.view,
         TimeLimits(timeout=spec.timeout, save=spec.grace),
@@ -394,6 +396,7 @@ def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
         paths,
         command,
         console=console,
-        starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
+        output=output,
+        starter=LocalStarter(spec, paths, os.getpid(), launcher, output),
         descendants=LinuxDescendants(),
     )

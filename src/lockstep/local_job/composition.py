@@ -6,8 +6,10 @@ import os
 from lockstep.agent.agent import Agent
 from lockstep.agent.exchange import open_shared
 from lockstep.agent.starter import Arrivals, Starter
+from lockstep.agent.worker_output import WorkerOutput
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
@@ -30,6 +32,7 @@ def run_job(
     command: Channel[Stop, Stop],
     *,
     console: Console,
+    output: WorkerOutput,
     starter: Starter,
     descendants: Descendants,
     arrivals: Arrivals | None = None,
@@ -41,7 +44,8 @@ def run_job(
         state: of supervision at the start.
         paths: of the run, absolute.
         command: the channel over which the job is stopped; the job ends when its other end closes.
-        console: shows the output of workers and notes.
+        console: shows notes, and the output of workers.
+        output: takes the output of workers on this host.
         starter: starts workers.
         descendants: the processes of the job on this host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
@@ -62,7 +66,7 @@ def run_job(
             starter=starter,
             open_exchange=open_shared,
             pool=Attachment(SharedPool.create().fd),
-            console=console,
+            output=output,
             descendants=descendants,
             arrivals=arrivals,
         )
@@ -70,7 +74,7 @@ def run_job(
             spec=spec,
             paths=paths,
             pid=os.getpid(),
-            agent=to_agent,
+            agents=(HostAgent(to_agent),),
             command=command,
             loop=loop,
             console=console,

@@ -57,6 +57,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     tf_distribute: bool
     adopts: bool
     joint_input: bool
+    hosts: tuple[tuple[str, int], ...]
     inherited: tuple[int, ...]
 
 

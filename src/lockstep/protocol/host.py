@@ -6,7 +6,16 @@ there. They work in the same way in one process and on different hosts.
 
 import msgspec
 
-from lockstep.protocol.worker import Notice, RelayedMessage
+from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
+
+ALIVE_EVERY = 1.0
+"""Seconds between two messages of an agent and a coordinator on different hosts."""
+
+SILENCE = 10.0
+"""Seconds without a message after which the other host counts as lost."""
+
+STATE_PART = 256 * 1024
+"""Bytes of a part of a state."""
 
 # From the command to the coordinator.
 
@@ -28,15 +37,27 @@ class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
 
     Attributes:
         number: of the view.
-        workers: its members, the longest-serving first.
+        hosts: its members, host by host.
         reason: why the current view ends.
         leaving: the members of the current view that must leave.
+        term: of the coordinator.
     """
 
     number: int
-    workers: tuple[int, ...]
+    hosts: tuple[HostMembers, ...]
     reason: str = ""
     leaving: tuple[int, ...] = ()
+    term: int = 1
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Ids of its members, host by host."""
+        return tuple(worker for host in self.hosts for worker in host.workers)
+
+    @property
+    def networked(self) -> bool:
+        """Whether its members reach the exchange over connections, because the job has several hosts."""
+        return any(host.address for host in self.hosts)
 
 
 class StartProcess(msgspec.Struct, frozen=True, tag="start"):
@@ -65,6 +86,22 @@ class DeliverPosition(msgspec.Struct, frozen=True, tag="deliver position"):
     worker: int
 
 
+class HoldState(msgspec.Struct, frozen=True, tag="hold state"):
+    """Hold a part of the state that the chief on another host has sent; the last part completes it.
+
+    Attributes:
+        view: the number of the view in which the chief sent it.
+        part: the bytes that follow those of the part before.
+        is_first: whether it is the first part; the state held before is dropped.
+        is_last: whether it is the last part.
+    """
+
+    view: int
+    part: bytes
+    is_first: bool
+    is_last: bool
+
+
 class SignalProcess(msgspec.Struct, frozen=True, tag="signal"):
     """Send a signal to the main process of a worker; a worker that has not started yet never starts."""
 
@@ -84,10 +121,14 @@ class EndExchange(msgspec.Struct, frozen=True, tag="end exchange"):
     reason: str
 
 
-class DropOutput(msgspec.Struct, frozen=True, tag="drop output"):
-    """Drop output for which the terminal is too slow, or have its workers wait for the terminal."""
+class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
+    """The sender lives; sent in both directions, every `ALIVE_EVERY` seconds, between hosts."""
 
-    drops: bool
+
+class PauseOutput(msgspec.Struct, frozen=True, tag="pause output"):
+    """Have workers on a host without the console wait with their output, or no longer."""
+
+    pauses: bool
 
 
 class ReportAll(msgspec.Struct, frozen=True, tag="report all"):
@@ -155,6 +196,20 @@ class NotUnderstood(msgspec.Struct, frozen=True, tag="not understood"):
     error: str
 
 
+class StatePart(msgspec.Struct, frozen=True, tag="state part"):
+    """A part of the state that the chief has sent, for the agents of other hosts; `StateHeld` follows.
+
+    Attributes:
+        view: the number of the view in which the chief sent it.
+        part: the bytes that follow those of the part before.
+        is_first: whether it is the first part.
+    """
+
+    view: int
+    part: bytes
+    is_first: bool
+
+
 class StateHeld(msgspec.Struct, frozen=True, tag="state"):
     """The chief of a view sent a state, which the agent holds; see `StateReply`."""
 
@@ -178,16 +233,24 @@ class ProcessExited(msgspec.Struct, frozen=True, tag="exited"):
     memory_kills: int = 0
 
 
+class OutputWritten(msgspec.Struct, frozen=True, tag="output"):
+    """A worker on a host without the console has written output.
+
+    Attributes:
+        worker: its id.
+        descriptor: 1 for stdout, 2 for stderr.
+        data: the output.
+    """
+
+    worker: int
+    descriptor: int
+    data: bytes
+
+
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
     """A view cannot begin on this host; the current one continues."""
 
     number: int
-    reason: str
-
-
-class TerminalLost(msgspec.Struct, frozen=True, tag="terminal lost"):
-    """The terminal no longer accepts output, for `reason`."""
-
     reason: str
 
 
@@ -228,10 +291,12 @@ Instruction = (
     | StartProcess
     | PostNotice
     | DeliverPosition
+    | HoldState
     | SignalProcess
     | TakeStack
     | EndExchange
-    | DropOutput
+    | KeepAlive
+    | PauseOutput
     | ReportAll
     | EndHost
 )
@@ -242,10 +307,12 @@ HostReport = (
     | ProcessArrived
     | WorkerSaid
     | NotUnderstood
+    | StatePart
     | StateHeld
     | ProcessExited
     | ViewRefused
-    | TerminalLost
+    | KeepAlive
+    | OutputWritten
     | AllReported
     | HostEnded
 )

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from lockstep.agent.worker_output import LocalOutput
 from lockstep.errors import LockstepError
 from lockstep.local_job.composition import run_job
 from lockstep.protocol.host import Stop
@@ -92,6 +93,7 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
         paths,
         command,
         console=terminals,
+        output=LocalOutput(terminals, paths),
         starter=RendezvousStarter(spec, paths, os.getpid(), server),
         descendants=ExternalProcesses(server.workers),
         arrivals=server,

@@ -80,6 +80,14 @@ class ViewFailed:
 
 
 @dataclass(frozen=True)
+class HostLost:
+    """The agent of a host, the one at index `host`, has ended or is silent, for `reason`."""
+
+    host: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class DeadlinePassed:
     """The time `State.due` has come."""
 
@@ -100,6 +108,7 @@ Event = (
     | WorkerArrived
     | ScaleRequested
     | WaitReported
+    | HostLost
     | ViewFailed
     | StopRequested
     | DeadlinePassed

@@ -24,7 +24,7 @@ from lockstep.protocol.worker import (
     Welcome,
 )
 from lockstep.system.environment import WorkerConfig
-from lockstep.topology import View, place
+from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.job import GRACE_FOR_AGENT, Place
@@ -152,8 +152,8 @@ class AgentMembership:
 
     def _enter_announced(self, message: AgentMessage) -> Place:
         match message:
-            case NewView(number, workers, endpoint):
-                view = place(self._config.replicas, workers, number)
+            case NewView(number, hosts, endpoint):
+                view = place_on_hosts(self._config.replicas, hosts, number)
                 return view, self._enter(view, endpoint)
             case Leave():
                 _end(0)
