@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"cluster", "errors", "launcher", "system", "worker"},
     "cli": {
         *("agent", "checkpoint", "coordinator", "doctor", "errors", "launcher", "local_job"),
-        *("observability", "protocol", "supervisor", "system", "topology", "worker"),
+        *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
     },
     "notebook": {"cli", "errors", "system", "worker"},
     "__main__": {"cli"},

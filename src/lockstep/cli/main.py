@@ -9,6 +9,7 @@ import click
 from lockstep import __version__
 from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
+from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import discard_stdout
 
@@ -113,6 +114,30 @@ def stop(job: str) -> None:
     click.echo(f"stopping {status.job}; Ctrl-C stops only this wait")
     wait_until_gone(status.job)
     click.echo(f"{status.job} has ended")
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=30,
+    show_default=True,
+    help="Number of days until the key expires.",
+)
+def key(file: Path, days: int) -> None:
+    """Make a key for jobs whose workers are started by hand on several hosts, and write it to FILE.
+
+    Copy FILE to each host. Only processes that have the key can join a job that uses it.
+    """
+    from lockstep.transport.keys import JobKey
+
+    made = JobKey.generate(days)
+    made.write(file)
+    click.echo(
+        f"{file} contains a key that expires on {made.expiry}; copy it to each host, readable for you alone "
+        f"(mode 600), and set {KEY_FILE} to its path there"
+    )
 
 
 @cli.command()

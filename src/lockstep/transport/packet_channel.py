@@ -103,7 +103,9 @@ def encode(message: msgspec.Struct, attachments: list[Attachment] | None = None)
             return len(found) - 1
         return repr(value)
 
-    packet = msgspec.json.encode(_clean(msgspec.to_builtins(message, enc_hook=encode_other)))
+    # Bytes stay bytes here, because long texts are cut.
+    builtins = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=encode_other)
+    packet = msgspec.json.encode(_clean(builtins))
     if len(packet) > MAX_PACKET:
         raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
     return packet
