@@ -4,15 +4,18 @@ It decides nothing about the job. Only the messages of `protocol.host` connect i
 """
 
 import signal
+import socket
 from dataclasses import dataclass, field
 from functools import partial
 
 from lockstep.agent.exchange import HostExchange, OpenExchange
+from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import WorkerHandle
 from lockstep.agent.worker_output import WorkerOutput
 from lockstep.errors import LockstepError
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
+from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
     STATE_PART,
     AllReported,
@@ -49,6 +52,7 @@ from lockstep.protocol.worker import (
     Leave,
     NetworkEndpoint,
     NewView,
+    PeerConnected,
     Position,
     SharedMemoryEndpoint,
     Started,
@@ -76,7 +80,9 @@ class Agent:
         output: takes the output of workers.
         descendants: the processes of the job on this host.
         host: the index of this host in the job.
+        network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
+        ended: whether all processes of the job on this host have ended, and nothing follows.
     """
 
     job: str
@@ -88,12 +94,15 @@ class Agent:
     output: WorkerOutput
     descendants: Descendants
     host: int = 0
+    network: HostNetwork | None = None
     arrivals: Arrivals | None = None
+    ended: bool = field(default=False, init=False)
     _workers: dict[int, WorkerHandle] = field(default_factory=dict)
     _asked: dict[int, StartProcess] = field(default_factory=dict)
     _waits_at: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _exchange: HostExchange | None = None
+    _connected: list[tuple[int, PeerConnected]] = field(default_factory=list)
     _state: Attachment | None = None
     _arriving: ArrivingState | None = None
     _memory_kills: int = field(default_factory=lambda: memory_kills())
@@ -182,7 +191,10 @@ class Agent:
         )
         worker = self.starter.start(start.worker, taken, joins=start.joins)
         self._workers[start.worker] = worker
-        worker.channel.send(Welcome(self.pool))
+        network = self.network
+        worker.channel.send(
+            Welcome(self.pool, network.job, network.credentials) if network else Welcome(self.pool)
+        )
         if start.worker in self._view.workers:
             self._let_in(worker)
         self.loop.watch(worker.channel.fileno(), partial(self._hear, worker))
@@ -206,9 +218,13 @@ class Agent:
             return
         (before, old), state = (self._view.workers, self._exchange), self._state
         self._view, self._exchange, self._state = view, exchange, None
+        self._connected = []
         for worker in here:
             if worker in self._workers:
                 self._let_in(self._workers[worker], None if worker in before else state)
+        if self.network is not None:
+            self.network.enter(self.network.job, view.term, view.number)
+            self.network.connections.begin(view.number, self._pass_connection)
         for worker in view.leaving:
             if worker in before and worker in self._workers:
                 self._workers[worker].channel.send(Leave())
@@ -225,6 +241,24 @@ class Agent:
             here = next(at for at, host in enumerate(view.hosts) if host.host == self.host)
             endpoint = NetworkEndpoint(control, view.term, view.hosts, here)
         worker.channel.send(NewView(view.number, hosts, endpoint, state))
+        for receiver, connected in self._connected:
+            if receiver == worker.worker:
+                worker.channel.send(connected)
+        self._connected = [one for one in self._connected if one[0] != worker.worker]
+
+    def _pass_connection(self, greeting: Greeting, connection: socket.socket) -> str | None:
+        """Give a connection to the worker of its lane, once that is in the view."""
+        sender = next((host for host in self._view.hosts if host.host == greeting.host), None)
+        here = next((host.workers for host in self._view.hosts if host.host == self.host), ())
+        if sender is None or sender.incarnation != greeting.incarnation or greeting.lane >= len(here):
+            return "its host has no such lane in the view"
+        receiver = here[greeting.lane]
+        connected = PeerConnected(greeting.view, greeting.host, Attachment(connection.detach()))
+        if receiver in self._workers:
+            self._workers[receiver].channel.send(connected)
+        else:
+            self._connected.append((receiver, connected))
+        return None
 
     def _end_exchange(self, reason: str) -> None:
         for worker in self._workers.values():
@@ -335,3 +369,4 @@ class Agent:
         # Evidence that does not fit into a message is left out.
         if not self._tell(HostEnded(left, evidence)):
             self._tell(HostEnded(left))
+        self.ended = True

@@ -67,6 +67,7 @@ class LocalStarter:
         pid: process id of the agent; workers end with it.
         launcher: starts processes.
         output: takes their output.
+        first_slot: the slot of the first worker of this host.
     """
 
     spec: JobSpec
@@ -74,6 +75,7 @@ class LocalStarter:
     pid: int
     launcher: Launcher
     output: WorkerOutput
+    first_slot: int = 0
 
     def prepare(self) -> int | None:
         """Prepare to start workers; see `Starter`.
@@ -93,7 +95,7 @@ class LocalStarter:
         Raises:
             OSError: the worker cannot be started.
         """
-        slot = next(slot for slot in itertools.count() if slot not in taken)
+        slot = next(slot for slot in itertools.count(self.first_slot) if slot not in taken)
         log, stdout, stderr = self.output.open(worker)
         environment = partial(self._environment, worker, slot, joins)
         handle = self.launcher.start(Launch(worker, environment))
@@ -119,7 +121,7 @@ class LocalStarter:
             adopts=spec.adopts,
             joint_input=spec.joint_input,
         )
-        devices = spec.devices_of(slot)
+        devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(
             config,
             slot=slot,

@@ -100,6 +100,15 @@ def scale(job: str, workers: int) -> None:
     )
 
 
+@cli.command(hidden=True)
+@click.option("--stdio", is_flag=True, required=True, help="Take instructions from stdin.")
+def agent(stdio: bool) -> None:
+    """Run the workers of this host for a job on several hosts; `lockstep run --hosts` starts it."""
+    from lockstep.hosts.agent_command import run_over_pipes
+
+    sys.exit(run_over_pipes())
+
+
 @cli.command()
 @click.argument("job")
 def stop(job: str) -> None:

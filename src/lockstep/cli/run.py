@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from lockstep.errors import ConfigError
+from lockstep.hosts.host_list import parse_hosts
 from lockstep.launcher.backend import (
     BACKENDS,
     RULE,
@@ -24,7 +25,7 @@ from lockstep.launcher.backend import (
 from lockstep.launcher.gpu_assignment import assign, parse_devices, spread
 from lockstep.launcher.import_scan import setting_of
 from lockstep.observability.console import Tee
-from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobSpec
+from lockstep.protocol.job_spec import GRACE, Devices, InputReading, JobHost, JobSpec
 from lockstep.system.clock import parse_seconds
 from lockstep.system.environment import (
     LEGACY_KERAS,
@@ -107,6 +108,17 @@ class _Folder(click.Path):
     "--backend",
     type=click.Choice(BACKENDS),
     help=f"Keras backend; sets KERAS_BACKEND.  [default: {RULE}]",
+)
+@click.option(
+    "--hosts",
+    metavar="LIST",
+    help="Hosts to run workers on, reached with ssh: node1,node2:2 for one worker on node1 and two on "
+    "node2.  [default: this machine]",
+)
+@click.option(
+    "--plain",
+    is_flag=True,
+    help="Do not encrypt connections between hosts: for a network in which every machine is trusted.",
 )
 @click.option(
     "--devices",
@@ -244,7 +256,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
             claim_folder(spec.run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
-    note(spec.describe())
+    if not spec.hosts:
+        note(spec.describe())
     for variable in switched_off() if spec.devices else ():
         note(f"{variable} disables deterministic operations: equal bits are no longer guaranteed")
     status = run_in_job_process(lambda command: _serve(spec, command), spec.grace)
@@ -293,17 +306,21 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     checkpoints, past = _checkpoints(options)
     choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
-    gpus = visible_gpus()
+    hosts = _hosts(options)
+    gpus = visible_gpus() if not hosts else ()
     wanted = len(entries) if entries is not None else len(gpus) or _WITHOUT_GPU
     replicas = options["replicas"] or past.get("replicas")
     workers = options["workers"] or min(wanted, replicas or wanted)
+    workers = sum(host.workers for host in hosts) or workers
     replicas = replicas or workers
     place(replicas, tuple(range(workers)))
     if options["min_workers"] > workers:
         raise ConfigError(
             f"--min-workers {options['min_workers']} is more than the {workers} workers to start with"
         )
-    threads = options["threads"] or past.get("threads") or max(1, usable_cores() // replicas)
+    threads = options["threads"] or past.get("threads") or 0
+    if not threads and not hosts:
+        threads = max(1, usable_cores() // replicas)
     check_limits(workers, threads)
     devices: tuple[Devices, ...] = spread(gpus, workers) if entries is None else assign(entries, workers)
     if checkpoints is not None and checkpoints.resume is not None:
@@ -330,7 +347,19 @@ def _spec(options: dict[str, Any]) -> JobSpec:
         chosen=str(choice),
         devices=devices,
         checkpoints=checkpoints,
+        hosts=hosts,
+        plain=options["plain"],
     )
+
+
+def _hosts(options: Mapping[str, Any]) -> tuple[JobHost, ...]:
+    if options["hosts"] is None:
+        if options["plain"]:
+            raise ConfigError("--plain is for jobs on several hosts; give --hosts too")
+        return ()
+    if options["devices"] is not None:
+        raise ConfigError("--devices is for one host; with --hosts, set CUDA_VISIBLE_DEVICES on each")
+    return parse_hosts(options["hosts"], options["workers"])
 
 
 def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[str, Any]]:
@@ -367,6 +396,10 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
 
 def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
     """Run the job in the process that the command has forked for it."""
+    if spec.hosts:
+        from lockstep.hosts.job_on_hosts import run_over_ssh
+
+        return run_over_ssh(spec, command)
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 
@@ -375,10 +408,11 @@ def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
     launcher.prepare()
     from lockstep.agent.starter import LocalStarter
     from lockstep.agent.worker_output import LocalOutput
-    from lockstep.local_job.composition import run_job
+    from lockstep.local_job.composition import LocalHost, run_job
     from lockstep.observability.console import Console
     from lockstep.supervisor.state import JobSize, State, TimeLimits
     from lockstep.system.descendants import LinuxDescendants
+    from lockstep.system.event_loop import EventLoop
     from lockstep.system.output import Sink
 
     paths = RunPaths(spec.run_dir.absolute())
@@ -390,13 +424,7 @@ def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
         JobSize.of(spec.workers, spec.min_workers, spec.max_restarts),
         keeps=spec.checkpoints is not None,
     )
-    return run_job(
-        spec,
-        state,
-        paths,
-        command,
-        console=console,
-        output=output,
-        starter=LocalStarter(spec, paths, os.getpid(), launcher, output),
-        descendants=LinuxDescendants(),
-    )
+    starter = LocalStarter(spec, paths, os.getpid(), launcher, output)
+    local = LocalHost(output, starter, LinuxDescendants())
+    with EventLoop() as loop:
+        return run_job(spec, state, paths, command, console=console, loop=loop, local=local)

@@ -1,1 +1,1 @@
-"""How a job gets its hosts: which ones, how their agents start or join, what they must share; no decisions."""
+"""How a job gets its hosts: which ones, how their agents start, what they have in common; no decisions."""

@@ -3,7 +3,7 @@
 import platform
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from itertools import islice
 
@@ -11,7 +11,6 @@ from lockstep.errors import ConfigError, LockstepError
 from lockstep.protocol.host import HostFacts, Prepare
 from lockstep.protocol.job_spec import JobHost
 from lockstep.system.environment import usable_cores
-from lockstep.system.prose import name_all
 from lockstep.topology import place_on_hosts
 from lockstep.worker.program_sources import file_hash
 from lockstep.worker.script import Script
@@ -24,21 +23,22 @@ _OF_BACKEND = {
 }
 
 
-def own_facts(prepare: Prepare, address: str, port: int) -> HostFacts:
+def own_facts(prepare: Prepare, address: str, port: int, problem: str = "") -> HostFacts:
     """Return the facts of this host for the job that `prepare` describes; imports no framework.
 
     Args:
         prepare: from the coordinator.
         address: at which this process accepts connections of other hosts.
         port: its port.
+        problem: why this host cannot run the job, if that is known.
     """
-    script, problem, digest = Script(prepare.target, prepare.module, prepare.arguments), "", ""
+    script, digest = Script(prepare.target, prepare.module, prepare.arguments), ""
     try:
         script.check()
         source = script.source()
         digest = file_hash(source) or "" if source is not None else ""
     except LockstepError as error:
-        problem = str(error)
+        problem = problem or str(error)
     return HostFacts(
         name=socket.gethostname(),
         python=platform.python_version(),
@@ -84,7 +84,7 @@ def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: st
         if len(groups := _groups(names, map(look, facts))) > 1:
             raise ConfigError(f"the hosts have different {what}: {_text(groups)}; install the same on all")
     if len(groups := _groups(names, (own.script for own in facts))) > 1:
-        parts = " and ".join(name_all("host", there) for there in groups.values())
+        parts = " and ".join(", ".join(there) for there in groups.values())
         raise ConfigError(f"{target} differs between {parts}; copy the same file to all hosts")
 
 
@@ -96,7 +96,7 @@ def threads_for_all(hosts: Sequence[JobHost], facts: Sequence[HostFacts], replic
     return max(1, min(own.cores // count for own, count in zip(facts, there, strict=True)))
 
 
-def _groups(names: Sequence[str], values: "Sequence[str] | map[str]") -> Mapping[str, list[str]]:
+def _groups(names: Sequence[str], values: Iterable[str]) -> Mapping[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name, value in zip(names, values, strict=False):
         groups.setdefault(value, []).append(name)

@@ -58,6 +58,7 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     adopts: bool
     joint_input: bool
     hosts: tuple[tuple[str, int], ...]
+    plain: bool
     inherited: tuple[int, ...]
 
 

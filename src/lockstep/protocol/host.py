@@ -6,6 +6,7 @@ there. They work in the same way in one process and on different hosts.
 
 import msgspec
 
+from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
 
 ALIVE_EVERY = 1.0
@@ -16,6 +17,78 @@ SILENCE = 10.0
 
 STATE_PART = 256 * 1024
 """Bytes of a part of a state."""
+
+# Between the coordinator and the agent of another host, before the job begins.
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """The first message to an agent: what the job will run on its host. The answer is `HostFacts`.
+
+    Attributes:
+        job: the id of the job, random bytes.
+        key: the line of the job's key; empty if the agent has it.
+        encrypted: whether connections between hosts are encrypted.
+        target: path of the script, or name of the module.
+        module: whether `target` is a module.
+        arguments: of the script.
+        backend: the Keras backend.
+        folder: the current folder of the job; empty to stay in that of the agent.
+        environment: variables that the workers have on all hosts.
+    """
+
+    job: bytes
+    key: str
+    encrypted: bool
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    backend: str | None
+    folder: str
+    environment: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"Prepare({self.target!r})"
+
+
+class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
+    """What the coordinator must know of a host before the job begins.
+
+    Attributes:
+        name: of the host, as it names itself.
+        python: the version of Python.
+        machine: the kind of processor, such as x86_64.
+        libraries: the versions of installed libraries, by distribution.
+        cores: number of cores that the job may use.
+        script: the hash of the script's file; empty if it has none.
+        address: the IP address at which the agent accepts connections.
+        port: its port.
+        incarnation: a random number of this agent.
+        problem: why the host cannot run the job; empty if it can.
+    """
+
+    name: str
+    python: str
+    machine: str
+    libraries: dict[str, str]
+    cores: int
+    script: str
+    address: str
+    port: int
+    incarnation: int
+    problem: str = ""
+
+
+class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
+    """The job begins: from now on, the agent takes instructions.
+
+    Attributes:
+        spec: the job.
+        host: the index of the agent's host.
+    """
+
+    spec: JobSpec
+    host: int
+
 
 # From the command to the coordinator.
 
@@ -316,3 +389,9 @@ HostReport = (
     | AllReported
     | HostEnded
 )
+
+RemoteInstruction = Prepare | BeginJob | Instruction
+"""What an agent on another host receives."""
+
+RemoteReport = HostFacts | HostReport
+"""What an agent on another host sends."""

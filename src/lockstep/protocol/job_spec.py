@@ -50,7 +50,7 @@ class JobSpec:
         arguments: of the script.
         workers: number of workers.
         replicas: number of replicas.
-        threads: number of threads that compute one replica.
+        threads: number of threads that compute one replica; 0 until the cores of all hosts are known.
         seed: determines everything random in the job.
         timeout: seconds after which a worker that others wait for counts as stuck.
         run_dir: the run folder, as the user wrote it.
@@ -67,6 +67,7 @@ class JobSpec:
         adopts: whether models that a script compiles without a strategy are distributed.
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
         hosts: the hosts of the job, in the order of their first workers; empty for one host.
+        plain: whether connections between hosts are not encrypted.
         inherited: descriptors of this process that workers inherit with the same numbers.
     """
 
@@ -92,6 +93,7 @@ class JobSpec:
     adopts: bool = True
     joint_input: bool = False
     hosts: tuple[JobHost, ...] = ()
+    plain: bool = False
     inherited: tuple[int, ...] = ()
 
     @property
@@ -125,6 +127,8 @@ class JobSpec:
         ]
         if self.joint_input:
             parts.append("each worker reads all input")
+        if self.plain:
+            parts.append("connections between hosts are not encrypted")
         if self.chosen:
             parts.append(self.chosen)
         if self.replicas > 1:

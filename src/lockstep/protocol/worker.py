@@ -6,6 +6,7 @@ import msgspec
 
 from lockstep.observability.events import WorkerEvent
 from lockstep.protocol.channel import Attachment
+from lockstep.protocol.credentials import Credentials
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -152,9 +153,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     Attributes:
         pool: the memory for partials and totals, which all workers on the host share.
+        job: the id of the job, random bytes; empty if it has one host.
+        credentials: with which the worker connects to other hosts; None if the job has one host.
     """
 
     pool: Attachment
+    job: bytes = b""
+    credentials: Credentials | None = None
 
 
 class NewView(msgspec.Struct, frozen=True, tag="view"):

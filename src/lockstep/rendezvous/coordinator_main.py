@@ -17,13 +17,14 @@ from types import FrameType
 
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.errors import LockstepError
-from lockstep.local_job.composition import run_job
+from lockstep.local_job.composition import LocalHost, run_job
 from lockstep.protocol.host import Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.system.standard_streams import fill_standard_descriptors
@@ -87,17 +88,12 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
         user.send(Stop(number))
 
     signal.signal(signal.SIGTERM, pass_on)
-    run_job(
-        spec,
-        State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
-        paths,
-        command,
-        console=terminals,
-        output=LocalOutput(terminals, paths),
-        starter=RendezvousStarter(spec, paths, os.getpid(), server),
-        descendants=ExternalProcesses(server.workers),
-        arrivals=server,
-    )
+    state = State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True))
+    starter = RendezvousStarter(spec, paths, os.getpid(), server)
+    output, processes = LocalOutput(terminals, paths), ExternalProcesses(server.workers)
+    local = LocalHost(output, starter, processes, server)
+    with EventLoop() as loop:
+        run_job(spec, state, paths, command, console=terminals, loop=loop, local=local)
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:
