@@ -49,7 +49,7 @@ relayed = st.one_of(
     st.builds(WaitReport, texts, groups, st.floats(0, 1e6)),
     st.builds(Failed, st.integers(0, 255), texts, texts, st.booleans()),
 )
-members = st.builds(HostMembers, workers, groups, texts, st.integers(0, 2**16), st.integers(0, 2**53))
+members = st.builds(HostMembers, workers, groups, texts, texts, st.integers(0, 2**16), st.integers(0, 2**53))
 instructions = st.one_of(
     st.builds(host.BeginView, workers, st.lists(members, max_size=3).map(tuple), texts, groups),
     st.builds(host.HoldState, workers, st.binary(), st.booleans(), st.booleans()),

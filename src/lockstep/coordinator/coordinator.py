@@ -289,8 +289,9 @@ class Coordinator:
         members = []
         for workers in view.hosts:
             host = self.state.workers[workers[0]].host
-            peer = self.agents[host].peer
-            members.append(HostMembers(host, workers, *peer) if peer else HostMembers(host, workers))
+            agent = self.agents[host]
+            where = (agent.name, *agent.peer) if agent.peer is not None else ()
+            members.append(HostMembers(host, workers, *where))
         self._view = BeginView(view.number, tuple(members), reason, leaving)
         self.console.chief = view.chief
         self._tell_all(self._view)

@@ -102,6 +102,7 @@ class HostMembers(msgspec.Struct, frozen=True):
     Attributes:
         host: the index of the host in the job.
         workers: their ids, the longest-serving first.
+        name: of the host, for messages; empty if the job has one host.
         address: the IP address at which the host's agent accepts connections for them; empty if the job has
             one host.
         port: its port.
@@ -110,6 +111,7 @@ class HostMembers(msgspec.Struct, frozen=True):
 
     host: int
     workers: tuple[int, ...]
+    name: str = ""
     address: str = ""
     port: int = 0
     incarnation: int = 0

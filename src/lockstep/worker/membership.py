@@ -3,11 +3,16 @@
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from typing import NoReturn
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import PeerWait, WaitPolicy
-from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
+from lockstep.collectives.network.lane import Link
+from lockstep.collectives.network.last_call import LastCall
+from lockstep.collectives.network.memory import NetworkBuffers
+from lockstep.collectives.plan import HostPlan, ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import ControlSegment
@@ -18,6 +23,7 @@ from lockstep.protocol.worker import (
     Endpoint,
     JobOver,
     Leave,
+    NetworkEndpoint,
     NewView,
     Position,
     StateReply,
@@ -28,6 +34,7 @@ from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.job import GRACE_FOR_AGENT, Place
+from lockstep.worker.lanes import LaneConnector
 from lockstep.worker.script import summarize_own
 
 _REPORT_EVERY = 0.5
@@ -70,7 +77,12 @@ class AgentMembership:
             raise PeerLostError(welcome.reason)
         if not isinstance(welcome, Welcome):
             raise _unexpected(welcome)
-        self._buffers = Buffers(SharedPool.attach(welcome.pool.take()))
+        pool = SharedPool.attach(welcome.pool.take())
+        self._job, self._credentials = welcome.job, welcome.credentials
+        self._buffers, self._network_buffers = Buffers(pool), NetworkBuffers(pool)
+        self._last = LastCall()
+        if not config.joins:
+            self._last.number = 0
         self._view = place(1, (config.worker,))
 
     def first_place(self) -> Place:
@@ -153,24 +165,63 @@ class AgentMembership:
     def _enter_announced(self, message: AgentMessage) -> Place:
         match message:
             case NewView(number, hosts, endpoint):
-                view = place_on_hosts(self._config.replicas, hosts, number)
-                return view, self._enter(view, endpoint)
+                return self._enter(place_on_hosts(self._config.replicas, hosts, number), endpoint)
             case Leave():
                 _end(0)
             case JobOver(reason):
                 raise PeerLostError(reason)
         raise _unexpected(message)
 
-    def _enter(self, view: View, endpoint: Endpoint) -> SharedCommunicator:
-        """Enter the exchange of `view`."""
+    def _enter(self, view: View, endpoint: Endpoint) -> Place:
+        """Enter the exchange of `view`, or of a later one if that begins meanwhile."""
         if self._segment is not None:
             self._segment.close()
         self._states.forget()
         self._view = view
         self._segment = ControlSegment.attach(endpoint.control.take())
+        if isinstance(endpoint, NetworkEndpoint):
+            return self._enter_network(view, endpoint, self._segment)
         position = view.workers.index(self._config.worker)
-        return SharedCommunicator(
-            self._segment, self._buffers, position, ReducePlan.of(view), self._policy, self._observe
+        plan = ReducePlan.of(view)
+        return view, SharedCommunicator(
+            self._segment, self._buffers, position, plan, self._policy, self._observe
+        )
+
+    def _enter_network(self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment) -> Place:
+        plan = HostPlan.of(view, endpoint.here)
+        position = plan.own.index(self._config.worker)
+        links: Mapping[int, Link] | AgentMessage = {}
+        if position < plan.lanes:
+            assert self._credentials is not None
+            links = LaneConnector(
+                self._job,
+                self._credentials,
+                endpoint,
+                view.number,
+                position,
+                self._client.receive,
+                self._client.waiting,
+                self._policy.timeout,
+            ).connect()
+        if not isinstance(links, Mapping):
+            return self._enter_announced(links)
+        of_job = ViewOfJob(
+            self._job,
+            endpoint.term,
+            view.number,
+            tuple(host.incarnation for host in endpoint.hosts),
+            tuple(host.name for host in endpoint.hosts),
+        )
+        return view, NetworkCommunicator(
+            segment,
+            self._network_buffers,
+            self._last,
+            position,
+            plan,
+            of_job,
+            links,
+            self._policy,
+            self._observe,
         )
 
     def _observe(self, wait: PeerWait) -> None:

@@ -1,0 +1,150 @@
+"""How a worker connects to the workers of its lane on the other hosts of a view."""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from lockstep.collectives.network.lane import Link
+from lockstep.errors import LockstepError, PeerStuckError
+from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.greeting import ConnectionKind, Greeting
+from lockstep.protocol.worker import AgentMessage, HostMembers, NetworkEndpoint, PeerConnected
+from lockstep.transport.addresses import join_address
+from lockstep.transport.dial import accept, dial
+
+_LOOK_EVERY = 0.2
+_SAY_EVERY = 5.0
+
+
+class _Abandoned(Exception):
+    """The view has ended before the connections were complete."""
+
+
+@dataclass
+class LaneConnector:
+    """Opens the connections of one worker in one view.
+
+    Attributes:
+        job: the id of the job.
+        credentials: of this worker.
+        endpoint: of the view.
+        view: its number.
+        lane: the lane of this worker.
+        receive: waits for a message of the agent, for a number of seconds at most.
+        observe: told of a long wait: for what, for which workers, and its seconds.
+        patience: seconds until this gives up.
+    """
+
+    job: bytes
+    credentials: Credentials
+    endpoint: NetworkEndpoint
+    view: int
+    lane: int
+    receive: Callable[[float], AgentMessage | None]
+    observe: Callable[[str, tuple[int, ...], float], None]
+    patience: float
+    _results: "queue.SimpleQueue[tuple[int, bool, socket.socket | LockstepError]]" = field(
+        default_factory=queue.SimpleQueue
+    )
+    _abandoned: bool = False
+
+    def connect(self) -> Mapping[int, Link] | AgentMessage:
+        """Return the connections to each other host, by its position in the view.
+
+        Returns:
+            Or the message with which the agent ends the view before they are complete.
+
+        Raises:
+            NetworkError: another host cannot be reached.
+            PeerStuckError: a worker on another host has not connected in time.
+        """
+        hosts, here = self.endpoint.hosts, self.endpoint.here
+        ends: dict[int, dict[bool, socket.socket]] = {
+            at: {} for at, _ in enumerate(hosts) if at != here
+        }
+        for at in ends:
+            self._start(self._dial, at, hosts[at])
+        begun = said = time.monotonic()
+        try:
+            while missing := [at for at, found in ends.items() if len(found) < 2]:
+                message = self.receive(_LOOK_EVERY)
+                if isinstance(message, PeerConnected) and message.view == self.view:
+                    at = next(at for at, host in enumerate(hosts) if host.host == message.host)
+                    self._start(self._accept, at, socket.socket(fileno=message.connection.take()))
+                elif message is not None and not isinstance(message, PeerConnected):
+                    self._abandon(ends)
+                    return message
+                while not self._results.empty():
+                    at, outgoing, result = self._results.get()
+                    if isinstance(result, LockstepError):
+                        raise result
+                    ends[at][outgoing] = result
+                now = time.monotonic()
+                self._check_wait(missing, now - begun)
+                if now - said >= _SAY_EVERY:
+                    said = now
+                    self._report(missing, ends, now - begun)
+        except BaseException:
+            self._abandon(ends)
+            raise
+        return {at: Link(outgoing=found[True], incoming=found[False]) for at, found in ends.items()}
+
+    def _start(self, act: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=act, args=arguments, name="connect", daemon=True).start()
+
+    def _dial(self, at: int, host: HostMembers) -> None:
+        own = self.endpoint.hosts[self.endpoint.here]
+        greeting = Greeting(
+            ConnectionKind.LANE,
+            self.job,
+            self.endpoint.term,
+            self.view,
+            own.incarnation,
+            own.host,
+            self.lane,
+        )
+        address = join_address((host.address, host.port))
+        self._finish(at, True, lambda: dial(address, greeting, self.credentials, self.patience, self._check))
+
+    def _accept(self, at: int, connection: socket.socket) -> None:
+        self._finish(at, False, lambda: accept(connection, self.credentials, self.patience, self._check))
+
+    def _finish(self, at: int, outgoing: bool, connect: Callable[[], socket.socket]) -> None:
+        try:
+            connection = connect()
+        except LockstepError as error:
+            self._results.put((at, outgoing, error))
+        except _Abandoned:
+            pass
+        else:
+            self._results.put((at, outgoing, connection))
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise _Abandoned
+
+    def _abandon(self, ends: Mapping[int, Mapping[bool, socket.socket]]) -> None:
+        self._abandoned = True
+        for found in ends.values():
+            for connection in found.values():
+                connection.close()
+
+    def _check_wait(self, missing: list[int], waited: float) -> None:
+        if waited >= self.patience:
+            names = " and ".join(self.endpoint.hosts[at].name for at in missing)
+            raise PeerStuckError(f"no connection to {names} within {self.patience:.0f} s")
+
+    def _report(self, missing: list[int], ends: Mapping[int, Mapping[bool, socket.socket]], waited: float) -> None:
+        workers = []
+        places = []
+        for at in missing:
+            host = self.endpoint.hosts[at]
+            workers.append(host.workers[self.lane])
+            if True not in ends[at]:
+                places.append(f"{host.name} at {join_address((host.address, host.port))}")
+        own = self.endpoint.hosts[self.endpoint.here]
+        what = f"a connection from {own.name} to {' and '.join(places)}" if places else f"connections to {own.name}"
+        self.observe(what, tuple(workers), waited)
