@@ -37,6 +37,7 @@ from lockstep.system.environment import take_environment, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
+from lockstep.system.run_folder import empty_folder
 from lockstep.transport.addresses import split_address
 from lockstep.transport.keys import JobKey
 from lockstep.transport.listener import Listener
@@ -146,6 +147,7 @@ class AgentProcess:
         here = begin.spec.hosts[begin.host].workers
         spec = replace(begin.spec, run_dir=self.folder, devices=spread(visible_gpus(), here))
         paths = RunPaths(self.folder)
+        empty_folder(paths.sources)
         launcher = LocalLauncher(ForkServerPlan.of(spec))
         launcher.prepare()
         # From now on, both ends use only these messages.

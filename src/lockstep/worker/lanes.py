@@ -62,9 +62,7 @@ class LaneConnector:
             PeerStuckError: a worker on another host has not connected in time.
         """
         hosts, here = self.endpoint.hosts, self.endpoint.here
-        ends: dict[int, dict[bool, socket.socket]] = {
-            at: {} for at, _ in enumerate(hosts) if at != here
-        }
+        ends: dict[int, dict[bool, socket.socket]] = {at: {} for at, _ in enumerate(hosts) if at != here}
         for at in ends:
             self._start(self._dial, at, hosts[at])
         begun = said = time.monotonic()
@@ -137,7 +135,9 @@ class LaneConnector:
             names = " and ".join(self.endpoint.hosts[at].name for at in missing)
             raise PeerStuckError(f"no connection to {names} within {self.patience:.0f} s")
 
-    def _report(self, missing: list[int], ends: Mapping[int, Mapping[bool, socket.socket]], waited: float) -> None:
+    def _report(
+        self, missing: list[int], ends: Mapping[int, Mapping[bool, socket.socket]], waited: float
+    ) -> None:
         workers = []
         places = []
         for at in missing:
@@ -146,5 +146,9 @@ class LaneConnector:
             if True not in ends[at]:
                 places.append(f"{host.name} at {join_address((host.address, host.port))}")
         own = self.endpoint.hosts[self.endpoint.here]
-        what = f"a connection from {own.name} to {' and '.join(places)}" if places else f"connections to {own.name}"
+        what = (
+            f"a connection from {own.name} to {' and '.join(places)}"
+            if places
+            else f"connections to {own.name}"
+        )
         self.observe(what, tuple(workers), waited)

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep.collectives.call import CallWait, CollectiveCall, abort_reason, compare
+from lockstep.collectives.call import CallWait, CollectiveCall, abort_reason, agree, compare
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.shared import futex
 from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment, decode, encode
@@ -35,8 +35,21 @@ class Barrier:
         policy: WaitPolicy,
         observe: WaitObserver | None,
         clock: Clock,
+        hosts: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Take part in the barrier.
+
+        Args:
+            segment: of the view.
+            position: of this member.
+            workers: ids of all members.
+            policy: for waits.
+            observe: receives reports on waits.
+            clock: measures waits.
+            hosts: the worker ids of all hosts, if members also wait for other hosts.
+        """
         self._segment = segment
+        self._hosts = hosts
         self._position = position
         self._workers = tuple(workers)
         self._others = [other for other in range(len(workers)) if other != position]
@@ -85,6 +98,26 @@ class Barrier:
             DisagreementError: the calls differ; every member raises it.
             PeerLostError, PeerStuckError: as the contract states.
         """
+        calls, blobs = self.arrive_and_collect(call, blob)
+        if calls is not None:
+
+            def described() -> list[list[str]]:
+                texts = self.arrive_and_compare(
+                    CollectiveCall("describe", "describe"), "\n".join(describe()).encode()
+                )
+                return [text.decode().splitlines() for text in texts]
+
+            compare(calls, self._workers, described)
+        return blobs
+
+    def arrive_and_collect(
+        self, call: CollectiveCall, blob: bytes = b""
+    ) -> tuple[list[CollectiveCall] | None, list[bytes]]:
+        """Wait until all members have arrived; return their calls, if these differ, or else their blobs.
+
+        Raises:
+            PeerLostError, PeerStuckError: as the contract states.
+        """
         segment, arrival = self._segment, self._arrival + 1
         own = encode(call, len(blob))
         slots = self._slots[arrival % 2]
@@ -97,11 +130,14 @@ class Barrier:
         self.notice = segment.notice(arrival)
         for start in slots:
             if segment.control[start : start + len(own)] != own:
-                lengths = self._compare(slots, describe)
+                announced = [decode(segment.control[start : start + SLOT]) for start in slots]
+                calls, lengths = [each for each, _ in announced], [length for _, length in announced]
+                if not agree(calls):
+                    return calls, []
                 break
         else:
             lengths = [len(blob)] * len(slots)
-        return self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
+        return None, self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
 
     def arrive_and_wait(self, call: CollectiveCall) -> None:
         """Arrive, and return once all members have arrived. Calls are not compared."""
@@ -124,19 +160,6 @@ class Barrier:
             self._closed = True
             if not self._segment.control.closed:
                 self._segment.leave(self._position)
-
-    def _compare(self, slots: Sequence[int], describe: Callable[[], Sequence[str]]) -> list[int]:
-        control = self._segment.control
-        announced = [decode(control[start : start + SLOT]) for start in slots]
-
-        def described() -> list[list[str]]:
-            blobs = self.arrive_and_compare(
-                CollectiveCall("describe", "describe"), "\n".join(describe()).encode()
-            )
-            return [text.decode().splitlines() for text in blobs]
-
-        compare([call for call, _ in announced], self._workers, described)
-        return [length for _, length in announced]
 
     def _send(self, blob: bytes, part: int) -> None:
         """Write a part of `blob` to the mailbox that the other members read after the next arrival."""
@@ -187,9 +210,18 @@ class Barrier:
             for other, _ in missing:
                 if other in left:
                     raise PeerLostError(f"worker {self._workers[other]} has left while others wait in {call}")
-            seconds = wait.check(tuple(self._workers[other] for other, _ in missing))
+            seconds = wait.check(self._awaited([other for other, _ in missing]))
             first, count = missing[0]
             futex.wait(self._segment.address(first), count, seconds)
+
+    def _awaited(self, missing: Sequence[int]) -> tuple[int, ...]:
+        """Return the workers for which this member waits: a member that has not arrived may wait for hosts."""
+        awaited = list[int]()
+        for other in missing:
+            hosts = self._segment.missing(other) if self._hosts else 0
+            found = [worker for host, ids in enumerate(self._hosts) if hosts >> host & 1 for worker in ids]
+            awaited += found or [self._workers[other]]
+        return tuple(dict.fromkeys(awaited))
 
     def _raise_if_aborted(self) -> None:
         reason = self._segment.reason()
