@@ -215,7 +215,7 @@ class AgentProcess:
         output = ForwardedOutput(coordinator, lambda: channel.queued > _BEHIND)
         local = self.workers.begin(begin, output)
         agent = Agent(
-            job=self.folder.name,
+            job=begin.spec.run_dir.name,
             coordinator=coordinator,
             loop=loop,
             starter=local.starter,

@@ -13,7 +13,7 @@ from typing import cast
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.host_listener import HostListener
@@ -36,6 +36,7 @@ from lockstep.protocol.host import (
     Stop,
 )
 from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.rendezvous import Rejected
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import LinuxDescendants
@@ -156,13 +157,18 @@ def run_on_hosts(
         UnfitError: a host was lost.
         Stopped: the user has stopped the job before all hosts have answered.
     """
-    facts = gather_facts(
-        others, prepare, command, loop=loop, clock=SystemClock(), patience=_PATIENCE, say=console.say
-    )
-    if here is not None:
-        facts[here.host] = here.facts
-    all_facts = [facts[host] for host in range(len(spec.hosts))]
-    check_facts(spec.hosts, all_facts, spec.target)
+    try:
+        facts = gather_facts(
+            others, prepare, command, loop=loop, clock=SystemClock(), patience=_PATIENCE, say=console.say
+        )
+        if here is not None:
+            facts[here.host] = here.facts
+        all_facts = [facts[host] for host in range(len(spec.hosts))]
+        check_facts(spec.hosts, all_facts, spec.target)
+    except LockstepError as error:
+        for agent in others.values() if notifies else ():
+            agent.channel.send(Rejected(str(error)))
+        raise
     spec = replace(spec, threads=spec.threads or threads_for_all(spec.hosts, all_facts, spec.replicas))
     paths = RunPaths(spec.run_dir.absolute())
     remote = {}
