@@ -181,6 +181,7 @@ class _TasksOfHost:
         self.first = self.server.first
         self.own = self.first.tasks[self.first.here[0]]
         self.coordinator = self.first.tasks[0]
+        self.failure = ""
         self.credentials: Credentials = own_credentials(self.own.place, encrypted=True)
 
     def listen(self, agents: AgentServer | None = None) -> HostListener:
@@ -317,7 +318,7 @@ class _TasksOfHost:
                 process.run()
             except CoordinatorGone as gone:
                 if not process.begun:
-                    self.server.keep_waiting(f"{self.coordinator}: {gone}")
+                    self.failure = str(gone)
                     return False
                 self.terminals.say(f"{gone}, so the job ends on this host")
             return True
@@ -326,7 +327,8 @@ class _TasksOfHost:
         """Return a channel to the coordinator; None if all processes of this host leave before."""
 
         def tell() -> None:
-            self.server.keep_waiting(f"{self.coordinator}{f': {dialer.failure}' if dialer.failure else ''}")
+            why = dialer.failure or self.failure
+            self.server.keep_waiting(f"{self.coordinator}: {why}" if why else str(self.coordinator))
 
         dialer = CoordinatorDialer(self.coordinator.address, self.credentials, self.loop, lambda: tell())
         self.server.tell_of_changes(tell)
