@@ -1,26 +1,111 @@
-"""How a worker connects to the workers of its lane on the other hosts of a view."""
+"""How a worker enters the exchange of a view whose members are on several hosts."""
 
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lockstep.collectives.contract import WaitObserver, WaitPolicy
+from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
 from lockstep.collectives.network.lane import Link
+from lockstep.collectives.network.last_call import LastCall
+from lockstep.collectives.network.memory import NetworkBuffers
+from lockstep.collectives.plan import HostPlan
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import LockstepError, PeerStuckError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.worker import AgentMessage, HostMembers, NetworkEndpoint, PeerConnected
+from lockstep.system.environment import WorkerConfig
+from lockstep.topology import View
 from lockstep.transport.addresses import join_address
 from lockstep.transport.dial import accept, dial
+from lockstep.worker.agent_client import AgentClient
 
 _LOOK_EVERY = 0.2
 _SAY_EVERY = 5.0
+_SECOND_THOUGHTS = 15.0
+"""Seconds after a connection fails in which the agent may end the view: that is the usual cause."""
 
 
 class _Abandoned(Exception):
     """The view has ended before the connections were complete."""
+
+
+class NetworkEntrance:
+    """Enters the exchanges of a job over hosts, one after another, and keeps what outlives them.
+
+    Args:
+        config: of this worker.
+        job: the id of the job.
+        credentials: of this worker.
+        pool: the memory that all workers on this host share.
+        client: the connection to the agent.
+        policy: how this worker waits for others.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        job: bytes,
+        credentials: Credentials,
+        pool: SharedPool,
+        client: AgentClient,
+        policy: WaitPolicy,
+    ) -> None:
+        self._config = config
+        self._job = job
+        self._credentials = credentials
+        self._client = client
+        self._policy = policy
+        self._buffers = NetworkBuffers(pool)
+        self._last = LastCall()
+        if not config.joins:
+            self._last.number = 0
+
+    def enter(
+        self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment, observe: WaitObserver
+    ) -> NetworkCommunicator | AgentMessage:
+        """Return this worker's end of the exchange of `view`.
+
+        Returns:
+            Or the message with which the agent ends the view before all connections are complete.
+
+        Raises:
+            NetworkError: another host cannot be reached.
+            PeerStuckError: a worker on another host has not connected in time.
+        """
+        plan = HostPlan.of(view, endpoint.here)
+        position = plan.own.index(self._config.worker)
+        links: Mapping[int, Link] = {}
+        if position < plan.lanes:
+            connected = LaneConnector(
+                self._job,
+                self._credentials,
+                endpoint,
+                view.number,
+                position,
+                self._client.connections(view.number),
+                self._client.receive_any,
+                self._client.waiting,
+                self._policy.timeout,
+            ).connect()
+            if not isinstance(connected, Mapping):
+                return connected
+            links = connected
+        of_job = ViewOfJob(
+            self._job,
+            endpoint.term,
+            view.number,
+            tuple(host.incarnation for host in endpoint.hosts),
+            tuple(host.name for host in endpoint.hosts),
+        )
+        return NetworkCommunicator(
+            segment, self._buffers, self._last, position, plan, of_job, links, self._policy, observe
+        )
 
 
 @dataclass
@@ -33,6 +118,7 @@ class LaneConnector:
         endpoint: of the view.
         view: its number.
         lane: the lane of this worker.
+        arrived: the connections of the view that have arrived.
         receive: waits for a message of the agent, for a number of seconds at most.
         observe: told of a long wait: for what, for which workers, and its seconds.
         patience: seconds until this gives up.
@@ -43,6 +129,7 @@ class LaneConnector:
     endpoint: NetworkEndpoint
     view: int
     lane: int
+    arrived: Sequence[PeerConnected]
     receive: Callable[[float], AgentMessage | None]
     observe: Callable[[str, tuple[int, ...], float], None]
     patience: float
@@ -65,22 +152,27 @@ class LaneConnector:
         ends: dict[int, dict[bool, socket.socket]] = {at: {} for at, _ in enumerate(hosts) if at != here}
         for at in ends:
             self._start(self._dial, at, hosts[at])
+        for connected in self.arrived:
+            self._take(connected)
         begun = said = time.monotonic()
+        refusal: tuple[float, LockstepError] | None = None
         try:
             while missing := [at for at, found in ends.items() if len(found) < 2]:
                 message = self.receive(_LOOK_EVERY)
-                if isinstance(message, PeerConnected) and message.view == self.view:
-                    at = next(at for at, host in enumerate(hosts) if host.host == message.host)
-                    self._start(self._accept, at, socket.socket(fileno=message.connection.take()))
-                elif message is not None and not isinstance(message, PeerConnected):
+                if isinstance(message, PeerConnected):
+                    self._take(message)
+                elif message is not None:
                     self._abandon(ends)
                     return message
                 while not self._results.empty():
                     at, outgoing, result = self._results.get()
                     if isinstance(result, LockstepError):
-                        raise result
-                    ends[at][outgoing] = result
+                        refusal = refusal or (time.monotonic(), result)
+                    else:
+                        ends[at][outgoing] = result
                 now = time.monotonic()
+                if refusal is not None and now - refusal[0] > _SECOND_THOUGHTS:
+                    raise refusal[1]
                 self._check_wait(missing, now - begun)
                 if now - said >= _SAY_EVERY:
                     said = now
@@ -89,6 +181,12 @@ class LaneConnector:
             self._abandon(ends)
             raise
         return {at: Link(outgoing=found[True], incoming=found[False]) for at, found in ends.items()}
+
+    def _take(self, connected: PeerConnected) -> None:
+        if connected.view == self.view:
+            hosts = enumerate(self.endpoint.hosts)
+            at = next(at for at, host in hosts if host.host == connected.host)
+            self._start(self._accept, at, socket.socket(fileno=connected.connection.take()))
 
     def _start(self, act: Callable[..., None], *arguments: object) -> None:
         threading.Thread(target=act, args=arguments, name="connect", daemon=True).start()
