@@ -4,7 +4,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lockstep.collectives.network.lane import Link
@@ -17,6 +17,8 @@ from lockstep.transport.dial import accept, dial
 
 _LOOK_EVERY = 0.2
 _SAY_EVERY = 5.0
+_SECOND_THOUGHTS = 15.0
+"""Seconds after a connection fails in which the agent may end the view: that is the usual cause."""
 
 
 class _Abandoned(Exception):
@@ -33,6 +35,7 @@ class LaneConnector:
         endpoint: of the view.
         view: its number.
         lane: the lane of this worker.
+        arrived: the connections of the view that have arrived.
         receive: waits for a message of the agent, for a number of seconds at most.
         observe: told of a long wait: for what, for which workers, and its seconds.
         patience: seconds until this gives up.
@@ -43,6 +46,7 @@ class LaneConnector:
     endpoint: NetworkEndpoint
     view: int
     lane: int
+    arrived: Sequence[PeerConnected]
     receive: Callable[[float], AgentMessage | None]
     observe: Callable[[str, tuple[int, ...], float], None]
     patience: float
@@ -65,22 +69,27 @@ class LaneConnector:
         ends: dict[int, dict[bool, socket.socket]] = {at: {} for at, _ in enumerate(hosts) if at != here}
         for at in ends:
             self._start(self._dial, at, hosts[at])
+        for connected in self.arrived:
+            self._take(connected)
         begun = said = time.monotonic()
+        refusal: tuple[float, LockstepError] | None = None
         try:
             while missing := [at for at, found in ends.items() if len(found) < 2]:
                 message = self.receive(_LOOK_EVERY)
-                if isinstance(message, PeerConnected) and message.view == self.view:
-                    at = next(at for at, host in enumerate(hosts) if host.host == message.host)
-                    self._start(self._accept, at, socket.socket(fileno=message.connection.take()))
-                elif message is not None and not isinstance(message, PeerConnected):
+                if isinstance(message, PeerConnected):
+                    self._take(message)
+                elif message is not None:
                     self._abandon(ends)
                     return message
                 while not self._results.empty():
                     at, outgoing, result = self._results.get()
                     if isinstance(result, LockstepError):
-                        raise result
-                    ends[at][outgoing] = result
+                        refusal = refusal or (time.monotonic(), result)
+                    else:
+                        ends[at][outgoing] = result
                 now = time.monotonic()
+                if refusal is not None and now - refusal[0] > _SECOND_THOUGHTS:
+                    raise refusal[1]
                 self._check_wait(missing, now - begun)
                 if now - said >= _SAY_EVERY:
                     said = now
@@ -89,6 +98,12 @@ class LaneConnector:
             self._abandon(ends)
             raise
         return {at: Link(outgoing=found[True], incoming=found[False]) for at, found in ends.items()}
+
+    def _take(self, connected: PeerConnected) -> None:
+        if connected.view == self.view:
+            hosts = enumerate(self.endpoint.hosts)
+            at = next(at for at, host in hosts if host.host == connected.host)
+            self._start(self._accept, at, socket.socket(fileno=connected.connection.take()))
 
     def _start(self, act: Callable[..., None], *arguments: object) -> None:
         threading.Thread(target=act, args=arguments, name="connect", daemon=True).start()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import NoReturn
 
 from lockstep.checkpoint.checkpoint_files import Contents
-from lockstep.collectives.contract import PeerWait, WaitPolicy
+from lockstep.collectives.contract import Communicator, PeerWait, WaitPolicy
 from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
 from lockstep.collectives.network.lane import Link
 from lockstep.collectives.network.last_call import LastCall
@@ -72,6 +72,7 @@ class AgentMembership:
         self._policy = policy
         self._states = states
         self._segment: ControlSegment | None = None
+        self._communicator: Communicator | None = None
         welcome = self._receive()
         if isinstance(welcome, JobOver):
             raise PeerLostError(welcome.reason)
@@ -174,6 +175,8 @@ class AgentMembership:
 
     def _enter(self, view: View, endpoint: Endpoint) -> Place:
         """Enter the exchange of `view`, or of a later one if that begins meanwhile."""
+        if self._communicator is not None:
+            self._communicator.close()
         if self._segment is not None:
             self._segment.close()
         self._states.forget()
@@ -183,9 +186,10 @@ class AgentMembership:
             return self._enter_network(view, endpoint, self._segment)
         position = view.workers.index(self._config.worker)
         plan = ReducePlan.of(view)
-        return view, SharedCommunicator(
+        self._communicator = SharedCommunicator(
             self._segment, self._buffers, position, plan, self._policy, self._observe
         )
+        return view, self._communicator
 
     def _enter_network(self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment) -> Place:
         plan = HostPlan.of(view, endpoint.here)
@@ -199,7 +203,8 @@ class AgentMembership:
                 endpoint,
                 view.number,
                 position,
-                self._client.receive,
+                self._client.connections(view.number),
+                self._client.receive_any,
                 self._client.waiting,
                 self._policy.timeout,
             ).connect()
@@ -212,7 +217,7 @@ class AgentMembership:
             tuple(host.incarnation for host in endpoint.hosts),
             tuple(host.name for host in endpoint.hosts),
         )
-        return view, NetworkCommunicator(
+        self._communicator = NetworkCommunicator(
             segment,
             self._network_buffers,
             self._last,
@@ -223,6 +228,7 @@ class AgentMembership:
             self._policy,
             self._observe,
         )
+        return view, self._communicator
 
     def _observe(self, wait: PeerWait) -> None:
         self._client.waiting(wait.what, wait.workers, wait.seconds)

@@ -244,7 +244,7 @@ class _Pass:
         for done in [other for other in self._held if other < step]:
             del self._held[done]
         if step % self._cycle == 0 and self._division.calls(step // self._cycle, job.view):
-            job.exchange(partial(self._hand_over, step), catching_up)
+            job.exchange(partial(self._hand_over, step, []), catching_up)
         held = self._held.get(step)
         if held is None or _changed(held.state, self._division.state):
             alone = len(job.view.workers) == 1 and not job.joins
@@ -269,13 +269,18 @@ class _Pass:
             held = self._held[step] = self._made(step)
         return held.read(rows)
 
-    def _hand_over(self, first: int, view: View, communicator: Communicator) -> None:
-        """Make this worker's batches of the cycle that begins with step `first`, and hand over rows."""
+    def _hand_over(self, first: int, divides: list[bool], view: View, communicator: Communicator) -> None:
+        """Make this worker's batches of the cycle that begins with step `first`, and hand over rows.
+
+        If a view ends before that is complete, the decision in `divides` stays: that call is complete.
+        """
         members, worker = len(view.workers), self._reader.job.worker
         if members == 1:
             return
         position, what = view.workers.index(worker), f"the batches from step {first + 1} of the pass on"
-        if not self._division.divides(first // self._cycle, view, communicator, what):
+        if not divides:
+            divides.append(self._division.divides(first // self._cycle, view, communicator, what))
+        if not divides[0]:
             return
         plan = _Plan(first, position, members, self._cycle)
         last = first + self._cycle if self.count is None else min(first + self._cycle, self.count)
