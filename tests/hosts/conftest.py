@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+# Processes on hosts import some of these modules by their plain names too.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
 
 from host_network import Host, HostNetwork, Unavailable
 

@@ -141,8 +141,8 @@ class Host:
                 os.kill(pid, number)
 
     def left(self) -> list[str]:
-        """What remains of a job: processes, and temporary files."""
-        files = [str(path.relative_to(self.folder)) for path in sorted((self.folder / "tmp").rglob("*"))]
+        """What remains of a job: processes, and temporary files of Lockstep."""
+        files = [str(path.relative_to(self.folder)) for path in (self.folder / "tmp").glob("lockstep*")]
         return [f"{pid}: {line}" for pid, line in self.processes().items()] + files
 
     def reset(self) -> None:

@@ -2,9 +2,9 @@
 
     stepping.py STEPS [WORKER:STEP:WHEN:WHAT]...
 
-WHEN is "before" or "after" and a method of `POINTS`, with "+" between, or a point of the training. WHAT is the
-name of a signal that the worker sends itself, or "hold": it writes the file held-WORKER and waits for the file
-`go`, both in the current folder. Lies in one folder with `chaos_steps` and `chaos_faults`.
+WHEN is "before" or "after" and a method of a class in `POINTS`, with "+" between, or a point of the training.
+WHAT is the name of a signal that the worker sends itself, or "hold": it writes the file held-WORKER and waits
+for the file `go`, both in the current folder. Lies in one folder with `chaos_steps` and `chaos_faults`.
 """
 
 import os

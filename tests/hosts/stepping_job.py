@@ -2,18 +2,15 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from host_network import Host, Running
+import chaos_steps
+from host_network import Host
 
 HERE = Path(__file__).parent
 CHAOS = HERE.parent / "chaos"
-sys.path.insert(0, str(CHAOS))
-
-import chaos_steps
 
 REPLICAS = 5
 
@@ -26,13 +23,28 @@ class SteppingJob:
     """
 
     def __init__(
-        self, hosts: Sequence[Host], options: str, steps: int = 12, *faults: str, at: int = 0, **variables: str
+        self,
+        hosts: Sequence[Host],
+        options: str,
+        steps: int = 12,
+        *faults: str,
+        at: int = 0,
+        **variables: str,
     ) -> None:
         self._hosts, self._steps = hosts, steps
         for host in hosts:
             for file in (HERE / "stepping.py", CHAOS / "chaos_steps.py", CHAOS / "chaos_faults.py"):
                 shutil.copy(file, host.work)
-        command = ("run", "--backend", "jax", "--replicas", str(REPLICAS), "--run-dir", "run", *options.split())
+        command = (
+            "run",
+            "--backend",
+            "jax",
+            "--replicas",
+            str(REPLICAS),
+            "--run-dir",
+            "run",
+            *options.split(),
+        )
         self.running = hosts[at].lockstep(*command, "stepping.py", str(steps), *faults, **variables)
         self.folder = hosts[at].work / "run"
 
@@ -69,7 +81,9 @@ class SteppingJob:
     def wait_held(self, *workers: int) -> None:
         """Wait until workers hold."""
         self.running.wait_until(
-            lambda: all(any((host.work / f"held-{worker}").exists() for host in self._hosts) for worker in workers)
+            lambda: all(
+                any((host.work / f"held-{worker}").exists() for host in self._hosts) for worker in workers
+            )
         )
 
     def go(self) -> None:

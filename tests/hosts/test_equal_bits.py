@@ -1,6 +1,5 @@
 """A job over hosts has the bits of one machine, however its workers are spread."""
 
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,10 +14,10 @@ FILES = (HERE / "many_trainings.py", TRAINING / "program.py", TRAINING / "custom
 Train = Callable[..., list[str]]
 
 
-def digests(job: Running, workers: int) -> list[str]:
+def digests(job: Running, run: str, workers: int) -> list[str]:
     """What the workers of a job have computed, which is equal."""
     assert job.end() == 0, job.err
-    logs = [(job.host.work / f"run/worker-{worker}.log").read_text() for worker in range(workers)]
+    logs = [(job.host.work / run / f"worker-{worker}.log").read_text() for worker in range(workers)]
     found = [[line for line in log.splitlines() if line.startswith(("result ", "digest "))] for log in logs]
     assert found == [found[0]] * workers
     assert found[0]
@@ -35,9 +34,10 @@ def train(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> Train:
                 shutil.copy(file, host.work)
         # By default, few workers on many hosts have more threads, which can change the bits.
         job_options = ("--backend", backend, "--replicas", "4", "--threads-per-worker", "1")
-        command = ("run", *job_options, "--run-dir", "run", *options)
+        folder = f"run{len(list(hosts[at].work.glob('run*')))}"
+        command = ("run", *job_options, "--run-dir", folder, *options)
         job = hosts[at].lockstep(*command, FILES[0].name, **lean(TRAINING / "together.py", backend))
-        return digests(job, workers)
+        return digests(job, folder, workers)
 
     return run
 

@@ -32,7 +32,11 @@ def run_over_pipes() -> int:
             )
             address = ssh_address() or socket.gethostbyname(socket.gethostname())
             at = f"[{address}]:0" if ":" in address else f"{address}:0"
-            return AgentProcess(channel, command, loop, SystemClock(), at, None, folder).run()
+            try:
+                return AgentProcess(channel, command, loop, SystemClock(), at, None, folder).run()
+            finally:
+                # Also if the process that watches this one was killed.
+                shutil.rmtree(folder, ignore_errors=True)
 
     try:
         return run_in_job_process(serve, 0.0)
