@@ -235,7 +235,7 @@ class HostPlan:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The indices of the other hosts, from the one after this host on, so that hosts begin differently."""
+        """The indices of the other hosts; each host begins with the one after it."""
         count = len(self.hosts)
         return tuple((self.host + step) % count for step in range(1, count))
 

@@ -88,7 +88,7 @@ class ViewOfJob:
 _END = struct.Struct("<?I")
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _Entering(msgspec.Struct, frozen=True):
     """What a worker tells the others of its host when it enters a view."""
 
     number: int
@@ -126,10 +126,10 @@ class _Packed:
 
 @dataclass(frozen=True)
 class _PartTable:
-    """The sizes of the parts of an all-to-all, and their places in the memory that the workers of a host share.
+    """The sizes of the parts of an all-to-all, and their places in the shared memory of a host.
 
-    First come the parts that the workers of this host send, then those that they receive from other hosts, by the
-    position of the sender and then of the receiver.
+    First come the parts that the workers of this host send, then those that they receive from other hosts,
+    both by the positions of the sender and of the receiver.
 
     Attributes:
         sizes: for each sender, for each receiver.
@@ -192,9 +192,9 @@ class NetworkCommunicator:
     """One member's communicator in a view of several hosts.
 
     The members of a host meet in a `ControlSegment`; the first `HostPlan.lanes` members of each host have
-    connections to their counterparts on the other hosts. A call ends on a host for all of its members or for none.
-    Its number and result are in `LastCall`, which survives the view: a host that has not completed a call that
-    another one has completed receives the result in its first call in the next view, which is that call again.
+    connections to their counterparts on the other hosts. A call ends on a host for all its members or for
+    none. Its number and result are in `LastCall`, which outlives the view: if one host has completed a call
+    and another has not, the other receives the result in the next view, when it makes the call again.
     """
 
     def __init__(
@@ -506,8 +506,8 @@ class NetworkCommunicator:
     def _all_to_all(self, call: CollectiveCall, parts: Sequence[Sequence[Bytes]]) -> Sequence[Bytes]:
         """Exchange the sizes of all parts, then the parts, and then that all hosts have them.
 
-        So if the call is complete on any host, the members of all hosts have their parts: nobody else could give
-        them to a host that has not completed it.
+        So if the call is complete on any host, the members of all hosts have their parts, which no host could
+        give to another one later.
         """
         own = np.array([sum(array.nbytes for array in part) for part in parts], np.int64)
         calls, rows = self._barrier.arrive_and_collect(call, own.tobytes())
@@ -618,8 +618,8 @@ class NetworkCommunicator:
 
     # The frame of a call.
 
-    def _during(self, call: CollectiveCall) -> "_CallScope":
-        return _CallScope(self, call)
+    def _during(self, call: CollectiveCall) -> "_HostCallScope":
+        return _HostCallScope(self, call)
 
     def _enter(self, call: CollectiveCall, size: int = 0) -> KeptResult | None:
         """Enter the view in its first call; return the result if other hosts have completed this call.
@@ -630,13 +630,13 @@ class NetworkCommunicator:
         if self._entered:
             return None
         last = self._last
-        own = _Entry(last.number, last.result is not None, self._buffers.extents.encode())
+        own = _Entering(last.number, last.result is not None, self._buffers.extents.encode())
         entries = [own]
         if not self._alone:
             blobs = self._barrier.arrive_and_compare(
-                CollectiveCall("enter", call.what), msgspec.msgpack.encode(own)
+                CollectiveCall("enter", call.what), msgspec.msgpack.encode(own), within=call
             )
-            entries = [msgspec.msgpack.decode(blob, type=_Entry) for blob in blobs]
+            entries = [msgspec.msgpack.decode(blob, type=_Entering) for blob in blobs]
         numbers = {entry.number for entry in entries if entry.number >= 0}
         if len(numbers) > 1:
             raise InternalError(f"the workers of a host have completed different calls: {sorted(numbers)}")
@@ -650,7 +650,9 @@ class NetworkCommunicator:
             entered = self._greet(self._first, call, max(numbers, default=-1), has_result)
         if not self._alone:
             blob = msgspec.msgpack.encode(entered) if self._local == 0 else b""
-            blob = self._barrier.arrive_and_compare(CollectiveCall("entered", call.what), blob)[0]
+            blob = self._barrier.arrive_and_compare(CollectiveCall("entered", call.what), blob, within=call)[
+                0
+            ]
             entered = msgspec.msgpack.decode(blob, type=_Entered)
         self._entered, self._number = True, entered.number
         if last.number == self._number:
@@ -667,7 +669,7 @@ class NetworkCommunicator:
         return kept
 
     def _greet(self, lane: Lane, call: CollectiveCall, done: int, has_result: bool) -> _Entered:
-        """Exchange hellos with the other hosts; send or receive the result of the last call if a host lacks it."""
+        """Exchange hellos with the other hosts, and the result of the last call if a host lacks it."""
         view, own = self._view, self._hosts.host
         hello = Hello(view.job, view.term, view.number, view.incarnations[own], done, has_result)
         lane.send(Header(Frame.HELLO, Standing.READY, 0, 0, 0, HELLO_SIZE, NO_CALL), hello.encode())
@@ -724,7 +726,7 @@ class NetworkCommunicator:
     def _announce(self, lane: Lane, call: CollectiveCall, standing: Standing, *payload: Buffer) -> bool:
         """Send the host's call with `payload`; return whether all hosts make the same call and can.
 
-        If not, everything that they have sent has been received. Otherwise `_lengths` has the bytes that follow.
+        If so, `_lengths` has the bytes that follow from each host. If not, they have been dropped.
         """
         self._notice = self._barrier.notice
         header = self._header(call, standing, length=sum(map(len, payload)))
@@ -791,11 +793,11 @@ class NetworkCommunicator:
         return extra
 
     def _share(self, call: CollectiveCall, agreed: bool, extra: bytes = b"") -> tuple[bool, bytes]:
-        """Wait for the workers of this host; return whether all agree, and what the first one passes as `extra`."""
+        """Wait for the workers of this host; return whether all agree, and the `extra` of the first one."""
         if self._alone:
             return agreed, extra
         own = _END.pack(agreed, self._notice) + extra if self._local < self._hosts.lanes else b""
-        blobs = self._barrier.arrive_and_compare(CollectiveCall("end", call.what), own)
+        blobs = self._barrier.arrive_and_compare(CollectiveCall("end", call.what), own, within=call)
         ends = [_END.unpack_from(blob) for blob in blobs if blob]
         self._notice = ends[0][1]
         return all(each for each, _ in ends), blobs[0][_END.size :]
@@ -809,14 +811,16 @@ class NetworkCommunicator:
         if lane is not None and lane is not self._first and lane.announced < number:
             self._announce(lane, call, Standing.DIFFERING)
         own = encode_details([MemberDetails.of(call, leaves, unfit)])
-        blobs = self._barrier.arrive_and_compare(CollectiveCall("details", call.what), own)
+        blobs = self._barrier.arrive_and_compare(CollectiveCall("details", call.what), own, within=call)
         local = [decode_details(blob)[0] for blob in blobs]
         everybody: list[list[MemberDetails]] = [local]
         if self._first is not None:
             everybody = self._exchange_details(self._first, call, local)
         if not self._alone:
             sent = b"" if self._first is None else msgspec.msgpack.encode(everybody)
-            sent = self._barrier.arrive_and_compare(CollectiveCall("all details", call.what), sent)[0]
+            sent = self._barrier.arrive_and_compare(
+                CollectiveCall("all details", call.what), sent, within=call
+            )[0]
             if sent:
                 everybody = msgspec.msgpack.decode(sent, type=list[list[MemberDetails]])
         members = [each for host in everybody for each in host]
@@ -896,7 +900,9 @@ class NetworkCommunicator:
             result = act()
         except SharedMemoryError as error:
             failed = str(error)
-        texts = self._barrier.arrive_and_compare(CollectiveCall("memory", call.what), failed.encode())
+        texts = self._barrier.arrive_and_compare(
+            CollectiveCall("memory", call.what), failed.encode(), within=call
+        )
         return next((text.decode() for text in texts if text), ""), result
 
     def _leave(self, call: CollectiveCall, error: BaseException) -> None:
@@ -906,7 +912,7 @@ class NetworkCommunicator:
             self._lane.farewell(self._segment.reason() or "")
 
 
-class _CallScope:
+class _HostCallScope:
     """The context of a call; a class, because a generator would take longer than the rest of the call."""
 
     def __init__(self, communicator: NetworkCommunicator, call: CollectiveCall) -> None:

@@ -1,7 +1,8 @@
-"""The frames that hosts send each other, as bytes. Every decoder accepts any bytes: it returns a value or raises.
+"""The frames that hosts send each other, as bytes.
 
-Each frame begins with a header of fixed size, which says how many bytes follow. The connections of a view are
-fresh, and the first frame on each of lane 0 is a hello, which says of which job, view and host it is.
+Every decoder accepts any bytes: it returns a value or raises `FrameError`. Each frame begins with a header of
+fixed size, which says how many bytes follow. The connections of a view are fresh, and the first frame on
+each of lane 0 is a hello, which says of which job, view and host it is.
 """
 
 import enum

@@ -238,7 +238,7 @@ class Lane:
 
 
 class HostWait:
-    """The wait for other hosts: it reports, and ends if the view has ended or nothing arrives for too long."""
+    """The wait for other hosts: it reports, and ends with the view or if nothing arrives for too long."""
 
     def __init__(self, lane: Lane, call: CollectiveCall, remaining: Sequence[int]) -> None:
         self.call = call
@@ -246,7 +246,8 @@ class HostWait:
         self._remaining = remaining
         self._wait = self._begin()
         self._advanced = False
-        self._posted = False
+        self._shown = len(lane._hosts.own) > 1
+        self._show(remaining)
 
     def _begin(self) -> CallWait:
         lane = self._lane
@@ -272,11 +273,14 @@ class HostWait:
             self._wait, self._advanced = self._begin(), False
         missing = [host for host in self._remaining if not lane._incoming[host].is_readable()]
         missing = missing or list(self._remaining)
-        lane._segment.post_missing(lane._local, sum(1 << host for host in missing))
-        self._posted = True
+        self._show(missing)
         self._wait.check(tuple(worker for host in sorted(missing) for worker in lane._hosts.hosts[host]))
 
     def end(self) -> None:
         """End the wait."""
-        if self._posted:
-            self._lane._segment.post_missing(self._lane._local, 0)
+        self._show(())
+
+    def _show(self, missing: Sequence[int]) -> None:
+        """Tell the other workers of this host for which hosts this one waits."""
+        if self._shown:
+            self._lane._segment.post_missing(self._lane._local, sum(1 << host for host in missing))

@@ -1,15 +1,15 @@
-"""The reduce of a large total over hosts: which sums each worker computes, sends and receives, and where they lie.
+"""The reduce of a large total over hosts: which sums each worker computes, sends and receives.
 
-The bytes of a total are divided into one lane for each worker that every host has, and each lane into one slice
-for each host. In its lane, a worker
+Pure arithmetic on given memory. The bytes of a total are divided into lanes, as many as the host with the
+fewest workers has workers, and each lane into one slice for each host. In its lane, a worker
 
 * sends every other host the sums over this host's replicas, for the slice of that host,
 * sums the slice of its own host, in chunks, as the sums of the other hosts arrive,
 * sends each chunk to all other hosts, and receives their slices in their place in the total.
 
-A chunk is sent from the arrays of the backend if one of the worker's partials is the sum that is needed, and from
-shared memory if another worker has published it. Other workers of the host publish their sums beforehand; one of
-these sums has its place in the total itself, where the total overwrites it.
+A chunk is sent from the arrays of the backend if one of the worker's partials is the sum that is needed, and
+from shared memory if another worker has published it. The other workers of the host publish their sums first;
+one of these sums has its place in the total itself, which overwrites it.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class _OwnSend(NamedTuple):
 
 
 class _SumSend(NamedTuple):
-    """Sums that are computed before `out` is sent; none if `out` is memory that another worker has written."""
+    """Sums that are computed before `out` is sent; none if another worker has written `out`."""
 
     sums: tuple[PieceSum, ...]
     out: memoryview
@@ -156,7 +156,7 @@ class LaneReduce:
         given: Collection[Span],
         memory: tuple[Bytes, Bytes],
     ) -> Self:
-        """Plan the part of this host's worker with index `local`, which passes partials over the spans `given`.
+        """Plan the part of one worker of this host, which passes partials over the spans `given`.
 
         Args:
             layout: of every partial.
@@ -291,7 +291,7 @@ class _Planner:
         return memory[first : first + (piece.stop - piece.start) * dtype.itemsize].view(dtype)
 
     def _runs(self, start: int, stop: int, staging: Bytes) -> tuple[_Direct | _Copied, ...]:
-        """Divide the bytes `start` to `stop` into ranges of large leaves, and the others, which are copied."""
+        """Divide the bytes `start` to `stop` into ranges of large leaves, and others, which are copied."""
         runs: list[_Direct | _Copied] = []
         copied: list[tuple[_Direct, Bytes]] = []
         begin = start

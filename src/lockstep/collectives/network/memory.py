@@ -1,7 +1,7 @@
 """The memory of a member: shared with the other workers of its host, or its own if there are none.
 
-The totals of successive calls alternate between two regions, so that the total of a call stays until all hosts
-have begun the next but one: a host that has not completed the call can then still be given the total.
+The totals of successive calls alternate between two regions. So the total of a call stays until the next call
+is complete, and a host that has not completed the call can still receive it.
 """
 
 import enum
@@ -110,7 +110,7 @@ class NetworkBuffers:
         self.extents = Extents()
 
     def own(self, region: Region, size: int) -> Bytes:
-        """Return `size` bytes of this process's own memory; the same ones for the same region, if they suffice."""
+        """Return `size` bytes of this process's own memory, the same for each call if they suffice."""
         memory = self._own.get(region)
         if memory is None or memory.size < size:
             memory = self._own[region] = allocate(size)

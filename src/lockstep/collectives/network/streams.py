@@ -88,7 +88,7 @@ class Incoming:
 class Outgoing:
     """The sending end of a stream: the calling thread sends what fits, a thread of its own the rest.
 
-    So a member never blocks while it sends, and two members that send to each other never wait for each other.
+    So a member never blocks while it sends, and members that send to each other cannot block each other.
     The memory of a buffer must not change before the receiver has it.
 
     Attributes:

@@ -85,7 +85,11 @@ class Barrier:
         self._segment.abort(abort_reason(self._workers[self._position], call, error))
 
     def arrive_and_compare(
-        self, call: CollectiveCall, blob: bytes = b"", describe: Callable[[], Sequence[str]] = list
+        self,
+        call: CollectiveCall,
+        blob: bytes = b"",
+        describe: Callable[[], Sequence[str]] = list,
+        within: CollectiveCall | None = None,
     ) -> list[bytes]:
         """Wait until all members have arrived with the same call, and return the blobs that they passed.
 
@@ -93,12 +97,13 @@ class Barrier:
             call: the call that this member makes.
             blob: the bytes that it passes.
             describe: returns a line for each of its leaves; called if layouts differ.
+            within: the call that messages name, if this one is a part of it.
 
         Raises:
             DisagreementError: the calls differ; every member raises it.
             PeerLostError, PeerStuckError: as the contract states.
         """
-        calls, blobs = self.arrive_and_collect(call, blob)
+        calls, blobs = self.arrive_and_collect(call, blob, within)
         if calls is not None:
 
             def described() -> list[list[str]]:
@@ -111,9 +116,12 @@ class Barrier:
         return blobs
 
     def arrive_and_collect(
-        self, call: CollectiveCall, blob: bytes = b""
+        self, call: CollectiveCall, blob: bytes = b"", within: CollectiveCall | None = None
     ) -> tuple[list[CollectiveCall] | None, list[bytes]]:
         """Wait until all members have arrived; return their calls, if these differ, or else their blobs.
+
+        Args:
+            call, blob, within: see `arrive_and_compare`.
 
         Raises:
             PeerLostError, PeerStuckError: as the contract states.
@@ -126,7 +134,7 @@ class Barrier:
             self._send(blob, 0)
         if self._position == 0:
             segment.publish_notice(arrival)
-        self.arrive_and_wait(call)
+        self.arrive_and_wait(within or call)
         self.notice = segment.notice(arrival)
         for start in slots:
             if segment.control[start : start + len(own)] != own:
@@ -137,7 +145,7 @@ class Barrier:
                 break
         else:
             lengths = [len(blob)] * len(slots)
-        return None, self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
+        return None, self._receive(within or call, blob, lengths) if any(lengths) else [b""] * len(slots)
 
     def arrive_and_wait(self, call: CollectiveCall) -> None:
         """Arrive, and return once all members have arrived. Calls are not compared."""
@@ -215,7 +223,7 @@ class Barrier:
             futex.wait(self._segment.address(first), count, seconds)
 
     def _awaited(self, missing: Sequence[int]) -> tuple[int, ...]:
-        """Return the workers for which this member waits: a member that has not arrived may wait for hosts."""
+        """Return the workers for which this member waits: members that are missing may wait for hosts."""
         awaited = list[int]()
         for other in missing:
             hosts = self._segment.missing(other) if self._hosts else 0

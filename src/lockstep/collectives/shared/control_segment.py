@@ -1,8 +1,8 @@
 """The control segment of one view: a memfd, its layout, and the word that aborts the view.
 
     header     magic, version, number of members; the abort word and its reason; the notice
-    arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left, for which
-               other hosts it waits; for the first member also two copies of the notice, as read when it arrived
+    arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left, for
+               which hosts it waits; for the first member also two copies of the notice it read on arriving
     slots      two for each member: the description of its call
     mailboxes  two for each member: a part of a blob
 

@@ -130,14 +130,17 @@ class PackedReduce:
 
 
 def packed(layout: Layout, memory: Bytes) -> PackedPartial:
+    """Return a packed partial in `memory`."""
     return [memory[stretch.start : stretch.stop].view(stretch.dtype) for stretch in layout.stretches]
 
 
 def stretch_sums(plan: Sum, partials: Mapping[Span, PackedPartial], out: PackedPartial) -> list[StretchSum]:
+    """Return the sums of packed `partials`, written to `out`."""
     operands = [partials[span] for span in plan.operands]
     return [StretchSum(plan, arrays, total) for *arrays, total in zip(*operands, out, strict=True)]
 
 
 def run_stretches(sums: Sequence[StretchSum], adder: Adder) -> None:
+    """Compute `sums`."""
     for each in sums:
         adder.add(*each)
