@@ -33,7 +33,7 @@ from lockstep.protocol.host import (
 )
 from lockstep.system.clock import Clock
 from lockstep.system.descendants import LinuxDescendants
-from lockstep.system.environment import take_environment, visible_gpus
+from lockstep.system.environment import shared_variables, take_environment, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
 from lockstep.system.paths import RunPaths
@@ -55,6 +55,24 @@ Message = TypeVar("Message", Prepare, BeginJob)
 
 class _CoordinatorGone(Exception):
     """The connection to the coordinator ended, or is silent."""
+
+
+@dataclass
+class _Silence:
+    """Notices that nothing arrives from the coordinator any more."""
+
+    channel: StreamChannel[RemoteReport, RemoteInstruction]
+    clock: Clock
+    _received: int = -1
+    _heard: float = 0.0
+
+    def check(self) -> None:
+        """Raise _CoordinatorGone if the coordinator has been silent for too long."""
+        now = self.clock.now()
+        if self.channel.received != self._received:
+            self._received, self._heard = self.channel.received, now
+        elif now - self._heard > SILENCE:
+            raise _CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
 
 
 @dataclass
@@ -100,6 +118,7 @@ class AgentProcess:
         """Wait for a message, until the coordinator or this process's command ends."""
         self.loop.watch(self.channel.fileno(), lambda: None)
         self.loop.watch(self.command.fileno(), lambda: None)
+        silence = _Silence(self.channel, self.clock)
         try:
             while True:
                 match self.channel.receive():
@@ -111,7 +130,8 @@ class AgentProcess:
                         return message
                 if self.command.receive() is not None:
                     raise _CoordinatorGone("this agent was stopped")
-                self.loop.turn(None)
+                self.loop.turn(ALIVE_EVERY)
+                silence.check()
         finally:
             self.loop.unwatch(self.channel.fileno())
             self.loop.unwatch(self.command.fileno())
@@ -130,7 +150,7 @@ class AgentProcess:
 
     def _facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
         problem = ""
-        take_environment(prepare.environment)
+        take_environment({**dict.fromkeys(shared_variables()), **prepare.environment})
         try:
             if prepare.folder:
                 os.chdir(prepare.folder)
@@ -166,7 +186,7 @@ class AgentProcess:
             network=network,
         )
         with contextlib.closing(agent):
-            due, received, heard = clock.now(), 0, clock.now()
+            due, silence = clock.now(), _Silence(channel, clock)
             while not agent.ended:
                 loop.turn(max(0.0, due - clock.now()))
                 if self.command.receive() is not None:
@@ -175,6 +195,4 @@ class AgentProcess:
                     continue
                 due = now + ALIVE_EVERY
                 channel.send(KeepAlive())
-                received, heard = channel.received, heard if channel.received == received else now
-                if now - heard > SILENCE:
-                    raise _CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
+                silence.check()
