@@ -47,6 +47,7 @@ from lockstep.system.run_folder import (
     fresh_folder,
     gone_if_refused,
     leave_folder,
+    remove_unused,
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.topology import place
@@ -277,6 +278,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if existed:
         claim_folder(folder, *_OF_CHECKPOINTS)
     spec = replace(_spec(options), inherited=inherited or ())
+    created = options["run_dir"] is None or not options["run_dir"].exists()
     with gone_if_refused(folder if folder is not None and not existed else None):
         if folder is not None and not existed:
             claim_folder(folder, *_OF_CHECKPOINTS)
@@ -297,6 +299,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     else:
         status = run_in_job_process(lambda command: _serve(spec, command), spec.grace)
     leave_folder(spec.run_dir)
+    if created:
+        remove_unused(spec.run_dir)
     sys.exit(status)
 
 

@@ -13,7 +13,7 @@ from typing import cast
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
-from lockstep.errors import ConfigError, LockstepError
+from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.host_listener import HostListener
@@ -240,10 +240,14 @@ def _this_host(
 
 
 def _is_here(name: str) -> bool:
-    """Whether a name is one of this host; a name with a user is always for `ssh`."""
+    """Whether a name is one of this host; a name with a user, or unknown here, is for `ssh`."""
     if "@" in name:
         return False
-    family, place = resolve_host(name, 0, _RESOLVE)
+    try:
+        family, place = resolve_host(name, 0, _RESOLVE)
+    except NetworkError:
+        # It may be a name in the user's configuration of `ssh`.
+        return False
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(place)

@@ -22,7 +22,6 @@ from lockstep.local_job.composition import LocalHost, run_job
 from lockstep.protocol.host import Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
-from lockstep.rendezvous.over_hosts import serve_host
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import JobSize, State, TimeLimits
@@ -54,6 +53,8 @@ def main(arguments: Sequence[str]) -> None:
     os.dup2(0, 2)
     try:
         if server.first.here:
+            from lockstep.rendezvous.over_hosts import serve_host
+
             serve_host(server, terminals)
         elif _gather(server):
             _coordinate(server, terminals)

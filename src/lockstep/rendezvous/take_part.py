@@ -48,7 +48,6 @@ from lockstep.system.environment import (
 from lockstep.system.invocation import Invocation, own
 from lockstep.system.notes import note
 from lockstep.system.standard_streams import flush_streams
-from lockstep.transport.keys import JobKey
 from lockstep.worker import job
 from lockstep.worker.script import Script
 
@@ -192,6 +191,8 @@ def _tasks_here(tasks: Sequence[Task], slot: int) -> tuple[int, ...]:
             f"{other.name} ({other.address}) is on another host, so the job needs a key: make one with "
             f"lockstep key FILE, copy the file to each host, and set {KEY_FILE} to its path there"
         )
+    from lockstep.transport.keys import JobKey
+
     JobKey.read(path)
     return here
 

@@ -1,0 +1,77 @@
+"""A training without a framework, with faults; prints the digest of its end.
+
+    stepping.py STEPS [WORKER:STEP:WHEN:WHAT]...
+
+WHEN is "before" or "after" and a method of a class in `POINTS`, with "+" between, or a point of the training.
+WHAT is the name of a signal that the worker sends itself, or "hold": it writes the file held-WORKER and waits
+for the file `go`, both in the current folder. Lies in one folder with `chaos_steps` and `chaos_faults`.
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import chaos_steps
+
+from lockstep.collectives.network.communicator import NetworkCommunicator
+from lockstep.observability.events import StrategyInstalled
+from lockstep.worker import job
+from lockstep.worker.lanes import LaneConnector
+from lockstep.worker.membership import AgentMembership
+
+POINTS = (AgentMembership, LaneConnector, NetworkCommunicator)
+
+
+class Faults:
+    """The faults of one worker, each due at its point in its step or a later one."""
+
+    differs = False
+
+    def __init__(self, texts: list[str], worker: int) -> None:
+        self.step = 0
+        self._due = []
+        for text in texts:
+            who, step, when, what = text.split(":")
+            if int(who) == worker:
+                self._due.append((int(step), when, what))
+                self._insert(*when.split("+")) if "+" in when else None
+
+    def _insert(self, place: str, name: str) -> None:
+        owner = next(owner for owner in POINTS if name in vars(owner))
+        original = getattr(owner, name)
+
+        def wrapped(*arguments: Any, **options: Any) -> Any:
+            if place == "before":
+                self.passing(f"before+{name}")
+            result = original(*arguments, **options)
+            if place == "after":
+                self.passing(f"after+{name}")
+            return result
+
+        setattr(owner, name, wrapped)
+
+    def passing(self, point: str) -> None:
+        for fault in self._due:
+            step, when, what = fault
+            if when == point and step <= self.step:
+                self._due.remove(fault)
+                if what == "hold":
+                    Path(f"held-{job.current().worker}").touch()
+                    while not Path("go").exists():
+                        time.sleep(0.01)
+                else:
+                    os.kill(os.getpid(), getattr(signal, what))
+                return
+
+
+def main() -> None:
+    current = job.current()
+    current.events.publish(StrategyInstalled("none"))
+    faults = Faults(sys.argv[2:], current.worker)
+    print("digest", chaos_steps.train(current, int(sys.argv[1]), faults))
+
+
+main()
