@@ -19,7 +19,7 @@ import chaos_steps
 from lockstep.collectives.network.communicator import NetworkCommunicator
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker import job
-from lockstep.worker.lanes import LaneConnector
+from lockstep.worker.network_entrance import LaneConnector
 from lockstep.worker.membership import AgentMembership
 
 POINTS = (AgentMembership, LaneConnector, NetworkCommunicator)

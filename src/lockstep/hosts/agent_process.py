@@ -50,7 +50,7 @@ _BEHIND = 1 << 20
 
 _REFUSED = (
     "the coordinator closed the connection after the greeting: it has another key or another version of "
-    "Lockstep, or has just ended; its terminal says which"
+    "Lockstep, only one side has --plain, or it has just ended; its terminal says which"
 )
 _PLAIN = "; use one version of Lockstep on all hosts, and --plain for all commands of the job or for none"
 
