@@ -19,8 +19,8 @@ import chaos_steps
 from lockstep.collectives.network.communicator import NetworkCommunicator
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker import job
-from lockstep.worker.network_entrance import LaneConnector
 from lockstep.worker.membership import AgentMembership
+from lockstep.worker.network_entrance import LaneConnector
 
 POINTS = (AgentMembership, LaneConnector, NetworkCommunicator)
 

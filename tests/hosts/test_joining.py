@@ -108,7 +108,7 @@ def test_waits_and_latecomers_are_named(nodes: Sequence[Host], begin: Begin, key
     (nodes[0].work / "go").touch()
     assert ended(job, early, last) == (0, 0, 0), job.err
     gone = refused(nodes[3], "--plain", "--timeout", "1")
-    assert "the coordinator at node1:7000 did not answer in 1 s: node1:7000 refuses the connection" in gone
+    assert "the coordinator at node1:7000 did not answer in 1 s: node1:7000 refuses connections" in gone
 
 
 LOSSES = {
