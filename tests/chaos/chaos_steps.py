@@ -77,6 +77,8 @@ def train(job: Job, steps: int, faults: Faults) -> str:
         faults.step = steps
         faults.step = job.membership.position().step
         step, state, chain = unpacked(job.join())
+    elif job.checkpoints.resumed is not None:
+        step, state, chain = unpacked(job.checkpoints.resumed)
     replicas = job.view.replicas
     while step < steps:
         faults.step = step
