@@ -47,6 +47,10 @@ ALLOWED: dict[str, set[str]] = {
         *("agent", "collectives", "coordinator", "errors", "observability", "protocol", "supervisor"),
         *("system", "transport"),
     },
+    "hosts": {
+        *("agent", "collectives", "coordinator", "errors", "launcher", "local_job", "observability"),
+        *("protocol", "supervisor", "system", "topology", "transport", "worker"),
+    },
     "rendezvous": {
         *("agent", "cluster", "errors", "launcher", "local_job", "observability", "protocol", "supervisor"),
         *("system", "transport", "worker"),
@@ -54,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
     "strategy": {"cluster", "errors", "keras", "launcher", "rendezvous", "system", "worker"},
     "doctor": {"cluster", "errors", "launcher", "system", "worker"},
     "cli": {
-        *("agent", "checkpoint", "coordinator", "doctor", "errors", "launcher", "local_job"),
+        *("agent", "checkpoint", "coordinator", "doctor", "errors", "hosts", "launcher", "local_job"),
         *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
     },
     "notebook": {"cli", "errors", "system", "worker"},
