@@ -20,8 +20,8 @@ import chaos_steps
 from lockstep.collectives.network.communicator import NetworkCommunicator
 from lockstep.observability.events import StrategyInstalled
 from lockstep.worker import job
-from lockstep.worker.lanes import LaneConnector
 from lockstep.worker.membership import AgentMembership
+from lockstep.worker.network_entrance import LaneConnector
 
 POINTS = (AgentMembership, LaneConnector, NetworkCommunicator)
 
@@ -68,7 +68,7 @@ class Faults:
                     while not Path(f"go-{step}").exists():
                         time.sleep(0.01)
                 elif what == "pace":
-                    self._pace = 0.02
+                    self._pace = 0.05
                 else:
                     os.kill(os.getpid(), getattr(signal, what))
                 return
@@ -77,6 +77,7 @@ class Faults:
 def main() -> None:
     current = job.current()
     current.events.publish(StrategyInstalled("none"))
+    current.note_distribution()
     faults = Faults(sys.argv[2:], current.worker)
     print("digest", chaos_steps.train(current, int(sys.argv[1]), faults))
 

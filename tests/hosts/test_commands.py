@@ -1,29 +1,32 @@
 """What users do with a job over hosts from other terminals, and how its script ends."""
 
+import shutil
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
-from host_network import Host
+from host_network import Host, Running
 from stepping_job import SteppingJob
+
+HERE = Path(__file__).parent
 
 PACED = "0:1:after apply:pace"
 
 
 def test_list_and_scale(hosts: Sequence[Host]) -> None:
     """A job is listed where its command is; workers leave, and others join on the hosts with fewest."""
-    steps = 2000
+    steps = 400
     job = SteppingJob(hosts, "--hosts node1,node2", steps, PACED)
     job.running.wait_until(lambda: job.steps(1) > 3)
     listed = [host.lockstep("list") for host in hosts[:2]]
     assert [one.end() for one in listed] == [0, 0]
-    assert "stepping.py" in listed[0].out
+    assert "run  2 of 2   5" in listed[0].out
     assert "no job is running" in listed[1].out
     for wanted, event, times in ((1, "left", 1), (4, "joined", 3)):
         scaling = hosts[0].lockstep("scale", "run", str(wanted))
         assert scaling.end() == 0, scaling.err
         job.running.wait_until(lambda event=event, times=times: len(job.events(event)) == times)  # type: ignore[misc]
-    assert job.events("view")[-1]["workers"]
     job.hurry()
     assert set(job.finish()) == {0, 2, 3, 4}
 
@@ -44,17 +47,30 @@ def test_stopping(hosts: Sequence[Host], how: str) -> None:
     assert job.digests() == {}
 
 
-def test_resuming(hosts: Sequence[Host]) -> None:
+def test_resuming(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> None:
     """After SIGTERM, the chief saves a checkpoint within the grace; other hosts resume from it."""
-    steps, options = 500, "--checkpoint saved --checkpoint-every 1000 --grace 60s"
-    job = SteppingJob(hosts, f"--hosts node1,node2:2 {options}", steps, PACED)
-    job.running.wait_until(lambda: job.steps(0) > 3)
-    job.running.process.send_signal(signal.SIGTERM)
-    assert job.end() == 143
-    assert job.digests() == {}
-    assert "lockstep: checkpoint " in job.running.err
-    made = job.steps(0)
-    assert made < steps
-    again = SteppingJob(hosts, f"--hosts node1:2,node3,node2 {options}", steps, run="again")
-    again.finish()
-    assert again.steps(0) == steps - made
+    script = HERE / "resuming_fit.py"
+    variables = lean(script, "jax")
+    for host in hosts[:3]:
+        shutil.copy(script, host.work)
+
+    def train(run: str, options: str) -> Running:
+        command = (
+            f"run --backend jax --replicas 4 --threads-per-worker 1 --run-dir {run} {options} {script.name}"
+        )
+        return hosts[0].lockstep(*command.split(), **variables)
+
+    stopped = train("stopped", "--hosts node1,node2:2 --checkpoint saved --grace 120s")
+    stopped.wait_until((hosts[0].work / "held").exists)
+    stopped.process.send_signal(signal.SIGTERM)
+    for host in hosts[:3]:
+        (host.work / "go").touch()
+    assert stopped.end() == 143
+    assert "lockstep: checkpoint " in stopped.err
+    assert "digest" not in stopped.out
+    alone, resumed = train("alone", "-n 2"), train("resumed", "--hosts node1:2,node3 --checkpoint saved")
+    assert (alone.end(), resumed.end()) == (0, 0), resumed.err
+    assert "training resumed after step 7" in resumed.err
+    digests = [line for line in alone.out.splitlines() if line.startswith("digest ")]
+    assert digests == [line for line in resumed.out.splitlines() if line.startswith("digest ")]
+    assert digests

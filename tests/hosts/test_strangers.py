@@ -22,7 +22,7 @@ import secrets
 random_bytes = secrets.token_bytes
 secrets.token_bytes = lambda count: {SECRET!r} if count == {len(SECRET)} else random_bytes(count)
 """
-STEPS, FIRST, LAST = 1000, 3, 990
+STEPS, FIRST, LAST = 500, 3, 495
 
 
 def places(hosts: Sequence[Host]) -> Iterator[tuple[str, bytes]]:
@@ -90,7 +90,7 @@ def test_strangers(hosts: Sequence[Host]) -> None:
     assert stranger.end() == 0, stranger.err
     assert made[-1] < LAST
     # The slow connection was open for the longest time.
-    assert made[-1] - made[-2] > 20, made
+    assert made[-1] - made[-2] > 10, made
     job.hurry()
     job.go(LAST)
     assert set(job.finish()) == {0, 1, 2}
