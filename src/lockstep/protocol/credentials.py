@@ -19,12 +19,15 @@ _UNKNOWN_KEY = (
 _EXPIRED = 10
 """OpenSSL's code of a certificate that has expired."""
 
+KEY_EXPIRED = "the key of the job has expired: make another with lockstep key FILE, and copy it to all hosts"
+
 
 class Credentials(msgspec.Struct, frozen=True):
     """What an agent gives to its workers instead of the key of the job; nothing else can be derived from it.
 
     Attributes:
         greeting_key: signs greetings.
+        expires: seconds since 1970, after which no new connection is accepted.
         authority: the certificate of the job's certificate authority, as PEM; empty if connections are not
             encrypted.
         certificate: the certificate of this holder, as PEM.
@@ -32,12 +35,16 @@ class Credentials(msgspec.Struct, frozen=True):
     """
 
     greeting_key: bytes
+    expires: int
     authority: bytes = b""
     certificate: bytes = b""
     private_key: bytes = b""
 
     def __repr__(self) -> str:
-        return f"Credentials(encrypted={self.encrypted})"
+        return f"Credentials(expires={self.expires}, encrypted={self.encrypted})"
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return [("expires", self.expires), ("encrypted", self.encrypted)]
 
     @property
     def encrypted(self) -> bool:
@@ -48,10 +55,7 @@ class Credentials(msgspec.Struct, frozen=True):
         """Return the context of the end that accepts connections."""
         import ssl
 
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        # A ticket that a one-way connection never reads would make the kernel reset it when it is closed.
-        context.num_tickets = 0
-        return context
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
 
     def client_context(self) -> "ssl.SSLContext":
         """Return the context of the end that opens connections."""
@@ -88,7 +92,7 @@ def describe_tls_error(error: "ssl.SSLError") -> str:
     else:
         expired = "CERTIFICATE_EXPIRED" in reason
     if expired:
-        return "the key of the job has expired; make another with lockstep key FILE, and copy it to all hosts"
+        return KEY_EXPIRED
     if isinstance(error, ssl.SSLCertVerificationError) or any(sign in reason for sign in _UNKNOWN_KEY):
         return "its key is not the key of this job"
     return f"it does not encrypt the connection as this version of Lockstep does ({reason or error})"
