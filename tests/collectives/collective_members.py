@@ -1,10 +1,14 @@
 """Worlds that run one script on every member of a view: threads of this process, or processes."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
+import itertools
 import os
 import queue
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -16,16 +20,20 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, Protocol
 
-from lockstep.collectives.contract import Communicator, PeerWait, WaitPolicy
+from lockstep.collectives.contract import Communicator, PeerWait, WaitObserver, WaitPolicy
 from lockstep.collectives.loopback import Hub
-from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
+from lockstep.collectives.network.lane import Link
+from lockstep.collectives.network.last_call import LastCall
+from lockstep.collectives.network.memory import NetworkBuffers
+from lockstep.collectives.plan import HostPlan, ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.system.clock import SystemClock
+from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.memory import available_memory
-from lockstep.topology import place
+from lockstep.topology import View, place
 
 DEADLINE = 300.0
 
@@ -253,19 +261,35 @@ class Processes:
         while len(self._members) < plan.members:
             self._members.append(_start())
         members = self._members[: plan.members]
-        segment, pool = ControlSegment.create(plan.members), SharedPool.create()
-        for position, (process, connection) in enumerate(members):
-            send_handle(connection, segment.fd, process.pid)
-            send_handle(connection, pool.fd, process.pid)
-            connection.send((plan, position, settings or Settings(), script, args))
-        try:
-            return self._listen(_ProcessControl(segment, members), plan, listen, absent)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            segment.close()
-            pool.close()
+        with contextlib.ExitStack() as stack:
+            segments = []
+            for host, ids in enumerate(self._hosts(plan)):
+                segment, pool = ControlSegment.create(len(ids)), SharedPool.create()
+                stack.callback(segment.close)
+                stack.callback(pool.close)
+                segments.append(segment)
+                for worker in ids:
+                    position = plan.workers.index(worker)
+                    process, connection = members[position]
+                    place = self._place(plan, host, position)
+                    connection.send((plan, position, place, settings or Settings(), script, args))
+                    send_handle(connection, segment.fd, process.pid)
+                    send_handle(connection, pool.fd, process.pid)
+            self._connect(plan, members)
+            try:
+                return self._listen(_ProcessControl(segments, members), plan, listen, absent)
+            except BaseException:
+                self.close()
+                raise
+
+    def _hosts(self, plan: ReducePlan) -> Sequence[Sequence[int]]:
+        return [plan.workers]
+
+    def _place(self, plan: ReducePlan, host: int, position: int) -> "OnHost | None":
+        return None
+
+    def _connect(self, plan: ReducePlan, members: Sequence[tuple[Any, Connection]]) -> None:
+        pass
 
     def _listen(
         self,
@@ -290,6 +314,7 @@ class Processes:
                     self._replace(position)
                 if isinstance(event, Outcome):
                     outcomes[position] = event
+                    control.spread_abort()
                     _release_last(control, plan, outcomes, absent)
                 elif listen:
                     listen(control, position, event)
@@ -310,12 +335,165 @@ class Processes:
         self._members.clear()
 
 
-class _ProcessControl(_ReleaseCount):
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """A member of a view over hosts.
+
+    Attributes:
+        view: the view.
+        host: the index of its host.
+        local: its index among the workers of its host.
+        certificate: the path of a certificate and its key, if its connections use TLS.
+    """
+
+    view: View
+    host: int
+    local: int
+    certificate: str
+
+    @property
+    def plan(self) -> HostPlan:
+        return HostPlan.of(self.view, self.host)
+
+    @property
+    def peers(self) -> list[tuple[int, int]]:
+        """The other hosts that this member has connections to, and the worker there."""
+        if self.local >= self.plan.lanes:
+            return []
+        return [(host, self.view.hosts[host][self.local]) for host in self.plan.others]
+
+    def communicator(
+        self,
+        segment: ControlSegment,
+        pool: SharedPool,
+        links: dict[int, Link],
+        policy: WaitPolicy,
+        observe: WaitObserver,
+        clock: Clock | None,
+        buffers: NetworkBuffers | None = None,
+        last: LastCall | None = None,
+    ) -> NetworkCommunicator:
+        count = len(self.view.hosts)
+        job = ViewOfJob(
+            b"a job in a test.",
+            1,
+            self.view.number,
+            tuple(range(100, 100 + count)),
+            tuple(f"host {at}" for at in range(count)),
+        )
+        return NetworkCommunicator(
+            segment,
+            buffers or NetworkBuffers(pool),
+            last or LastCall(),
+            self.local,
+            self.plan,
+            job,
+            links,
+            policy,
+            observe,
+            clock,
+        )
+
+
+class Hosts(Processes):
+    """Members are processes of several hosts, with a connection between each two that share a lane.
+
+    Args:
+        processes: the world whose processes become the members.
+        spread: for a number of members, the number on each host.
+        certificate: the path of a certificate and its key, if the connections use TLS.
+    """
+
+    name = "hosts"
+
     def __init__(
-        self, segment: ControlSegment, members: list[tuple[subprocess.Popen[bytes], Connection]]
+        self, processes: Processes, spread: Callable[[int], Sequence[int]], *, certificate: str = ""
     ) -> None:
         super().__init__()
-        self._segment = segment
+        self._members = processes._members
+        self._spread = spread
+        self._certificate = certificate
+
+    def _hosts(self, plan: ReducePlan) -> Sequence[Sequence[int]]:
+        counts = self._spread(plan.members)
+        assert sum(counts) == plan.members
+        ends = list(itertools.accumulate(counts))
+        return [plan.workers[end - count : end] for count, end in zip(counts, ends, strict=True)]
+
+    def _place(self, plan: ReducePlan, host: int, position: int) -> OnHost:
+        hosts = tuple(tuple(ids) for ids in self._hosts(plan))
+        local = hosts[host].index(plan.workers[position])
+        return OnHost(view_of(plan, hosts), host, local, self._certificate)
+
+    def _connect(self, plan: ReducePlan, members: Sequence[tuple[Any, Connection]]) -> None:
+        places = {}
+        for host, ids in enumerate(self._hosts(plan)):
+            for worker in ids:
+                places[worker] = self._place(plan, host, plan.workers.index(worker))
+        pairs = {(worker, peer): tcp_pair() for worker, at in places.items() for _, peer in at.peers}
+        for worker, at in places.items():
+            process, connection = members[plan.workers.index(worker)]
+            for _, peer in at.peers:
+                send_handle(connection, pairs[worker, peer][0].fileno(), process.pid)
+                send_handle(connection, pairs[peer, worker][1].fileno(), process.pid)
+        for pair in pairs.values():
+            for each in pair:
+                each.close()
+
+
+def view_of(plan: ReducePlan, hosts: tuple[tuple[int, ...], ...]) -> View:
+    owners = [worker for worker, span in zip(plan.workers, plan.owned, strict=True) for _ in range(*span)]
+    return View(1, hosts, tuple(owners))
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Return the sending and the receiving end of a new connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+    for each in (sender, receiver):
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sender, receiver
+
+
+def receive_links(connection: Connection, place: OnHost) -> dict[int, Link]:
+    streams: dict[tuple[int, bool], socket.socket] = {}
+    for host, _ in place.peers:
+        for outgoing in (True, False):
+            streams[host, outgoing] = socket.socket(fileno=recv_handle(connection))
+    if place.certificate:
+        streams = encrypt(streams, place.certificate)
+    return {host: Link(streams[host, True], streams[host, False]) for host, _ in place.peers}
+
+
+def encrypt(
+    streams: dict[tuple[int, bool], socket.socket], certificate: str
+) -> dict[tuple[int, bool], socket.socket]:
+    """Make the handshakes of all streams at once: the other end also begins with any of them."""
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(streams))) as pool:
+        wrapped = {key: pool.submit(_wrap, stream, key[1], certificate) for key, stream in streams.items()}
+        return {key: future.result() for key, future in wrapped.items()}
+
+
+def _wrap(stream: socket.socket, is_client: bool, certificate: str) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT if is_client else ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(certificate)
+    context.load_verify_locations(certificate)
+    if not is_client:
+        # The sending end never reads, so tickets would make its close a reset.
+        context.num_tickets = 0
+    return context.wrap_socket(stream, server_side=not is_client)
+
+
+class _ProcessControl(_ReleaseCount):
+    def __init__(
+        self, segments: list[ControlSegment], members: list[tuple[subprocess.Popen[bytes], Connection]]
+    ) -> None:
+        super().__init__()
+        self._segments = segments
         self._members = members
 
     def release(self, position: int) -> None:
@@ -323,10 +501,17 @@ class _ProcessControl(_ReleaseCount):
         self._members[position][1].send("proceed")
 
     def abort(self, reason: str) -> None:
-        self._segment.abort(reason)
+        for segment in self._segments:
+            segment.abort(reason)
+
+    def spread_abort(self) -> None:
+        """End the view on all hosts if it has ended on one, as the agents do."""
+        for reason in filter(None, [segment.reason() for segment in self._segments]):
+            self.abort(reason)
 
     def post_notice(self, notice: int) -> None:
-        self._segment.post_notice(notice)
+        for segment in self._segments:
+            segment.post_notice(notice)
 
     def signal(self, position: int, number: int) -> None:
         process, _ = self._members[position]
@@ -353,21 +538,27 @@ def serve(fd: int) -> None:
     connection = Connection(fd)
     with contextlib.suppress(EOFError):
         while True:
-            _join_view(connection, recv_handle(connection), recv_handle(connection))
+            _join_view(connection)
 
 
-def _join_view(connection: Connection, fd: int, pool_fd: int) -> None:
-    plan, position, settings, script, args = connection.recv()
+def _join_view(connection: Connection) -> None:
+    plan, position, place, settings, script, args = connection.recv()
+    segment = ControlSegment.attach(recv_handle(connection))
+    pool = SharedPool.attach(recv_handle(connection), lambda: settings.available or available_memory())
     waits: list[PeerWait] = []
 
     def observe(waiting: PeerWait) -> None:
         waits.append(waiting)
         connection.send(waiting)
 
-    segment = ControlSegment.attach(fd)
     clock = TickingClock(settings.clock_step) if settings.clock_step else None
-    pool = SharedPool.attach(pool_fd, lambda: settings.available or available_memory())
-    communicator = SharedCommunicator(segment, Buffers(pool), position, plan, settings.policy, observe, clock)
+    communicator: Communicator
+    if place is None:
+        buffers = Buffers(pool)
+        communicator = SharedCommunicator(segment, buffers, position, plan, settings.policy, observe, clock)
+    else:
+        links = receive_links(connection, place)
+        communicator = place.communicator(segment, pool, links, settings.policy, observe, clock)
     member = Member(communicator, plan, position, connection.recv)
     outcome = perform(script, member, args, waits)
     communicator.close()

@@ -1,5 +1,7 @@
 """The worlds in which the tests of the contract run: threads and processes."""
 
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 # Member processes import these modules by their plain names.
 sys.path.insert(0, str(Path(__file__).parent))
 
-from collective_members import Processes, Threads
+from collective_members import Hosts, Processes, Threads
 
 
 @pytest.fixture(scope="session")
@@ -19,10 +21,45 @@ def processes() -> Iterator[Processes]:
     world.close()
 
 
-@pytest.fixture(scope="session", params=["loopback", "shared"])
+def alone(members: int) -> list[int]:
+    """One member a host."""
+    return [1] * members
+
+
+def uneven(members: int) -> list[int]:
+    """One member on the last host, and three on the first one if there are more than three."""
+    return {1: [1], 2: [1, 1], 3: [2, 1], 4: [3, 1]}.get(members, [3, members - 4, 1])
+
+
+def pairs(members: int) -> list[int]:
+    """Two members a host, and one on the last host if their number is odd."""
+    return {1: [1], 2: [1, 1], 4: [2, 1, 1]}.get(members, [2] * (members // 2) + [1] * (members % 2))
+
+
+HOSTS = {"hosts": (alone, False), "hosts, TLS": (pairs, True), "hosts of several": (uneven, False)}
+
+
+@pytest.fixture(scope="session", params=["loopback", "shared", *HOSTS])
 def world(request: pytest.FixtureRequest) -> Threads | Processes:
     """Every implementation of the contract."""
     if request.param == "loopback":
         return Threads()
-    found: Processes = request.getfixturevalue("processes")
-    return found
+    processes: Processes = request.getfixturevalue("processes")
+    if request.param == "shared":
+        return processes
+    spread, encrypted = HOSTS[request.param]
+    certificate = make_certificate(request.getfixturevalue("tmp_path_factory")) if encrypted else ""
+    return Hosts(processes, spread, certificate=certificate)
+
+
+def make_certificate(folders: pytest.TempPathFactory) -> str:
+    """Return the path of a new certificate, which signs itself, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl")
+    path = folders.mktemp("certificate") / "both.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ed25519", "-nodes", "-subj", "/CN=lockstep"]
+    subprocess.run(
+        [*command, "-keyout", path, "-out", path.with_suffix(".crt")], check=True, capture_output=True
+    )
+    path.write_bytes(path.read_bytes() + path.with_suffix(".crt").read_bytes())
+    return str(path)

@@ -166,7 +166,7 @@ def test_a_total_is_valid_until_the_next_call(world: World, workers: int, size: 
     waiting = set()
 
     def listen(control: Control, position: int, report: PeerWait) -> None:
-        if position != 0 and position not in waiting and report.workers == (0,):
+        if position != 0 and position not in waiting and 0 in report.workers:
             waiting.add(position)
             control.release(0)
 

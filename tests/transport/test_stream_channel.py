@@ -131,7 +131,7 @@ def test_what_is_queued_arrives_while_the_peer_is_slow(ends: tuple[Stream, Strea
         for _ in range(2):
             while one.send(Output(sent.to_bytes(4, "big") * 25_000)):
                 sent += 1
-            assert one._queued > MAX_QUEUED // 2
+            assert one.queued > MAX_QUEUED // 2
             while len(got) < sent:
                 loop.turn(PATIENCE)
     assert got == [Output(number.to_bytes(4, "big") * 25_000) for number in range(sent)]
@@ -141,7 +141,7 @@ def test_the_queue_has_a_limit_before_the_handshake_too(ends: tuple[Stream, Stre
     one, _ = ends
     for patience in (0.0, 0.001):
         while one.send(Output(bytes(300_000)), patience):
-            assert one._queued <= MAX_QUEUED
+            assert one.queued <= MAX_QUEUED
 
 
 def test_send_waits_for_room_while_another_thread_receives(ends: tuple[Stream, Stream]) -> None:
@@ -428,7 +428,7 @@ def test_a_full_pipe_is_watched_until_it_is_drained_or_broken() -> None:
         while channel.send(Output(bytes(300_000))):
             pass
         assert not select.select([channel], [], [], 0)[0]
-        while channel._queued:
+        while channel.queued:
             os.read(there, 65536)
             wait(channel)
             assert channel.receive() is None

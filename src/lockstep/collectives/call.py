@@ -49,7 +49,7 @@ def compare(
         DisagreementError: the calls differ; names the workers in each group and what differs. Its `workers`
             are those outside the first member's group.
     """
-    if all(call == calls[0] for call in calls[1:]):
+    if agree(calls):
         return
     kinds = _groups([(call.kind, call.root) for call in calls], workers)
     if len(kinds) > 1:
@@ -66,6 +66,11 @@ def compare(
             "that differs between workers to strategy.distribute_datasets_from_function",
             _others(checks),
         )
+
+
+def agree(calls: Sequence[CollectiveCall]) -> bool:
+    """Whether all members make the same call; its name is not compared."""
+    return all(call._replace(what=calls[0].what) == calls[0] for call in calls[1:])
 
 
 def _different_calls(

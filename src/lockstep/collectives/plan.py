@@ -182,3 +182,88 @@ def _local_sums(owned: Span, published: tuple[Span, ...], partials: tuple[Span, 
         Sum.of(span, [part for part in partials if span.start <= part.start < span.stop])
         for span in published
     )
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """How one host takes part in the total of a view.
+
+    Attributes:
+        host: the index of this host among the view's hosts.
+        hosts: the worker ids of each host.
+        published: for each host, the subtrees that it sums and sends: the cover of its replicas.
+        seen: the plan as this host sees it: each of its own workers is a member, and so is each other host.
+    """
+
+    host: int
+    hosts: tuple[tuple[int, ...], ...]
+    published: tuple[tuple[Span, ...], ...]
+    seen: ReducePlan
+
+    @classmethod
+    def of(cls, view: View, host: int) -> Self:
+        """Plan the sums of `view` for the host with index `host`.
+
+        Raises:
+            InternalError: as `ReducePlan.of`.
+        """
+        plan = ReducePlan.of(view)
+        owned: list[Span] = []
+        end = 0
+        for workers in view.hosts:
+            first, end = end, end + len(workers)
+            owned.append(Span(plan.owned[first].start, plan.owned[end - 1].stop))
+        published = tuple(cover(span, view.replicas) for span in owned)
+        start = sum(map(len, view.hosts[:host]))
+        stop = start + len(view.hosts[host])
+        seen = ReducePlan(
+            view.replicas,
+            (
+                *(workers[0] for workers in view.hosts[:host]),
+                *view.hosts[host],
+                *(workers[0] for workers in view.hosts[host + 1 :]),
+            ),
+            (*owned[:host], *plan.owned[start:stop], *owned[host + 1 :]),
+            (*published[:host], *plan.published[start:stop], *published[host + 1 :]),
+        )
+        return cls(host, view.hosts, published, seen)
+
+    @property
+    def own(self) -> tuple[int, ...]:
+        """Ids of the workers of this host."""
+        return self.hosts[self.host]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The indices of the other hosts; each host begins with the one after it."""
+        count = len(self.hosts)
+        return tuple((self.host + step) % count for step in range(1, count))
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """The ids of all workers of the view."""
+        return tuple(worker for workers in self.hosts for worker in workers)
+
+    @property
+    def lanes(self) -> int:
+        """The number of lanes: as many as the host with the fewest workers has workers."""
+        return min(map(len, self.hosts))
+
+    def position(self, local: int) -> int:
+        """Return the position in `seen` of this host's worker with index `local`."""
+        return self.host + local
+
+    def seat(self, host: int) -> int:
+        """Return the position in `seen` of another host."""
+        return host if host < self.host else host + len(self.own) - 1
+
+    def host_sums(self, parts: Collection[Span]) -> tuple[Sum, ...]:
+        """Plan the sum of each span that this host publishes, from `parts` that cover its replicas.
+
+        Raises:
+            InternalError: they do not.
+        """
+        return tuple(
+            Sum.of(span, [part for part in parts if span.start <= part.start < span.stop])
+            for span in self.published[self.host]
+        )

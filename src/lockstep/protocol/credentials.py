@@ -1,9 +1,13 @@
 """The credentials with which a process proves that it belongs to a job."""
 
 import os
-import ssl
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    # Every agent and worker imports this module, and few of them connect to another host.
+    import ssl
 
 _UNKNOWN_KEY = (
     "UNKNOWN_CA",
@@ -47,15 +51,21 @@ class Credentials(msgspec.Struct, frozen=True):
         """Whether connections are encrypted."""
         return bool(self.authority)
 
-    def server_context(self) -> ssl.SSLContext:
+    def server_context(self) -> "ssl.SSLContext":
         """Return the context of the end that accepts connections."""
+        import ssl
+
         return self._context(ssl.PROTOCOL_TLS_SERVER)
 
-    def client_context(self) -> ssl.SSLContext:
+    def client_context(self) -> "ssl.SSLContext":
         """Return the context of the end that opens connections."""
+        import ssl
+
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
-    def _context(self, protocol: int) -> ssl.SSLContext:
+    def _context(self, protocol: int) -> "ssl.SSLContext":
+        import ssl
+
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # The authority belongs to this job alone, so names have no meaning.
@@ -72,8 +82,10 @@ class Credentials(msgspec.Struct, frozen=True):
         return context
 
 
-def describe_tls_error(error: ssl.SSLError) -> str:
+def describe_tls_error(error: "ssl.SSLError") -> str:
     """Say why the other end of an encrypted connection is not trusted, or does not trust this one."""
+    import ssl
+
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         expired = error.verify_code == _EXPIRED

@@ -26,6 +26,15 @@ class EventLoop:
                 descriptor, selectors.EVENT_WRITE if writes else selectors.EVENT_READ, call
             )
 
+    def watch_if(
+        self, wanted: bool, descriptor: int, call: Callable[[], object], *, writes: bool = False
+    ) -> None:
+        """Watch a descriptor if `wanted`, otherwise stop watching it."""
+        if wanted:
+            self.watch(descriptor, call, writes=writes)
+        else:
+            self.unwatch(descriptor)
+
     def unwatch(self, descriptor: int) -> None:
         """Stop watching a descriptor."""
         if descriptor in self._selector.get_map():

@@ -42,6 +42,10 @@ class StreamChannel(Generic[Out, In]):
         writing: the descriptor to write to, which now belongs to the channel; may be the same.
         tls: the context that encrypts the stream; None for none.
         accepted: with `tls`, whether this end accepted the connection; the other end opened it.
+        most_queued: maximum bytes to keep for a slow peer; `send` refuses more.
+
+    Attributes:
+        received: number of bytes that have arrived.
     """
 
     def __init__(
@@ -52,7 +56,10 @@ class StreamChannel(Generic[Out, In]):
         *,
         tls: ssl.SSLContext | None = None,
         accepted: bool = False,
+        most_queued: int = MAX_QUEUED,
     ) -> None:
+        self._most_queued = most_queued
+        self.received = 0
         self._decoder: PacketDecoder[In] = PacketDecoder(incoming)
         self._reading, self._writing = reading, writing
         for descriptor in {reading, writing}:
@@ -80,7 +87,13 @@ class StreamChannel(Generic[Out, In]):
 
     @classmethod
     def over(
-        cls, connection: socket.socket, incoming: Any, credentials: Credentials | None, *, accepted: bool
+        cls,
+        connection: socket.socket,
+        incoming: Any,
+        credentials: Credentials | None,
+        *,
+        accepted: bool,
+        most_queued: int = MAX_QUEUED,
     ) -> Self:
         """Return a channel over a connected socket, which now belongs to it.
 
@@ -89,6 +102,7 @@ class StreamChannel(Generic[Out, In]):
             incoming: the union of the types of messages that arrive here.
             credentials: say whether and how the connection is encrypted; None if it is not.
             accepted: whether this end accepted the connection; the other end opened it.
+            most_queued: maximum bytes to keep for a slow peer.
         """
         tls = None
         if credentials is not None and credentials.encrypted:
@@ -96,7 +110,7 @@ class StreamChannel(Generic[Out, In]):
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         descriptor = connection.detach()
-        return cls(incoming, descriptor, descriptor, tls=tls, accepted=accepted)
+        return cls(incoming, descriptor, descriptor, tls=tls, accepted=accepted, most_queued=most_queued)
 
     @property
     def established(self) -> bool:
@@ -125,7 +139,7 @@ class StreamChannel(Generic[Out, In]):
                 self._step()
                 if self._ended or self._deaf:
                     return False
-                if self._queued + len(frame) <= MAX_QUEUED:
+                if self.queued + len(frame) <= self._most_queued:
                     self._frames.append(frame)
                     self._frame_bytes += len(frame)
                     self._step()
@@ -152,7 +166,7 @@ class StreamChannel(Generic[Out, In]):
                 if self._closed:
                     return False
                 self._step()
-                if not self._queued:
+                if not self.queued:
                     return not self._deaf
             if not self._wait_for_room(until):
                 return False
@@ -175,7 +189,8 @@ class StreamChannel(Generic[Out, In]):
                 os.close(self._writing)
 
     @property
-    def _queued(self) -> int:
+    def queued(self) -> int:
+        """Number of bytes that the kernel has not taken yet."""
         return self._frame_bytes + len(self._output)
 
     def _step(self) -> None:
@@ -205,6 +220,7 @@ class StreamChannel(Generic[Out, In]):
         if not data:
             self._ended = True
             return False
+        self.received += len(data)
         if self._tls is None:
             self._arrived += data
             return True

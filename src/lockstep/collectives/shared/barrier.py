@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 
-from lockstep.collectives.call import CallWait, CollectiveCall, abort_reason, compare
+from lockstep.collectives.call import CallWait, CollectiveCall, abort_reason, agree, compare
 from lockstep.collectives.contract import WaitObserver, WaitPolicy
 from lockstep.collectives.shared import futex
 from lockstep.collectives.shared.control_segment import MAILBOX, SLOT, ControlSegment, decode, encode
@@ -35,8 +35,21 @@ class Barrier:
         policy: WaitPolicy,
         observe: WaitObserver | None,
         clock: Clock,
+        hosts: Sequence[Sequence[int]] = (),
     ) -> None:
+        """Take part in the barrier.
+
+        Args:
+            segment: of the view.
+            position: of this member.
+            workers: ids of all members.
+            policy: for waits.
+            observe: receives reports on waits.
+            clock: measures waits.
+            hosts: the worker ids of all hosts, if members also wait for other hosts.
+        """
         self._segment = segment
+        self._hosts = hosts
         self._position = position
         self._workers = tuple(workers)
         self._others = [other for other in range(len(workers)) if other != position]
@@ -72,7 +85,11 @@ class Barrier:
         self._segment.abort(abort_reason(self._workers[self._position], call, error))
 
     def arrive_and_compare(
-        self, call: CollectiveCall, blob: bytes = b"", describe: Callable[[], Sequence[str]] = list
+        self,
+        call: CollectiveCall,
+        blob: bytes = b"",
+        describe: Callable[[], Sequence[str]] = list,
+        within: CollectiveCall | None = None,
     ) -> list[bytes]:
         """Wait until all members have arrived with the same call, and return the blobs that they passed.
 
@@ -80,9 +97,33 @@ class Barrier:
             call: the call that this member makes.
             blob: the bytes that it passes.
             describe: returns a line for each of its leaves; called if layouts differ.
+            within: the call that messages name, if this one is a part of it.
 
         Raises:
             DisagreementError: the calls differ; every member raises it.
+            PeerLostError, PeerStuckError: as the contract states.
+        """
+        calls, blobs = self.arrive_and_collect(call, blob, within)
+        if calls is not None:
+
+            def described() -> list[list[str]]:
+                texts = self.arrive_and_compare(
+                    CollectiveCall("describe", "describe"), "\n".join(describe()).encode()
+                )
+                return [text.decode().splitlines() for text in texts]
+
+            compare(calls, self._workers, described)
+        return blobs
+
+    def arrive_and_collect(
+        self, call: CollectiveCall, blob: bytes = b"", within: CollectiveCall | None = None
+    ) -> tuple[list[CollectiveCall] | None, list[bytes]]:
+        """Wait until all members have arrived; return their calls, if these differ, or else their blobs.
+
+        Args:
+            call, blob, within: see `arrive_and_compare`.
+
+        Raises:
             PeerLostError, PeerStuckError: as the contract states.
         """
         segment, arrival = self._segment, self._arrival + 1
@@ -93,15 +134,18 @@ class Barrier:
             self._send(blob, 0)
         if self._position == 0:
             segment.publish_notice(arrival)
-        self.arrive_and_wait(call)
+        self.arrive_and_wait(within or call)
         self.notice = segment.notice(arrival)
         for start in slots:
             if segment.control[start : start + len(own)] != own:
-                lengths = self._compare(slots, describe)
+                announced = [decode(segment.control[start : start + SLOT]) for start in slots]
+                calls, lengths = [each for each, _ in announced], [length for _, length in announced]
+                if not agree(calls):
+                    return calls, []
                 break
         else:
             lengths = [len(blob)] * len(slots)
-        return self._receive(call, blob, lengths) if any(lengths) else [b""] * len(slots)
+        return None, self._receive(within or call, blob, lengths) if any(lengths) else [b""] * len(slots)
 
     def arrive_and_wait(self, call: CollectiveCall) -> None:
         """Arrive, and return once all members have arrived. Calls are not compared."""
@@ -124,19 +168,6 @@ class Barrier:
             self._closed = True
             if not self._segment.control.closed:
                 self._segment.leave(self._position)
-
-    def _compare(self, slots: Sequence[int], describe: Callable[[], Sequence[str]]) -> list[int]:
-        control = self._segment.control
-        announced = [decode(control[start : start + SLOT]) for start in slots]
-
-        def described() -> list[list[str]]:
-            blobs = self.arrive_and_compare(
-                CollectiveCall("describe", "describe"), "\n".join(describe()).encode()
-            )
-            return [text.decode().splitlines() for text in blobs]
-
-        compare([call for call, _ in announced], self._workers, described)
-        return [length for _, length in announced]
 
     def _send(self, blob: bytes, part: int) -> None:
         """Write a part of `blob` to the mailbox that the other members read after the next arrival."""
@@ -187,9 +218,18 @@ class Barrier:
             for other, _ in missing:
                 if other in left:
                     raise PeerLostError(f"worker {self._workers[other]} has left while others wait in {call}")
-            seconds = wait.check(tuple(self._workers[other] for other, _ in missing))
+            seconds = wait.check(self._awaited([other for other, _ in missing]))
             first, count = missing[0]
             futex.wait(self._segment.address(first), count, seconds)
+
+    def _awaited(self, missing: Sequence[int]) -> tuple[int, ...]:
+        """Return the workers for which this member waits: members that are missing may wait for hosts."""
+        awaited = list[int]()
+        for other in missing:
+            hosts = self._segment.missing(other) if self._hosts else 0
+            found = [worker for host, ids in enumerate(self._hosts) if hosts >> host & 1 for worker in ids]
+            awaited += found or [self._workers[other]]
+        return tuple(dict.fromkeys(awaited))
 
     def _raise_if_aborted(self) -> None:
         reason = self._segment.reason()

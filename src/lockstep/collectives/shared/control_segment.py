@@ -1,8 +1,8 @@
 """The control segment of one view: a memfd, its layout, and the word that aborts the view.
 
     header     magic, version, number of members; the abort word and its reason; the notice
-    arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left;
-               for the first member also two copies of the notice, as read when it arrived
+    arrivals   for each member, in its own cache lines: how often it has arrived, whether it has left, for
+               which hosts it waits; for the first member also two copies of the notice it read on arriving
     slots      two for each member: the description of its call
     mailboxes  two for each member: a part of a blob
 
@@ -38,6 +38,9 @@ _MAGIC = struct.Struct("<8sII")
 _NAME, _VERSION = b"LOCKSTEP", 1
 _ABORT, _REASON_LENGTH, _NOTICE, _REASON = 64, 68, 72, 128
 _ARRIVALS, _LINE = 4608, 128
+_MISSING, _MISSING_SIZE = 64, 64
+HOST_LIMIT = 8 * _MISSING_SIZE
+"""Maximum number of hosts of a view."""
 _PAGE = mmap.PAGESIZE
 
 _aborting = threading.RLock()
@@ -124,6 +127,16 @@ class ControlSegment:
     def notice(self, arrival: int) -> int:
         """Return the notice that the first member published before an arrival."""
         return self._words[(_ARRIVALS + 8) // 4 + arrival % 2]
+
+    def post_missing(self, position: int, hosts: int) -> None:
+        """Announce for which other hosts a member waits: bit `h` stands for host `h`."""
+        start = _ARRIVALS + position * _LINE + _MISSING
+        self.control[start : start + _MISSING_SIZE] = hosts.to_bytes(_MISSING_SIZE, "little")
+
+    def missing(self, position: int) -> int:
+        """Return for which other hosts a member waits; 0 if it does not."""
+        start = _ARRIVALS + position * _LINE + _MISSING
+        return int.from_bytes(self.control[start : start + _MISSING_SIZE], "little")
 
     def slot(self, position: int, arrival: int) -> int:
         """Return the offset in `control` of a member's slot for an arrival."""

@@ -28,7 +28,7 @@ def packed_size(layout: Layout, plan: ReducePlan) -> int:
     return layout.size * sum(map(len, plan.published))
 
 
-class _StretchSum(NamedTuple):
+class StretchSum(NamedTuple):
     """A sum over one stretch, written to `out`."""
 
     sum: Sum
@@ -78,8 +78,8 @@ class PackedReduce:
 
     packers: tuple[StretchPacker, ...]
     given: Mapping[Span, PackedPartial]
-    local_sums: tuple[_StretchSum, ...]
-    total: tuple[_StretchSum, ...]
+    local_sums: tuple[StretchSum, ...]
+    total: tuple[StretchSum, ...]
 
     @classmethod
     def of(
@@ -102,18 +102,18 @@ class PackedReduce:
         total, shared = memory
         spans = list(itertools.chain.from_iterable(plan.published))
         published = {
-            span: _packed(layout, shared[index * layout.size : (index + 1) * layout.size])
+            span: packed(layout, shared[index * layout.size : (index + 1) * layout.size])
             for index, span in enumerate(spans)
         }
         own = {
-            span: published[span] if span in published else _packed(layout, allocate(layout.size))
+            span: published[span] if span in published else packed(layout, allocate(layout.size))
             for span in given
         }
         local_sums = []
         for span, local_sum in zip(plan.published[position], plan.local_sums(position, given), strict=True):
             if local_sum.steps:
-                local_sums += _sums(local_sum, own, published[span])
-        everything = _sums(Sum.of(plan.whole, spans), published, _packed(layout, total))
+                local_sums += stretch_sums(local_sum, own, published[span])
+        everything = stretch_sums(Sum.of(plan.whole, spans), published, packed(layout, total))
         packers = tuple(StretchPacker.of(layout, stretch) for stretch in layout.stretches)
         return cls(packers, own, tuple(local_sums), tuple(everything))
 
@@ -122,22 +122,25 @@ class PackedReduce:
         for span, leaves in partials.items():
             for packer, out in zip(self.packers, self.given[span], strict=True):
                 packer.pack(leaves, out)
-        _run(self.local_sums, adder)
+        run_stretches(self.local_sums, adder)
 
     def sum(self, adder: Adder) -> None:
         """Write the total; call this once all members have published."""
-        _run(self.total, adder)
+        run_stretches(self.total, adder)
 
 
-def _packed(layout: Layout, memory: Bytes) -> PackedPartial:
+def packed(layout: Layout, memory: Bytes) -> PackedPartial:
+    """Return a packed partial in `memory`."""
     return [memory[stretch.start : stretch.stop].view(stretch.dtype) for stretch in layout.stretches]
 
 
-def _sums(plan: Sum, partials: Mapping[Span, PackedPartial], out: PackedPartial) -> list[_StretchSum]:
+def stretch_sums(plan: Sum, partials: Mapping[Span, PackedPartial], out: PackedPartial) -> list[StretchSum]:
+    """Return the sums of packed `partials`, written to `out`."""
     operands = [partials[span] for span in plan.operands]
-    return [_StretchSum(plan, arrays, total) for *arrays, total in zip(*operands, out, strict=True)]
+    return [StretchSum(plan, arrays, total) for *arrays, total in zip(*operands, out, strict=True)]
 
 
-def _run(sums: Sequence[_StretchSum], adder: Adder) -> None:
+def run_stretches(sums: Sequence[StretchSum], adder: Adder) -> None:
+    """Compute `sums`."""
     for each in sums:
         adder.add(*each)

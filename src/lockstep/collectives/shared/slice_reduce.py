@@ -57,7 +57,7 @@ class SlicePlacement:
 
 
 @dataclass(frozen=True)
-class _SliceSum:
+class PieceSum:
     """A sum over one piece of a leaf, written to `out`.
 
     For each operand of the sum, `operands` has the array to read, or None for one of the member's own
@@ -79,8 +79,8 @@ class SliceReduce:
         total: sums of all partials in its own slice, written after the barrier.
     """
 
-    local_sums: tuple[_SliceSum, ...]
-    total: tuple[_SliceSum, ...]
+    local_sums: tuple[PieceSum, ...]
+    total: tuple[PieceSum, ...]
 
     @classmethod
     def of(
@@ -126,7 +126,7 @@ class SliceReduce:
                 ):
                     own = (None,) * len(local_sum.operands)
                     for piece, out in zip(pieces, place(other, span, pieces), strict=True):
-                        local_sums.append(_SliceSum(local_sum, piece, own, out))
+                        local_sums.append(PieceSum(local_sum, piece, own, out))
         pieces = layout.pieces(*placement.bounds[position])
         everything = plan.total(position, given)
         foreign = {span: place(position, span, pieces) for span in plan.foreign(position)}
@@ -135,7 +135,7 @@ class SliceReduce:
             operands = tuple(
                 foreign[span][index] if span in foreign else None for span in everything.operands
             )
-            totals.append(_SliceSum(everything, piece, operands, flat[piece.leaf][piece.start : piece.stop]))
+            totals.append(PieceSum(everything, piece, operands, flat[piece.leaf][piece.start : piece.stop]))
         return cls(tuple(local_sums), tuple(totals))
 
     def publish(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
@@ -143,17 +143,18 @@ class SliceReduce:
 
         The caller silences NumPy's floating-point warnings (`np.errstate`).
         """
-        _run(self.local_sums, partials, adder)
+        run_sums(self.local_sums, partials, adder)
 
     def sum(self, partials: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
         """Write this member's slice of the total; call this once all members have published.
 
         The caller silences NumPy's floating-point warnings (`np.errstate`).
         """
-        _run(self.total, partials, adder)
+        run_sums(self.total, partials, adder)
 
 
-def _run(sums: Sequence[_SliceSum], own: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
+def run_sums(sums: Sequence[PieceSum], own: Mapping[Span, Sequence[Array]], adder: Adder) -> None:
+    """Compute `sums` from given memory and a member's `own` partials, flat leaves."""
     for each in sums:
         leaf, start, stop = each.piece
         operands = [

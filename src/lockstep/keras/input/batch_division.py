@@ -216,6 +216,40 @@ class BatchDivision:
         self._opaque = True
 
 
+@dataclass(frozen=True)
+class _HandOver:
+    """What the members of a view have agreed on before they hand over batches.
+
+    Attributes:
+        view: the number of the view.
+        steps: of the batches.
+        makers: the worker that hands over the batch of a step.
+        plan: for Keras's workers, which read ahead; None if members already hold batches.
+    """
+
+    view: int
+    steps: range
+    makers: Mapping[int, int]
+    plan: "_Plan | None"
+
+    def makers_in(self, view: View) -> Mapping[int, int]:
+        """Return the makers, of which those that a later view lacks are replaced."""
+        there = {step: maker for step, maker in self.makers.items() if maker in view.workers}
+        return there if view.number == self.view else with_makers(self.steps, there, view.workers)
+
+
+def with_makers(steps: range, makers: Mapping[int, int], workers: Sequence[int]) -> Mapping[int, int]:
+    """Return `makers`, and of the other steps in turn each of `workers`.
+
+    If one step is missing, and not the first one, its batch need not delay the others: every worker makes it
+    in that step.
+    """
+    missing = [step for step in steps if step not in makers]
+    if len(missing) == 1 and missing != [steps.start]:
+        return makers
+    return {**makers, **{step: workers[at % len(workers)] for at, step in enumerate(missing)}}
+
+
 class _Pass:
     """One pass over the batches.
 
@@ -242,7 +276,7 @@ class _Pass:
             del self._held[done]
         begins = step % self._cycle == 0 or self._view != job.view.number
         if begins and self._division.calls(step // self._cycle, job.view):
-            job.exchange(partial(self._hand_over, step), catching_up)
+            job.exchange(partial(self._hand_over, step, []), catching_up)
         held = self._held.get(step)
         if held is None or _changed(held.state, self._division.state):
             alone = len(job.view.workers) == 1 and not job.joins
@@ -267,28 +301,31 @@ class _Pass:
             held = self._held[step] = self._made(step)
         return held.read(rows)
 
-    def _hand_over(self, first: int, view: View, communicator: Communicator) -> None:
-        """Hand over rows of the batches from step `first` to the end of its cycle, after making them."""
-        members, worker = len(view.workers), self._reader.job.worker
-        if members == 1:
+    def _hand_over(
+        self, first: int, begun: "list[_HandOver]", view: View, communicator: Communicator
+    ) -> None:
+        """Hand over rows of the batches from step `first` to the end of its cycle, after making them.
+
+        What `begun` keeps was agreed in an earlier view, which has ended since: that call is complete.
+        """
+        worker = self._reader.job.worker
+        if len(view.workers) == 1:
             return
-        position, what = view.workers.index(worker), f"the batches from step {first + 1} of the pass on"
-        cycle, place = divmod(first, self._cycle)
-        last = (cycle + 1) * self._cycle
+        what = f"the batches from step {first + 1} of the pass on"
+        last = (first // self._cycle + 1) * self._cycle
         steps = range(first, last if self.count is None else min(last, self.count))
-        holders = self._holders(steps, view, communicator, what)
+        if not begun:
+            begun.append(self._begun(steps, view, communicator, what))
+        agreed = begun[0]
         if self._division.divides:
-            plan = None if holders or place else _Plan(first, position, members, self._cycle)
-            own = [step for step, holder in holders.items() if holder == position]
-            missing = [step for step in steps if step not in holders]
-            # One that is missing later need not delay this step: every member makes it in its own.
-            if len(missing) > 1 or missing == [first]:
-                for step in missing[position::members]:
-                    # A batch that fails now is made by every worker in its own step, and fails there.
-                    with suppress(Exception):
-                        self._held[step] = self._made(step, plan)
-                        own.append(step)
-            batches = {step: self._held[step] for step in own}
+            makers = agreed.makers_in(view)
+            for step in [step for step in steps if makers.get(step) == worker and not self._holds(step)]:
+                # A batch that fails now is made by every worker in its own step, and fails there.
+                with suppress(Exception):
+                    self._held[step] = self._made(step, agreed.plan if view.number == agreed.view else None)
+            batches = {
+                step: self._held[step] for step in steps if makers.get(step) == worker and self._holds(step)
+            }
             parts = [
                 [] if other == worker else self._encoded(batches, view.replicas_of(other), view.replicas)
                 for other in view.workers
@@ -296,23 +333,30 @@ class _Pass:
             for part in communicator.all_to_all(parts, what=what):
                 found = decoded(part, self._division.state)
                 self._held |= {step: held for step, held in found.items() if not self._holds(step)}
-        self._view = view.number
+        self._view = agreed.view
 
-    def _holders(self, steps: range, view: View, communicator: Communicator, what: str) -> dict[int, int]:
-        """Return the position of a member that holds all of a batch, by its step.
+    def _begun(self, steps: range, view: View, communicator: Communicator, what: str) -> "_HandOver":
+        """Agree on the member that hands over each batch.
 
         Members hold batches of `steps` only in a new view, in which they also decide whether to divide them.
         """
-        undecided = self._division.is_undecided(steps.start // self._cycle, view)
-        if not undecided and self._view == view.number:
-            return {}
-        pays = view.workers[0] == self._reader.job.worker and self._division.pays
-        own = pays, [step for step in steps if self._holds(step)]
-        found = communicator.gather(msgspec.msgpack.encode(own), what=what)
-        told = [msgspec.msgpack.decode(blob, type=tuple[bool, list[int]]) for blob in found]
-        if undecided:
-            self._division.decide(view, told[0][0])
-        return {step: position for position, (_, held) in reversed([*enumerate(told)]) for step in held}
+        cycle, place = divmod(steps.start, self._cycle)
+        undecided = self._division.is_undecided(cycle, view)
+        holders: dict[int, int] = {}
+        if undecided or self._view != view.number:
+            worker = self._reader.job.worker
+            pays = view.chief == worker and self._division.pays
+            own = worker, pays, [step for step in steps if self._holds(step)]
+            found = communicator.gather(msgspec.msgpack.encode(own), what=what)
+            told = [msgspec.msgpack.decode(blob, type=tuple[int, bool, list[int]]) for blob in found]
+            if undecided:
+                self._division.decide(view, told[0][1])
+            holders = {step: member for member, _, held in reversed(told) for step in held}
+        plan = None
+        if not holders and not place:
+            position = view.workers.index(self._reader.job.worker)
+            plan = _Plan(steps.start, position, len(view.workers), self._cycle)
+        return _HandOver(view.number, steps, with_makers(steps, holders, view.workers), plan)
 
     def _holds(self, step: int) -> bool:
         """Whether this worker holds all rows of the batch of a step."""

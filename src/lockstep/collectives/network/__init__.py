@@ -1,0 +1,1 @@
+"""The exchange between workers of several hosts: shared memory inside a host, streams between hosts."""

@@ -1,0 +1,932 @@
+"""The communicator of members on several hosts."""
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn, Self, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.collectives.adder import Adder, common_layout, flat
+from lockstep.collectives.call import (
+    CollectiveCall,
+    abort_reason,
+    blob_to_send,
+    check_length,
+    check_parts,
+    compare,
+)
+from lockstep.collectives.contract import Bytes, Leaves, Span, WaitObserver, WaitPolicy
+from lockstep.collectives.layout import Layout, allocate, joined
+from lockstep.collectives.network.frames import (
+    HELLO_SIZE,
+    NO_CALL,
+    Frame,
+    FrameError,
+    Header,
+    Hello,
+    MemberDetails,
+    Result,
+    Standing,
+    decode_blobs,
+    decode_details,
+    decode_result,
+    describe_call,
+    encode_blobs,
+    encode_details,
+    encode_result,
+)
+from lockstep.collectives.network.lane import Lane, Link
+from lockstep.collectives.network.lane_reduce import LanePlacement, LaneReduce
+from lockstep.collectives.network.last_call import KeptResult, LastCall, raise_again
+from lockstep.collectives.network.memory import Extents, NetworkBuffers, Region, Sizes
+from lockstep.collectives.network.streams import Buffer
+from lockstep.collectives.plan import HostPlan
+from lockstep.collectives.shared.barrier import Barrier
+from lockstep.collectives.shared.buffers import cached
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.packed_reduce import (
+    SMALL,
+    PackedReduce,
+    StretchSum,
+    packed,
+    packed_size,
+    run_stretches,
+    stretch_sums,
+)
+from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
+from lockstep.system.clock import Clock, SystemClock
+from lockstep.system.memory import available_memory
+
+Outcome = TypeVar("Outcome")
+
+_DETAILS_LIMIT = 1 << 28
+"""Bytes of the longest description of the calls of one host's members."""
+
+
+@dataclass(frozen=True)
+class ViewOfJob:
+    """A view, as the connections of its hosts prove it to each other.
+
+    Attributes:
+        job: 16 bytes.
+        term: of the coordinator that began the view.
+        number: of the view.
+        incarnations: of each host.
+        names: of each host, for messages.
+    """
+
+    job: bytes
+    term: int
+    number: int
+    incarnations: tuple[int, ...]
+    names: tuple[str, ...]
+
+
+_END = struct.Struct("<?I")
+
+
+class _Entering(msgspec.Struct, frozen=True):
+    """What a worker tells the others of its host when it enters a view."""
+
+    number: int
+    has_result: bool
+    extents: bytes
+
+
+class _Entered(msgspec.Struct, frozen=True):
+    """What the first worker of a host tells the others when it has met the other hosts."""
+
+    number: int
+    result: Result | None
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """One worker's part in the reduce of a small total.
+
+    Attributes:
+        reduce: its own.
+        total: read-only.
+        memory: of the total.
+        sends: what the first worker sends the other hosts.
+        sums: the sums that it writes there.
+        places: where it receives the sums of each other host.
+    """
+
+    reduce: PackedReduce
+    total: Leaves
+    memory: Bytes
+    sends: memoryview
+    sums: tuple[StretchSum, ...]
+    places: Mapping[int, memoryview]
+
+
+@dataclass(frozen=True)
+class _PartTable:
+    """The sizes of the parts of an all-to-all, and their places in the shared memory of a host.
+
+    First come the parts that the workers of this host send, then those that they receive from other hosts,
+    both by the positions of the sender and of the receiver.
+
+    Attributes:
+        sizes: for each sender, for each receiver.
+        first: the position in the view of the first worker of this host.
+        hosts: of the view.
+        places: for each part, its end in the memory; only of those that this host sends or receives.
+        room: bytes of all of them.
+    """
+
+    sizes: npt.NDArray[np.int64]
+    first: int
+    hosts: HostPlan
+    places: npt.NDArray[np.int64]
+    room: int
+
+    @classmethod
+    def of(cls, sizes: npt.NDArray[np.int64], hosts: HostPlan) -> Self:
+        first = sum(map(len, hosts.hosts[: hosts.host]))
+        own = slice(first, first + len(hosts.own))
+        concerned = np.zeros_like(sizes)
+        concerned[own] = sizes[own]
+        sent = int(concerned.sum())
+        places = np.cumsum(concerned).reshape(sizes.shape)
+        concerned[:, own] = sizes[:, own]
+        concerned[own] = 0
+        received = np.cumsum(concerned).reshape(sizes.shape) + sent
+        received[own] = places[own]
+        return cls(sizes, first, hosts, received, sent + int(concerned.sum()))
+
+    def members(self, host: int) -> range:
+        """Return the positions of the workers of a host."""
+        first = sum(map(len, self.hosts.hosts[:host]))
+        return range(first, first + len(self.hosts.hosts[host]))
+
+    def sent(self, local: int) -> list[tuple[int, int]]:
+        """Return the places of what a worker of this host sends, for each receiver."""
+        at = self.first + local
+        return [(end - size, end) for end, size in self._row(at)]
+
+    def sent_to(self, local: int, host: int) -> tuple[int, int]:
+        """Return the place of what a worker of this host sends to those of another host."""
+        places = [self.sent(local)[at] for at in self.members(host)]
+        return places[0][0], places[-1][1]
+
+    def received(self, local: int) -> list[tuple[int, int]]:
+        """Return the places of what a worker of this host receives, for each sender."""
+        ends, sizes = self.places[:, self.first + local], self.sizes[:, self.first + local]
+        return [(end - size, end) for end, size in zip(ends.tolist(), sizes.tolist(), strict=True)]
+
+    def received_from(self, host: int) -> tuple[int, int]:
+        """Return the place of what the workers of this host receive from those of another host."""
+        members = self.members(host)
+        return self.received(0)[members[0]][0], self.received(len(self.hosts.own) - 1)[members[-1]][1]
+
+    def _row(self, at: int) -> list[tuple[int, int]]:
+        return list(zip(self.places[at].tolist(), self.sizes[at].tolist(), strict=True))
+
+
+class NetworkCommunicator:
+    """One member's communicator in a view of several hosts.
+
+    The members of a host meet in a `ControlSegment`; the first `HostPlan.lanes` members of each host have
+    connections to their counterparts on the other hosts. A call ends on a host for all its members or for
+    none. Its number and result are in `LastCall`, which outlives the view: if one host has completed a call
+    and another has not, the other receives the result in the next view, when it makes the call again.
+    """
+
+    def __init__(
+        self,
+        segment: ControlSegment,
+        buffers: NetworkBuffers,
+        last: LastCall,
+        position: int,
+        hosts: HostPlan,
+        view: ViewOfJob,
+        links: Mapping[int, Link],
+        policy: WaitPolicy | None = None,
+        observe: WaitObserver | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        """Enter a view; nothing is sent or awaited before the first call.
+
+        Args:
+            segment: of this host, for its members in this view.
+            buffers: this worker's, of all views.
+            last: this worker's, of all views.
+            position: the index of this worker among those of its host.
+            hosts: how this host takes part.
+            view: of the job.
+            links: connections to the other hosts, by their indices; empty if the worker has no lane.
+            policy: for waits.
+            observe: receives reports on waits.
+            clock: measures waits.
+        """
+        if segment.members != len(hosts.own):
+            raise InternalError(
+                f"a control segment for {segment.members} members on a host with {len(hosts.own)}"
+            )
+        self._segment = segment
+        self._buffers = buffers
+        self._last = last
+        self._local = position
+        self._hosts = hosts
+        self._view = view
+        self._alone = len(hosts.own) == 1
+        self._position = hosts.position(position)
+        self._lane: Lane | None = None
+        policy, clock = policy or WaitPolicy(), clock or SystemClock()
+        self._barrier = Barrier(segment, position, hosts.own, policy, observe, clock, hosts.hosts)
+        if position < hosts.lanes and hosts.others:
+            self._lane = Lane(position, position, links, hosts, view.names, segment, policy, observe, clock)
+        self._first = self._lane if position == 0 else None
+        self._entered = False
+        self._has_room = False
+        self._number = 0
+        self._notice = 0
+        self._lengths: dict[int, int] = {}
+        self._adder = Adder()
+        self._lane_adders = {host: Adder() for host in hosts.others}
+        self._placements: dict[Layout, LanePlacement] = {}
+        self._packed: dict[tuple[Layout, tuple[Span, ...], int], _Packed] = {}
+        self._sliced: dict[tuple[Layout, tuple[Span, ...], int], tuple[LaneReduce, Leaves, Bytes]] = {}
+
+    # The methods of `Communicator`.
+
+    @property
+    def notice(self) -> int:
+        """The notice of the view; see `Communicator`."""
+        return self._notice
+
+    @property
+    def waited(self) -> float:
+        """Seconds of waiting for others; see `Communicator`."""
+        return self._barrier.waited + (self._lane.waited if self._lane else 0.0)
+
+    def reduce(self, partials: Mapping[Span, Leaves], *, check: bytes = b"", what: str = "reduce") -> Leaves:
+        """Sum the leaves of all replicas; see `Communicator`."""
+        check_length(check)
+        layout = common_layout(self._hosts.seen, self._position, partials)
+        call = CollectiveCall("reduce", what, check, layout=layout.digest)
+        with self._during(call), np.errstate(all="ignore"):
+            kept = self._enter(call, layout.size)
+            if kept is not None:
+                assert kept.total is not None
+                return layout.shaped(layout.views(kept.total))
+            if layout.size <= SMALL:
+                return self._reduce_packed(call, layout, partials)
+            return self._reduce_lanes(call, layout, partials)
+
+    def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
+        """Give every member the blobs of all members; see `Communicator`."""
+        call = CollectiveCall("gather", what)
+        with self._during(call):
+            return list(self._gather(call, blob, lambda blobs: blobs))
+
+    def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
+        """Give every member the blob of the member at `root`; see `Communicator`."""
+        own = sum(map(len, self._hosts.hosts[: self._hosts.host])) + self._local
+        sent = blob_to_send(blob, is_root=own == root)
+        call = CollectiveCall("broadcast", what, root=root)
+        with self._during(call):
+            return self._gather(call, sent, lambda blobs: blobs[root : root + 1])[0]
+
+    def barrier(self, *, what: str = "barrier") -> None:
+        """Return once every member has called it; see `Communicator`."""
+        call = CollectiveCall("barrier", what)
+        with self._during(call):
+            self._gather(call, b"", lambda _: [])
+
+    def all_to_all(self, parts: Sequence[Sequence[Bytes]], *, what: str = "all_to_all") -> list[Bytes]:
+        """Give each member the part that each member has for it; see `Communicator`."""
+        check_parts(parts, len(self._hosts.workers))
+        call = CollectiveCall("all_to_all", what)
+        with self._during(call):
+            kept = self._enter(call)
+            return list(kept.parts if kept is not None else self._all_to_all(call, parts))
+
+    def abort(self, reason: str) -> None:
+        """End this view for the members of this host; see `Communicator`.
+
+        The other hosts learn of it when a member of this host notices.
+        """
+        self._barrier.abort(reason)
+
+    def close(self) -> None:
+        """Make no more calls; members that wait for this one raise `PeerLostError`. See `Communicator`."""
+        self._barrier.close()
+        if self._lane is not None:
+            self._lane.close()
+
+    # Sums.
+
+    def _reduce_packed(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
+        room = 0 if self._alone else 2 * packed_size(layout, self._hosts.seen)
+        standing, unfit = self._make_room(call, (0, 0, 0, room))
+        part = None
+        if standing is Standing.READY:
+            spans = tuple(partials)
+            half = self._number % 2
+            part = cached(self._packed, (layout, spans, half), lambda: self._plan_packed(layout, spans, half))
+            part.reduce.publish({span: flat(leaves) for span, leaves in partials.items()}, self._adder)
+            standing = self._meet(call)
+        agreed = standing is Standing.READY
+        if self._first is not None:
+            if part is not None and agreed:
+                run_stretches(part.sums, self._adder)
+                agreed = self._announce(self._first, call, standing, part.sends)
+            else:
+                agreed = self._announce(self._first, call, standing)
+            if agreed and part is not None:
+                self._receive_places(self._first, call, part.places)
+        self._end(call, agreed, layout.describe, unfit)
+        assert part is not None
+        part.reduce.sum(self._adder)
+        self._complete(KeptResult(call, part.memory))
+        return part.total
+
+    def _plan_packed(self, layout: Layout, spans: tuple[Span, ...], half: int) -> _Packed:
+        hosts, seen, size = self._hosts, self._hosts.seen, layout.size
+        whole = packed_size(layout, seen)
+        memory = (
+            allocate(whole) if self._alone else self._buffers.shared(Region.PACKED)[half * whole :][:whole]
+        )
+        total = allocate(size)
+        places: dict[Span, Bytes] = {}
+        for published in seen.published:
+            for span in published:
+                places[span] = memory[len(places) * size : (len(places) + 1) * size]
+        receives: dict[int, memoryview] = {}
+        for host in hosts.others:
+            first = list(places).index(hosts.published[host][0])
+            receives[host] = memory[first * size : (first + len(hosts.published[host])) * size].data
+        reduce = PackedReduce.of(layout, seen, self._position, spans, (total, memory))
+        sums: list[StretchSum] = []
+        if self._alone:
+            first = list(places).index(hosts.published[hosts.host][0])
+            sends = memory[first * size : (first + len(hosts.published[hosts.host])) * size]
+        else:
+            sends = allocate(len(hosts.published[hosts.host]) * size)
+            own = [span for local in range(len(hosts.own)) for span in seen.published[hosts.position(local)]]
+            operands = {span: packed(layout, places[span]) for span in own}
+            for index, each in enumerate(hosts.host_sums(own)):
+                sums += stretch_sums(each, operands, packed(layout, sends[index * size : (index + 1) * size]))
+        shaped = layout.shaped(layout.views(total))
+        return _Packed(reduce, shaped, total, sends.data, tuple(sums), receives)
+
+    def _reduce_lanes(self, call: CollectiveCall, layout: Layout, partials: Mapping[Span, Leaves]) -> Leaves:
+        placement = cached(self._placements, layout, lambda: LanePlacement.of(layout, self._hosts))
+        half = self._number % 2
+        sizes = (0, 0, 0, 0)
+        if not self._alone:
+            sizes = ((layout.size, 0)[half], (0, layout.size)[half], placement.size, 0)
+        standing, unfit = self._make_room(call, sizes)
+        spans, own = tuple(partials), {}
+        planned = None
+        if standing is Standing.READY:
+            planned = cached(
+                self._sliced, (layout, spans, half), lambda: self._plan_lanes(layout, placement, spans, half)
+            )
+            own = {span: flat(leaves) for span, leaves in partials.items()}
+            planned[0].publish(own, self._adder)
+            standing = self._meet(call)
+        agreed = standing is Standing.READY
+        if self._lane is not None and planned is not None and agreed:
+            agreed = self._exchange_lane(self._lane, call, planned[0], own)
+        elif self._first is not None:
+            agreed = self._announce(self._first, call, standing)
+        elif planned is not None and not self._hosts.others:
+            for chunk in planned[0].chunks:
+                chunk.sum(own, self._adder)
+        self._end(call, agreed, layout.describe, unfit)
+        assert planned is not None
+        _, total, memory = planned
+        self._complete(KeptResult(call, memory))
+        return total
+
+    def _plan_lanes(
+        self, layout: Layout, placement: LanePlacement, spans: tuple[Span, ...], half: int
+    ) -> tuple[LaneReduce, Leaves, Bytes]:
+        if self._alone:
+            memory = self._buffers.own(Region(half), layout.size)
+            outside = memory[:0]
+        else:
+            memory = self._buffers.shared(Region(half))[: layout.size]
+            outside = self._buffers.shared(Region.OUTSIDE)
+        reduce = LaneReduce.of(layout, self._hosts, placement, self._local, spans, (memory, outside))
+        return reduce, layout.shaped(layout.views(memory)), memory
+
+    def _exchange_lane(
+        self, lane: Lane, call: CollectiveCall, reduce: LaneReduce, own: Mapping[Span, Leaves]
+    ) -> bool:
+        """Exchange this lane's bytes with the other hosts; return whether all hosts make the same call."""
+        self._notice = self._barrier.notice
+        for host, length in reduce.lengths.items():
+            lane.send_to(host, self._header(call, Standing.READY, length=length))
+            lane.send_buffers(host, reduce.buffers(host, own, self._lane_adders[host]))
+        headers = lane.headers(call, Frame.CALL, self._number + 1)
+        if not self._agree(lane, call, headers):
+            return False
+        remaining = list(self._hosts.others)
+        wait = lane.wait(call, remaining)
+        try:
+            for host, header in headers.items():
+                expected = sum(len(chunk.received[host]) for chunk in reduce.chunks)
+                self._check_length(lane, host, call, header.length, expected)
+            for chunk in reduce.chunks:
+                for host, view in chunk.received.items():
+                    lane.receive(host, view, wait)
+                chunk.sum(own, self._adder)
+                lane.send_chunk(chunk.out)
+            for host, view in reduce.others.items():
+                lane.receive(host, view, wait)
+                remaining.remove(host)
+        finally:
+            wait.end()
+        return True
+
+    # Blobs.
+
+    def _gather(
+        self, call: CollectiveCall, blob: bytes, keep: Callable[[list[bytes]], list[bytes]]
+    ) -> Sequence[bytes]:
+        """Return those blobs of all members that `keep` returns."""
+        kept = self._enter(call)
+        if kept is not None:
+            return kept.blobs
+        calls, own = self._barrier.arrive_and_collect(call, blob)
+        standing = Standing.READY if calls is None else Standing.DIFFERING
+        agreed = calls is None
+        found: dict[int, list[bytes]] = {}
+        if self._first is not None:
+            payload = encode_blobs(own) if agreed and any(own) else []
+            agreed = self._announce(self._first, call, standing, *payload)
+            if agreed:
+                found = self._receive_blobs(self._first, call)
+        extra = b""
+        if self._first is not None and agreed and not self._alone and any(map(any, found.values())):
+            extra = msgspec.msgpack.encode([found[host] for host in sorted(found)])
+        extra = self._end(call, agreed, list, "", extra)
+        if self._first is None or not found:
+            counts = [len(self._hosts.hosts[host]) for host in sorted(self._hosts.others)]
+            given = (
+                msgspec.msgpack.decode(extra, type=list[list[bytes]])
+                if extra
+                else [[b""] * each for each in counts]
+            )
+            found = dict(zip(sorted(self._hosts.others), given, strict=True))
+        found[self._hosts.host] = own
+        blobs = keep([each for host in sorted(found) for each in found[host]])
+        self._complete(KeptResult(call, blobs=tuple(blobs)))
+        return blobs
+
+    def _receive_blobs(self, lane: Lane, call: CollectiveCall) -> dict[int, list[bytes]]:
+        remaining = list(self._hosts.others)
+        wait = lane.wait(call, remaining)
+        found = {}
+        try:
+            for host in self._hosts.others:
+                count, length = len(self._hosts.hosts[host]), self._lengths[host]
+                if length:
+                    try:
+                        found[host] = decode_blobs(lane.receive_blob(host, length, wait), count)
+                    except FrameError as error:
+                        raise lane.malformed(host, call, error) from error
+                else:
+                    found[host] = [b""] * count
+                remaining.remove(host)
+        finally:
+            wait.end()
+        return found
+
+    # Parts.
+
+    def _all_to_all(self, call: CollectiveCall, parts: Sequence[Sequence[Bytes]]) -> Sequence[Bytes]:
+        """Exchange the sizes of all parts, then the parts, and then that all hosts have them.
+
+        So if the call is complete on any host, the members of all hosts have their parts, which no host could
+        give to another one later.
+        """
+        own = np.array([sum(array.nbytes for array in part) for part in parts], np.int64)
+        calls, rows = self._barrier.arrive_and_collect(call, own.tobytes())
+        standing = Standing.READY if calls is None else Standing.DIFFERING
+        agreed, data = calls is None, b""
+        if self._first is not None:
+            agreed = self._announce(self._first, call, standing, *(rows if agreed else []))
+            data = self._receive_sizes(self._first, call, rows) if agreed else b""
+        elif agreed:
+            data = b"".join(rows)
+        agreed, data = self._share(call, agreed, data)
+        if not agreed:
+            self._refuse(call, [], "")
+        table = _PartTable.of(np.frombuffer(data, np.int64).reshape(own.size, own.size), self._hosts)
+        standing, unfit = self._make_room_for_parts(call, table)
+        memory = self._buffers.shared(Region.OUTSIDE)
+        if standing is Standing.READY and not self._alone:
+            for (start, stop), part in zip(table.sent(self._local), parts, strict=True):
+                if part:
+                    np.concatenate(part, out=memory[start:stop])
+            self._barrier.arrive_and_wait(call)
+        received: list[Bytes] = []
+        if self._alone and standing is Standing.READY:
+            received = [allocate(size) for size in table.sizes[:, table.first].tolist()]
+            received[table.first] = joined(parts[table.first])
+        agreed = standing is Standing.READY
+        if self._first is not None:
+            agreed = self._exchange_parts(self._first, call, standing, table, memory, parts, received)
+        agreed, _ = self._share(call, agreed)
+        if not agreed:
+            self._refuse(call, [], unfit)
+        if not self._alone:
+            received = [joined([memory[start:stop]]) for start, stop in table.received(self._local)]
+        self._last.received = self._number + 1, tuple(received)
+        if not self._alone:
+            self._barrier.arrive_and_wait(call)
+        if self._first is not None:
+            self._first.send(self._header(call, Standing.READY, 2))
+            self._first.headers(call, Frame.CALL, self._number + 1, 2)
+        self._end(call, True, list, "")
+        self._complete(KeptResult(call, parts=tuple(received)))
+        return received
+
+    def _receive_sizes(self, lane: Lane, call: CollectiveCall, rows: Sequence[bytes]) -> bytes:
+        remaining = list(self._hosts.others)
+        found = {self._hosts.host: b"".join(rows)}
+        wait = lane.wait(call, remaining)
+        try:
+            for host in self._hosts.others:
+                expected = len(self._hosts.hosts[host]) * len(rows[0])
+                self._check_length(lane, host, call, self._lengths[host], expected)
+                found[host] = lane.receive_blob(host, expected, wait)
+                if np.frombuffer(found[host], np.int64).min() < 0:
+                    raise lane.malformed(host, call, FrameError("negative sizes"))
+                remaining.remove(host)
+        finally:
+            wait.end()
+        return b"".join(found[host] for host in sorted(found))
+
+    def _make_room_for_parts(self, call: CollectiveCall, table: "_PartTable") -> tuple[Standing, str]:
+        if not self._alone:
+            return self._make_room(call, (0, 0, table.room, 0))
+        needed, available = int(table.sizes[:, table.first].sum()), available_memory()
+        if needed > available:
+            return Standing.UNFIT, f"{call} needs {needed} bytes of memory, but {available} are available"
+        return Standing.READY, ""
+
+    def _exchange_parts(
+        self,
+        lane: Lane,
+        call: CollectiveCall,
+        standing: Standing,
+        table: "_PartTable",
+        memory: Bytes,
+        parts: Sequence[Sequence[Bytes]],
+        received: Sequence[Bytes],
+    ) -> bool:
+        """Send and receive the parts of the members of different hosts; return whether all hosts can."""
+        for host in self._hosts.others:
+            buffers: list[memoryview] = []
+            if standing is Standing.READY and self._alone:
+                buffers = [array.data for at in table.members(host) for array in parts[at] if array.size]
+            elif standing is Standing.READY:
+                ranges = [table.sent_to(local, host) for local in range(len(self._hosts.own))]
+                buffers = [memory[start:stop].data for start, stop in ranges if start < stop]
+            length = sum(map(len, buffers))
+            lane.send_to(host, self._header(call, standing, 1, length))
+            lane.send_buffers(host, buffers)
+        headers = lane.headers(call, Frame.CALL, self._number + 1, 1)
+        if not self._agree(lane, call, headers, standing):
+            return False
+        remaining = list(self._hosts.others)
+        wait = lane.wait(call, remaining)
+        try:
+            for host in self._hosts.others:
+                if self._alone:
+                    views = [received[at] for at in table.members(host)]
+                else:
+                    start, stop = table.received_from(host)
+                    views = [memory[start:stop]]
+                self._check_length(lane, host, call, self._lengths[host], sum(view.size for view in views))
+                for view in views:
+                    lane.receive(host, view.data, wait)
+                remaining.remove(host)
+        finally:
+            wait.end()
+        return True
+
+    # The frame of a call.
+
+    def _during(self, call: CollectiveCall) -> "_HostCallScope":
+        return _HostCallScope(self, call)
+
+    def _enter(self, call: CollectiveCall, size: int = 0) -> KeptResult | None:
+        """Enter the view in its first call; return the result if other hosts have completed this call.
+
+        Raises:
+            DisagreementError, SharedMemoryError: the call has ended so on other hosts.
+        """
+        if self._entered:
+            return None
+        last = self._last
+        own = _Entering(last.number, last.result is not None, self._buffers.extents.encode())
+        entries = [own]
+        if not self._alone:
+            blobs = self._barrier.arrive_and_compare(
+                CollectiveCall("enter", call.what), msgspec.msgpack.encode(own), within=call
+            )
+            entries = [msgspec.msgpack.decode(blob, type=_Entering) for blob in blobs]
+        numbers = {entry.number for entry in entries if entry.number >= 0}
+        if len(numbers) > 1:
+            raise InternalError(f"the workers of a host have completed different calls: {sorted(numbers)}")
+        for entry in entries:
+            if entry.number >= 0:
+                self._buffers.extents = Extents.decode(entry.extents)
+                break
+        entered = _Entered(max(numbers, default=0), None)
+        if self._first is not None:
+            has_result = entries[0].has_result
+            entered = self._greet(self._first, call, max(numbers, default=-1), has_result)
+        if not self._alone:
+            blob = msgspec.msgpack.encode(entered) if self._local == 0 else b""
+            blob = self._barrier.arrive_and_compare(CollectiveCall("entered", call.what), blob, within=call)[
+                0
+            ]
+            entered = msgspec.msgpack.decode(blob, type=_Entered)
+        self._entered, self._number = True, entered.number
+        if last.number == self._number:
+            return None
+        is_new, parts = last.number < 0, last.parts(self._number)
+        if is_new or entered.result is None:
+            last.complete(self._number, None)
+            return None
+        kept = KeptResult.of(entered.result, call, size, parts)
+        last.complete(self._number, kept)
+        self._notice = 0
+        if kept.error is not None:
+            raise raise_again(kept.error)
+        return kept
+
+    def _greet(self, lane: Lane, call: CollectiveCall, done: int, has_result: bool) -> _Entered:
+        """Exchange hellos with the other hosts, and the result of the last call if a host lacks it."""
+        view, own = self._view, self._hosts.host
+        hello = Hello(view.job, view.term, view.number, view.incarnations[own], done, has_result)
+        lane.send(Header(Frame.HELLO, Standing.READY, 0, 0, 0, HELLO_SIZE, NO_CALL), hello.encode())
+        headers = lane.headers(call, Frame.HELLO, 0)
+        hellos = {own: hello}
+        wait = lane.wait(call, self._hosts.others)
+        try:
+            for host, header in headers.items():
+                self._check_length(lane, host, call, header.length, HELLO_SIZE)
+                data = lane.receive_blob(host, HELLO_SIZE, wait)
+                try:
+                    hellos[host] = Hello.decode(data)
+                except FrameError as error:
+                    raise lane.malformed(host, call, error) from error
+                given = hellos[host]
+                if given[:4] != (view.job, view.term, view.number, view.incarnations[host]):
+                    raise lane.malformed(host, call, FrameError(f"view {given.term}.{given.view}"))
+        finally:
+            wait.end()
+        newest = max(0, *(each.done for each in hellos.values()))
+        behind = [host for host, each in sorted(hellos.items()) if 0 <= each.done < newest]
+        givers = [host for host, each in sorted(hellos.items()) if each.done == newest and each.has_result]
+        if not behind:
+            return _Entered(newest, None)
+        if any(hellos[host].done < newest - 1 for host in behind) or not givers:
+            numbers = {view.names[host]: each.done for host, each in sorted(hellos.items())}
+            raise InternalError(f"hosts have completed different calls, and no result is left: {numbers}")
+        if own == givers[0]:
+            assert self._last.result is not None
+            data = encode_result(self._last.result.encoded())
+            for host in behind:
+                lane.send_to(
+                    host, Header(Frame.RESULT, Standing.READY, 0, 0, newest, len(data), NO_CALL), data
+                )
+        if own not in behind:
+            return _Entered(newest, None)
+        header = lane.header(givers[0], call, Frame.RESULT, newest)
+        wait = lane.wait(call, [givers[0]])
+        try:
+            return _Entered(newest, decode_result(lane.receive_blob(givers[0], header.length, wait)))
+        except FrameError as error:
+            raise lane.malformed(givers[0], call, error) from error
+        finally:
+            wait.end()
+
+    def _header(self, call: CollectiveCall, standing: Standing, step: int = 0, length: int = 0) -> Header:
+        return Header(Frame.CALL, standing, step, self._notice, self._number + 1, length, describe_call(call))
+
+    def _meet(self, call: CollectiveCall) -> Standing:
+        """Wait for the workers of this host."""
+        calls, _ = self._barrier.arrive_and_collect(call)
+        return Standing.READY if calls is None else Standing.DIFFERING
+
+    def _announce(self, lane: Lane, call: CollectiveCall, standing: Standing, *payload: Buffer) -> bool:
+        """Send the host's call with `payload`; return whether all hosts make the same call and can.
+
+        If so, `_lengths` has the bytes that follow from each host. If not, they have been dropped.
+        """
+        self._notice = self._barrier.notice
+        header = self._header(call, standing, length=sum(map(len, payload)))
+        lane.send(header, *payload)
+        return self._agree(lane, call, lane.headers(call, Frame.CALL, self._number + 1), standing)
+
+    def _agree(
+        self,
+        lane: Lane,
+        call: CollectiveCall,
+        headers: Mapping[int, Header],
+        standing: Standing = Standing.READY,
+    ) -> bool:
+        own = describe_call(call)
+        if self._hosts.host > 0:
+            self._notice = headers[0].notice
+        self._lengths = {host: header.length for host, header in headers.items()}
+        if standing is Standing.READY and all(
+            header.standing is Standing.READY and header.call == own for header in headers.values()
+        ):
+            return True
+        wait = lane.wait(call, self._hosts.others)
+        try:
+            for host, header in headers.items():
+                lane.drain(host, header.length, wait)
+        finally:
+            wait.end()
+        return False
+
+    def _check_length(self, lane: Lane, host: int, call: CollectiveCall, length: int, expected: int) -> None:
+        if length != expected:
+            raise lane.malformed(host, call, FrameError(f"{length} bytes instead of {expected}"))
+
+    def _receive_places(self, lane: Lane, call: CollectiveCall, places: Mapping[int, memoryview]) -> None:
+        remaining = list(places)
+        wait = lane.wait(call, remaining)
+        try:
+            for host, view in places.items():
+                self._check_length(lane, host, call, self._lengths[host], len(view))
+                lane.receive(host, view, wait)
+                remaining.remove(host)
+        finally:
+            wait.end()
+
+    def _end(
+        self,
+        call: CollectiveCall,
+        agreed: bool,
+        describe: Callable[[], list[str]],
+        unfit: str,
+        extra: bytes = b"",
+    ) -> bytes:
+        """End the call on this host; return what the first worker passes as `extra`.
+
+        Raises:
+            DisagreementError, SharedMemoryError: not all members of all hosts make this call, and can.
+        """
+        if self._lane is None and not self._hosts.others:
+            self._notice = self._barrier.notice
+        agreed, extra = self._share(call, agreed, extra)
+        if not agreed:
+            self._refuse(call, describe(), unfit)
+        self._number += 1
+        return extra
+
+    def _share(self, call: CollectiveCall, agreed: bool, extra: bytes = b"") -> tuple[bool, bytes]:
+        """Wait for the workers of this host; return whether all agree, and the `extra` of the first one."""
+        if self._alone:
+            return agreed, extra
+        own = _END.pack(agreed, self._notice) + extra if self._local < self._hosts.lanes else b""
+        blobs = self._barrier.arrive_and_compare(CollectiveCall("end", call.what), own, within=call)
+        ends = [_END.unpack_from(blob) for blob in blobs if blob]
+        self._notice = ends[0][1]
+        return all(each for each, _ in ends), blobs[0][_END.size :]
+
+    def _complete(self, result: KeptResult) -> None:
+        self._last.complete(self._number, result)
+
+    def _refuse(self, call: CollectiveCall, leaves: list[str], unfit: str) -> NoReturn:
+        """Raise, on all members of all hosts, the reason for which they do not complete their calls."""
+        lane, number = self._lane, self._number + 1
+        if lane is not None and lane is not self._first and lane.announced < number:
+            self._announce(lane, call, Standing.DIFFERING)
+        own = encode_details([MemberDetails.of(call, leaves, unfit)])
+        blobs = self._barrier.arrive_and_compare(CollectiveCall("details", call.what), own, within=call)
+        local = [decode_details(blob)[0] for blob in blobs]
+        everybody: list[list[MemberDetails]] = [local]
+        if self._first is not None:
+            everybody = self._exchange_details(self._first, call, local)
+        if not self._alone:
+            sent = b"" if self._first is None else msgspec.msgpack.encode(everybody)
+            sent = self._barrier.arrive_and_compare(
+                CollectiveCall("all details", call.what), sent, within=call
+            )[0]
+            if sent:
+                everybody = msgspec.msgpack.decode(sent, type=list[list[MemberDetails]])
+        members = [each for host in everybody for each in host]
+        self._number = number
+        error = self._reason(members)
+        self._complete(KeptResult(call, error=error))
+        raise raise_again(error)
+
+    def _exchange_details(
+        self, lane: Lane, call: CollectiveCall, local: list[MemberDetails]
+    ) -> list[list[MemberDetails]]:
+        number = self._number + 1
+        data = encode_details(local)
+        lane.send(Header(Frame.DETAILS, Standing.READY, 0, 0, number, len(data), NO_CALL), data)
+        headers = lane.headers(call, Frame.DETAILS, number)
+        found = {self._hosts.host: local}
+        wait = lane.wait(call, self._hosts.others)
+        try:
+            for host, header in headers.items():
+                try:
+                    if header.length > _DETAILS_LIMIT:
+                        raise FrameError(f"details of {header.length} bytes")
+                    found[host] = decode_details(lane.receive_blob(host, header.length, wait))
+                    if len(found[host]) != len(self._hosts.hosts[host]):
+                        raise FrameError(f"details of {len(found[host])} members")
+                except FrameError as error:
+                    raise lane.malformed(host, call, error) from error
+        finally:
+            wait.end()
+        return [found[host] for host in sorted(found)]
+
+    def _reason(self, members: Sequence[MemberDetails]) -> DisagreementError | SharedMemoryError:
+        try:
+            compare(
+                [each.call for each in members],
+                self._hosts.workers,
+                lambda: [each.leaves for each in members],
+            )
+        except DisagreementError as error:
+            return error
+        unfit = [each.unfit for each in members if each.unfit]
+        if not unfit:
+            raise InternalError("the members of a view do not agree, but make the same call")
+        return SharedMemoryError(unfit[0])
+
+    # Shared memory of the host.
+
+    def _make_room(self, call: CollectiveCall, sizes: Sizes) -> tuple[Standing, str]:
+        """Make room for `sizes` in the memory that the workers of this host share.
+
+        Returns:
+            How this host stands, and why this worker's memory does not suffice.
+        """
+        if not any(sizes) or (self._has_room and self._buffers.extents.fits(sizes)):
+            return Standing.READY, ""
+        standing = self._meet(call)
+        if standing is not Standing.READY:
+            return standing, ""
+        extents = self._buffers.extents.enlarged(sizes)
+        grown, _ = self._on_host(call, lambda: self._buffers.grow(extents) if self._local == 0 else None)
+        if grown:
+            return Standing.UNFIT, grown
+        unmapped, memory = self._on_host(call, lambda: self._buffers.map(extents))
+        if unmapped:
+            return Standing.UNFIT, unmapped
+        assert memory is not None
+        self._packed.clear()
+        self._sliced.clear()
+        self._buffers.use(extents, memory)
+        self._has_room = True
+        return Standing.READY, ""
+
+    def _on_host(self, call: CollectiveCall, act: Callable[[], Outcome]) -> tuple[str, Outcome | None]:
+        """Call `act` on each worker of this host; return why it failed on any of them, and its result."""
+        failed, result = "", None
+        try:
+            result = act()
+        except SharedMemoryError as error:
+            failed = str(error)
+        texts = self._barrier.arrive_and_compare(
+            CollectiveCall("memory", call.what), failed.encode(), within=call
+        )
+        return next((text.decode() for text in texts if text), ""), result
+
+    def _leave(self, call: CollectiveCall, error: BaseException) -> None:
+        """End the view for all members: this one leaves `call` before it is complete."""
+        self._segment.abort(abort_reason(self._hosts.own[self._local], call, error))
+        if self._lane is not None:
+            self._lane.farewell(self._segment.reason() or "")
+
+
+class _HostCallScope:
+    """The context of a call; a class, because a generator would take longer than the rest of the call."""
+
+    def __init__(self, communicator: NetworkCommunicator, call: CollectiveCall) -> None:
+        self._communicator = communicator
+        self._call = call
+
+    def __enter__(self) -> None:
+        communicator = self._communicator
+        try:
+            communicator._barrier.during(self._call)
+        except PeerLostError as error:
+            communicator._leave(self._call, error)
+            raise
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, DisagreementError | SharedMemoryError):
+            self._communicator._leave(self._call, error)

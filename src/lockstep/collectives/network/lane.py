@@ -1,0 +1,286 @@
+"""The connections of one worker to the workers of the same lane on the other hosts."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from lockstep.collectives.call import CallWait, CollectiveCall
+from lockstep.collectives.contract import WaitObserver, WaitPolicy
+from lockstep.collectives.network.frames import (
+    HEADER_SIZE,
+    NO_CALL,
+    REASON_LIMIT,
+    Frame,
+    FrameError,
+    Header,
+    Standing,
+)
+from lockstep.collectives.network.streams import Buffer, Incoming, Outgoing, Stream
+from lockstep.collectives.plan import HostPlan
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.errors import PeerLostError
+from lockstep.system.clock import Clock
+
+_FLUSH_SECONDS = 5.0
+"""How long a member that leaves waits until the others have received what it has sent."""
+_PIECE = 1 << 20
+"""Bytes of a blob for which memory is taken before they arrive."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The two streams between a worker and the worker of its lane on another host, one for each direction.
+
+    Attributes:
+        outgoing: for what this worker sends.
+        incoming: for what it receives.
+    """
+
+    outgoing: Stream
+    incoming: Stream
+
+
+class Lane:
+    """The connections of one lane; for the thread of its worker.
+
+    Attributes:
+        announced: the number of the newest call of which this worker has told the other hosts.
+        waited: seconds that this worker has waited for other hosts to make a call.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        local: int,
+        links: Mapping[int, Link],
+        hosts: HostPlan,
+        names: Sequence[str],
+        segment: ControlSegment,
+        policy: WaitPolicy,
+        observe: WaitObserver | None,
+        clock: Clock,
+    ) -> None:
+        self._outgoing = {host: Outgoing(links[host].outgoing) for host in hosts.others}
+        self._incoming = {host: Incoming(links[host].incoming) for host in hosts.others}
+        self._index = index
+        self._local = local
+        self._hosts = hosts
+        self._names = names
+        self._segment = segment
+        self._policy = policy
+        self._observe = observe
+        self._clock = clock
+        self._has_ended = False
+        self.waited = 0.0
+        self.announced = 0
+
+    def send(self, header: Header, *payload: Buffer) -> None:
+        """Send a frame to all other hosts; return at once."""
+        self.announced = max(self.announced, header.number)
+        encoded = header.encode()
+        for outgoing in self._outgoing.values():
+            outgoing.send(encoded, *payload)
+
+    def send_to(self, host: int, header: Header, *payload: Buffer) -> None:
+        """Send a frame to one host; return at once."""
+        self.announced = max(self.announced, header.number)
+        self._outgoing[host].send(header.encode(), *payload)
+
+    def send_buffers(self, host: int, buffers: Iterable[Buffer]) -> None:
+        """Send what follows a header; `buffers` is iterated by another thread."""
+        self._outgoing[host].send_each(buffers)
+
+    def send_chunk(self, chunk: Buffer) -> None:
+        """Send what follows a header to all other hosts."""
+        for outgoing in self._outgoing.values():
+            outgoing.send_each((chunk,))
+
+    def headers(self, call: CollectiveCall, frame: Frame, number: int, step: int = 0) -> dict[int, Header]:
+        """Receive the header of each other host.
+
+        Raises:
+            PeerLostError, PeerStuckError: as `Communicator` states.
+        """
+        remaining = list(self._hosts.others)
+        wait = self.wait(call, remaining)
+        begun = time.perf_counter()
+        headers = {}
+        try:
+            for host in self._hosts.others:
+                headers[host] = self._header(host, call, frame, number, step, wait)
+                remaining.remove(host)
+        finally:
+            self.waited += time.perf_counter() - begun
+            wait.end()
+        return headers
+
+    def header(self, host: int, call: CollectiveCall, frame: Frame, number: int) -> Header:
+        """Receive the header of one other host; see `headers`."""
+        wait = self.wait(call, [host])
+        try:
+            return self._header(host, call, frame, number, 0, wait)
+        finally:
+            wait.end()
+
+    def _header(
+        self, host: int, call: CollectiveCall, frame: Frame, number: int, step: int, wait: "HostWait"
+    ) -> Header:
+        data = bytearray(HEADER_SIZE)
+        self.receive(host, memoryview(data), wait)
+        try:
+            header = Header.decode(bytes(data))
+            if header.frame is Frame.ABORT:
+                self._end_with(host, header, wait)
+            if header.frame is Frame.LEFT:
+                raise PeerLostError(f"worker {header.step} has left while others wait in {call}")
+            if (header.frame, header.number, header.step) != (frame, number, step):
+                raise FrameError(
+                    f"{header.frame.name} {header.step} of call {header.number} "
+                    f"instead of {frame.name} {step} of call {number}"
+                )
+        except FrameError as error:
+            raise self.malformed(host, call, error) from error
+        return header
+
+    def _end_with(self, host: int, header: Header, wait: "HostWait") -> NoReturn:
+        if header.length > REASON_LIMIT:
+            raise FrameError(f"a reason of {header.length} bytes")
+        data = bytearray(header.length)
+        self.receive(host, memoryview(data), wait)
+        reason = data.decode("utf-8", "replace")
+        self._segment.abort(reason)
+        raise PeerLostError(reason)
+
+    def malformed(self, host: int, call: CollectiveCall, error: Exception) -> PeerLostError:
+        """Return the error for data of another host that this version does not send."""
+        return PeerLostError(f"{self._peer(host)} sent data in {call} that are not of this exchange: {error}")
+
+    def receive(self, host: int, view: memoryview, wait: "HostWait") -> None:
+        """Fill `view` with what another host sends.
+
+        Raises:
+            PeerLostError, PeerStuckError: as `Communicator` states.
+        """
+        try:
+            self._incoming[host].receive(view, wait)
+        except OSError as error:
+            raise self._lost(host, wait.call, error) from error
+
+    def receive_blob(self, host: int, length: int, wait: "HostWait") -> bytes:
+        """Receive `length` bytes; memory is taken as they arrive."""
+        parts, rest = [], length
+        while rest:
+            part = bytearray(min(rest, _PIECE))
+            self.receive(host, memoryview(part), wait)
+            parts.append(part)
+            rest -= len(part)
+        return b"".join(parts)
+
+    def drain(self, host: int, length: int, wait: "HostWait") -> None:
+        """Receive `length` bytes, and drop them."""
+        part = memoryview(bytearray(min(length, _PIECE)))
+        while length:
+            self.receive(host, part[: min(length, _PIECE)], wait)
+            length -= min(length, _PIECE)
+
+    def wait(self, call: CollectiveCall, remaining: Sequence[int]) -> "HostWait":
+        """Return the wait for the hosts in `remaining`, which the caller may shorten."""
+        return HostWait(self, call, remaining)
+
+    def farewell(self, reason: str) -> None:
+        """Tell the other hosts that the view has ended, where they can still be told."""
+        text = reason.encode("utf-8", "replace")[:REASON_LIMIT]
+        self._end(Header(Frame.ABORT, Standing.READY, 0, 0, 0, len(text), NO_CALL), text)
+
+    def close(self) -> None:
+        """Tell the other hosts that this worker makes no more calls, and close the connections."""
+        if not self._has_ended:
+            end = time.monotonic() + _FLUSH_SECONDS
+            while time.monotonic() < end and self._segment.reason() is None:
+                busy = [each for each in self._outgoing.values() if not each.is_idle and not each.error]
+                if not busy:
+                    break
+                busy[0].flush(0.2)
+            worker = self._hosts.own[self._local]
+            self._end(Header(Frame.LEFT, Standing.READY, worker, 0, 0, 0, NO_CALL))
+        for outgoing in self._outgoing.values():
+            outgoing.close()
+        for incoming in self._incoming.values():
+            incoming.close()
+
+    def _end(self, header: Header, text: bytes = b"") -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            for outgoing in self._outgoing.values():
+                if outgoing.is_idle:
+                    outgoing.send(header.encode(), text)
+                outgoing.end()
+
+    def raise_if_broken(self, call: CollectiveCall) -> None:
+        """Check that the view lives and that nothing failed to be sent.
+
+        Raises:
+            PeerLostError: otherwise.
+        """
+        reason = self._segment.reason()
+        if reason is not None:
+            raise PeerLostError(reason)
+        for host, outgoing in self._outgoing.items():
+            if outgoing.error is not None and not self._incoming[host].is_readable():
+                raise self._lost(host, call, outgoing.error)
+
+    def _lost(self, host: int, call: CollectiveCall, error: Exception) -> PeerLostError:
+        return PeerLostError(f"lost the connection to {self._peer(host)} in {call}: {error}")
+
+    def _peer(self, host: int) -> str:
+        return f"worker {self._hosts.hosts[host][self._index]} on {self._names[host]}"
+
+
+class HostWait:
+    """The wait for other hosts: it reports, and ends with the view or if nothing arrives for too long."""
+
+    def __init__(self, lane: Lane, call: CollectiveCall, remaining: Sequence[int]) -> None:
+        self.call = call
+        self._lane = lane
+        self._remaining = remaining
+        self._wait = self._begin()
+        self._advanced = False
+        self._shown = len(lane._hosts.own) > 1
+        self._show(remaining)
+
+    def _begin(self) -> CallWait:
+        lane = self._lane
+        return CallWait(self.call, lane._policy, lane._observe, lane._clock)
+
+    def advanced(self) -> None:
+        """Some bytes have arrived: the time without any begins anew."""
+        self._advanced = True
+        reason = self._lane._segment.reason()
+        if reason is not None:
+            raise PeerLostError(reason)
+
+    def blocked(self) -> None:
+        """Report that nothing has arrived, if that is due.
+
+        Raises:
+            PeerLostError: the view has ended, or a connection is lost.
+            PeerStuckError: the policy's timeout has passed.
+        """
+        lane = self._lane
+        lane.raise_if_broken(self.call)
+        if self._advanced:
+            self._wait, self._advanced = self._begin(), False
+        missing = [host for host in self._remaining if not lane._incoming[host].is_readable()]
+        missing = missing or list(self._remaining)
+        self._show(missing)
+        self._wait.check(tuple(worker for host in sorted(missing) for worker in lane._hosts.hosts[host]))
+
+    def end(self) -> None:
+        """End the wait."""
+        self._show(())
+
+    def _show(self, missing: Sequence[int]) -> None:
+        """Tell the other workers of this host for which hosts this one waits."""
+        if self._shown:
+            self._lane._segment.post_missing(self._lane._local, sum(1 << host for host in missing))

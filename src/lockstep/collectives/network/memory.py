@@ -1,0 +1,152 @@
+"""The memory of a member: shared with the other workers of its host, or its own if there are none.
+
+The totals of successive calls alternate between two regions. So the total of a call stays until the next call
+is complete, and a host that has not completed the call can still receive it.
+"""
+
+import enum
+import mmap
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple, Self, TypeAlias
+
+import numpy as np
+
+from lockstep.collectives.contract import Bytes
+from lockstep.collectives.layout import allocate
+from lockstep.collectives.shared.pool import SharedPool
+
+
+class Region(enum.IntEnum):
+    """A use of memory."""
+
+    EVEN_TOTAL = 0
+    """The total of a call with an even number, and published sums in its place."""
+    ODD_TOTAL = 1
+    OUTSIDE = 2
+    """Published sums that have no place in the total; parts of an all-to-all."""
+    PACKED = 3
+    """Packed partials of a small total, in two halves."""
+
+
+class Extent(NamedTuple):
+    """Where a region lies in the shared memory."""
+
+    start: int
+    size: int
+
+
+Sizes: TypeAlias = tuple[int, int, int, int]
+"""Bytes of each region."""
+
+
+class Extents(NamedTuple):
+    """Where all regions lie in the shared memory; they never overlap."""
+
+    even_total: Extent = Extent(0, 0)
+    odd_total: Extent = Extent(0, 0)
+    outside: Extent = Extent(0, 0)
+    packed: Extent = Extent(0, 0)
+
+    def encode(self) -> bytes:
+        """Return the extents as bytes."""
+        return _EXTENTS.pack(*(number for extent in self for number in extent))
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Decode extents of another worker of this host."""
+        numbers = _EXTENTS.unpack(data)
+        return cls(*map(Extent, numbers[::2], numbers[1::2]))
+
+    @property
+    def end(self) -> int:
+        """Bytes of shared memory that hold all regions."""
+        return max(extent.start + extent.size for extent in self)
+
+    def fits(self, sizes: Sequence[int]) -> bool:
+        """Whether each region has at least as many bytes as `sizes` says."""
+        return all(size <= extent.size for size, extent in zip(sizes, self, strict=True))
+
+    def enlarged(self, sizes: Sequence[int]) -> Self:
+        """Return extents with room for `sizes`; a region that is large enough stays where it is."""
+        found = list(self)
+        for index, size in enumerate(sizes):
+            if size > found[index].size:
+                others = sorted(
+                    extent for other, extent in enumerate(found) if other != index and extent.size
+                )
+                found[index] = Extent(_gap(others, _pages(size)), _pages(size))
+        return type(self)(*found)
+
+
+_EXTENTS = struct.Struct("<8Q")
+
+
+def _gap(taken: Sequence[Extent], size: int) -> int:
+    """Return the first place of `size` bytes beside the extents `taken`, in order."""
+    start = 0
+    for extent in taken:
+        if start + size <= extent.start:
+            break
+        start = extent.start + extent.size
+    return start
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class NetworkBuffers:
+    """Memory for reductions, reused across views.
+
+    Attributes:
+        extents: of the regions in the shared memory.
+    """
+
+    def __init__(self, pool: SharedPool) -> None:
+        self._pool = pool
+        self._shared: Bytes = np.empty(0, dtype=np.uint8)
+        self._own: dict[Region, Bytes] = {}
+        self.extents = Extents()
+
+    def own(self, region: Region, size: int) -> Bytes:
+        """Return `size` bytes of this process's own memory, the same for each call if they suffice."""
+        memory = self._own.get(region)
+        if memory is None or memory.size < size:
+            memory = self._own[region] = allocate(size)
+        return memory[:size]
+
+    def shared(self, region: Region) -> Bytes:
+        """Return the memory of a region that the workers of this host share."""
+        start, size = self.extents[region]
+        return self._shared[start : start + size]
+
+    def grow(self, extents: Extents) -> None:
+        """Grow the pool; only one worker of the host calls this.
+
+        Raises:
+            SharedMemoryError: there is too little memory.
+        """
+        self._pool.grow(extents.end)
+
+    def map(self, extents: Extents) -> Bytes:
+        """Return a mapping of the grown pool, the current one if that suffices.
+
+        Raises:
+            SharedMemoryError: this process cannot map it.
+        """
+        if extents.end <= len(self._shared):
+            return self._shared
+        return np.frombuffer(self._pool.map(extents.end), dtype=np.uint8)
+
+    def map_allocated(self) -> None:
+        """Map the memory that the members have already allocated, while none of them waits for this worker.
+
+        Raises:
+            SharedMemoryError: this process cannot map it.
+        """
+        self._shared = np.frombuffer(self._pool.map(self._pool.size), dtype=np.uint8)
+
+    def use(self, extents: Extents, memory: Bytes) -> None:
+        """Use `memory` from now on; call this when all workers of the host have mapped it."""
+        self.extents, self._shared = extents, memory

@@ -1,0 +1,217 @@
+"""Sending to and receiving from one stream each: blocking, but never longer than the view lives."""
+
+import contextlib
+import select
+import socket
+import ssl
+import struct
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from lockstep.collectives.call import MAX_BLOCK_SECONDS
+
+Buffer: TypeAlias = memoryview | bytes
+"""Contiguous bytes."""
+
+Stream: TypeAlias = socket.socket
+"""A connected stream socket; an `ssl.SSLSocket` after its handshake is one."""
+
+_JOIN_LIMIT = 1 << 18
+"""Bytes up to which the buffers of one message are joined for TLS, which encrypts record by record."""
+
+
+class Wait(Protocol):
+    """What a receiver asks while it waits."""
+
+    def advanced(self) -> None:
+        """Bytes have arrived, but not all."""
+
+    def blocked(self) -> None:
+        """Nothing has arrived for `MAX_BLOCK_SECONDS`. Raises what ends the wait."""
+
+
+class Incoming:
+    """The receiving end of a stream; for one thread.
+
+    Methods raise OSError if the connection is lost.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._encrypted = isinstance(stream, ssl.SSLSocket)
+        if self._encrypted:
+            stream.settimeout(MAX_BLOCK_SECONDS)
+        else:
+            # A time limit in the kernel takes no further system call, as Python's own does.
+            stream.settimeout(None)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(MAX_BLOCK_SECONDS))
+
+    def receive(self, view: memoryview, wait: Wait) -> None:
+        """Fill `view`.
+
+        Raises:
+            OSError: the connection is lost.
+        """
+        while view:
+            try:
+                count = self._receive_some(view)
+            except (BlockingIOError, TimeoutError):
+                wait.blocked()
+                continue
+            if not count:
+                raise ConnectionResetError("the other end has closed it")
+            if count == len(view):
+                return
+            view = view[count:]
+            wait.advanced()
+
+    def _receive_some(self, view: memoryview) -> int:
+        if self._encrypted:
+            return self._stream.recv_into(view)
+        return self._stream.recv_into(view, 0, socket.MSG_WAITALL)
+
+    def is_readable(self) -> bool:
+        """Whether there are bytes to receive."""
+        if isinstance(self._stream, ssl.SSLSocket) and self._stream.pending():
+            return True
+        return bool(select.select([self._stream], [], [], 0)[0])
+
+    def close(self) -> None:
+        """Close the stream."""
+        self._stream.close()
+
+
+class Outgoing:
+    """The sending end of a stream: the calling thread sends what fits, a thread of its own the rest.
+
+    So a member never blocks while it sends, and members that send to each other cannot block each other.
+    The memory of a buffer must not change before the receiver has it.
+
+    Attributes:
+        error: why the connection is lost, if it is.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._encrypted = isinstance(stream, ssl.SSLSocket)
+        if self._encrypted:
+            stream.setblocking(False)
+        else:
+            stream.settimeout(None)
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(MAX_BLOCK_SECONDS))
+        self._jobs: deque[Iterator[Buffer]] = deque()
+        self._changed = threading.Condition()
+        self._unfinished = 0
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self.error: OSError | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether everything has been sent."""
+        return not self._unfinished
+
+    def send(self, *buffers: Buffer) -> None:
+        """Send `buffers` after everything before; return at once."""
+        rest = list(buffers)
+        if not self._unfinished:
+            try:
+                rest = self._send_what_fits(buffers)
+            except OSError as error:
+                self.error = error
+                return
+        if rest:
+            self.send_each(rest)
+
+    def send_each(self, buffers: Iterable[Buffer]) -> None:
+        """Send each of `buffers` after everything before; their iterator runs on the sending thread."""
+        with self._changed:
+            self._jobs.append(iter(buffers))
+            self._unfinished += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="lockstep sender", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def flush(self, seconds: float) -> None:
+        """Wait until everything has been sent, for at most `seconds`."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.error or not self._unfinished, seconds)
+
+    def end(self) -> None:
+        """Send nothing more; what was sent before still arrives."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._stream.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        """Send nothing more, and close the stream."""
+        self.end()
+        if self._thread is not None:
+            self._thread.join()
+        self._stream.close()
+
+    def _send_what_fits(self, buffers: Sequence[Buffer]) -> list[Buffer]:
+        if self._encrypted:
+            if len(buffers) > 1 and sum(map(len, buffers)) <= _JOIN_LIMIT:
+                buffers = [b"".join(buffers)]
+            for index, buffer in enumerate(buffers):
+                view = memoryview(buffer)
+                while view:
+                    try:
+                        view = view[self._stream.send(view) :]
+                    except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                        return [view, *buffers[index + 1 :]]
+            return []
+        try:
+            sent = self._stream.sendmsg(buffers, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return list(buffers)
+        for index, buffer in enumerate(buffers):
+            if sent < len(buffer):
+                return [memoryview(buffer)[sent:], *buffers[index + 1 :]]
+            sent -= len(buffer)
+        return []
+
+    def _run(self) -> None:
+        with np.errstate(all="ignore"):
+            while True:
+                with self._changed:
+                    while not self._jobs and not self._closing:
+                        self._changed.wait()
+                    if self._closing:
+                        return
+                    job = self._jobs.popleft()
+                try:
+                    for buffer in job:
+                        self._send_all(memoryview(buffer))
+                except OSError as error:
+                    self.error = error
+                    with self._changed:
+                        self._changed.notify_all()
+                    return
+                with self._changed:
+                    self._unfinished -= 1
+                    if not self._unfinished:
+                        self._changed.notify_all()
+
+    def _send_all(self, view: memoryview) -> None:
+        while view:
+            if self._closing:
+                raise ConnectionAbortedError("closed while sending")
+            try:
+                view = view[self._stream.send(view) :]
+            except (BlockingIOError, TimeoutError):
+                continue
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                select.select([], [self._stream], [], MAX_BLOCK_SECONDS)
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
