@@ -2,13 +2,13 @@
 
     hosts_reduce.py [--turns N] [--hosts N ...] [--lanes N ...]
 
-float32 arrays of 64 KB to 100 MB. A host is a network namespace, connected to the others by a virtual bridge;
-this needs root. With one lane, each host has one process, on a core of its own if there are enough. All programs
-stay alive and take turns, so that the same conditions apply to all; the ratios are medians of paired ones. The
-processes have real-time priority, so that other programs of the machine do not disturb the comparison. The
-totals must be equal on all members and in all programs; with more than two members the arrays contain small
-integers, since gloo adds in another order. The processor time is that of the members; the kernel also charges
-them for some of the work of the virtual network.
+float32 arrays of 64 KB to 100 MB. A host is a network namespace, connected to the others by a virtual
+bridge; this needs root. With one lane, each host has one process, on a core of its own if there are enough.
+All programs stay alive and take turns, so that the same conditions apply to all; the ratios are medians of
+paired ones. The processes have real-time priority, so that other programs of the machine do not disturb the
+comparison. The totals must be equal on all members and in all programs; with more than two members the
+arrays contain small integers, since gloo adds in another order. The processor time is that of the members;
+the kernel also charges them for some of the work of the virtual network.
 """
 
 import argparse
@@ -126,7 +126,8 @@ def certificate(path: Path) -> None:
 
 def main(turns: int = TURNS, hosts: tuple[int, ...] = (2, 4), lanes: tuple[int, ...] = (1,)) -> None:
     if os.geteuid() or not shutil.which("ip"):
-        sys.exit("needs root and the command ip")
+        print("skipping the all-reduce between hosts, which needs root and the command ip")
+        return
     try:
         for count in hosts:
             for each in lanes:

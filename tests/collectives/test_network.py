@@ -1,6 +1,10 @@
 """Members on several hosts: bits for any spread of replicas, lost connections, results that are fetched."""
 
+import contextlib
+import functools
 import itertools
+import os
+import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +16,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_sums import DTYPES, leaves_of, reference, sha
 
+from lockstep.collectives.call import CollectiveCall
+from lockstep.collectives.contract import Span
 from lockstep.collectives.network import communicator as communicator_module
 from lockstep.collectives.network import lane_reduce
 from lockstep.collectives.network.communicator import NetworkCommunicator
-from lockstep.collectives.plan import ReducePlan
+from lockstep.collectives.network.frames import (
+    HEADER_SIZE,
+    HELLO_SIZE,
+    LENGTH_LIMIT,
+    Frame,
+    FrameError,
+    Header,
+    Hello,
+    Result,
+    decode_blobs,
+    decode_details,
+    decode_result,
+    describe_call,
+    encode_blobs,
+    encode_result,
+)
+from lockstep.collectives.network.memory import Extents, NetworkBuffers
+from lockstep.collectives.plan import HostPlan, ReducePlan
 from lockstep.collectives.shared.pool import SharedPool
-from lockstep.errors import DisagreementError, PeerLostError
+from lockstep.errors import DisagreementError, InternalError, PeerLostError, SharedMemoryError
+from lockstep.topology import place_on_hosts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -214,3 +238,222 @@ def test_a_connection_that_breaks_after_any_byte(counts: tuple[int, ...], name: 
             assert hosts[: counts[0]] == [hosts[0]] * counts[0], (cut, found)
             fetched += hosts[0] != hosts[-1]
     assert fetched, "no host has ever completed a call that another one has not"
+
+
+def test_newcomers_begin_after_the_last_call_of_any_host() -> None:
+    """One host has completed a call that the other has not; then a worker joins on each host."""
+    for left in itertools.count(600, -20):
+        pair = hosts_of((1, 1))
+        workers = workers_of(pair)
+        first = ConnectedView(4, pair)
+        first.pairs[0, 1][0].left = left
+        results = run_threads(
+            {worker: make_calls(first, workers, worker, ["small"] * 2) for worker in (0, 1)}
+        )
+        first.close()
+        if workers[0].last.number > workers[1].last.number:
+            break
+        for worker in workers.values():
+            worker.close()
+    done = workers[0].last.number
+    assert workers[1].last.number == done - 1
+    assert isinstance(results[1], PeerLostError)
+
+    grown = [[0, 2], [1, 3]]
+    for worker, old in ((2, 0), (3, 1)):
+        workers[worker] = WorkerOfHost(SharedPool.attach(os.dup(workers[old].pool.fd)))
+    second = ConnectedView(4, grown, 2)
+    names = {0: ["small"] * (2 - done), 1: ["small"] * (3 - done), 2: ["small"] * (2 - done)}
+    names[3] = names[2]
+    following = {worker: [*names[worker], "large", "gather", "all_to_all"] for worker in workers}
+    results = run_threads(
+        {worker: make_calls(second, workers, worker, following[worker]) for worker in workers}
+    )
+    for each in (second, *workers.values()):
+        each.close()
+    assert {worker.last.number for worker in workers.values()} == {5}
+    assert results[1][0] == sha_of(SMALL)
+    assert results[1][1:] == results[0] == results[2] == results[3]
+
+
+def make_calls(
+    view: ConnectedView, workers: dict[int, WorkerOfHost], worker: int, names: list[str]
+) -> Callable[[], list[Any]]:
+    plan = ReducePlan.of(view.view)
+    position = plan.workers.index(worker)
+
+    def run() -> list[Any]:
+        communicator = view.entrances[worker].enter(workers[worker])
+        try:
+            return [CALLS[name](communicator, plan, position) for name in names]
+        finally:
+            communicator.close()
+
+    return run
+
+
+def sha_of(case: Reduce, replicas: int = 4) -> str:
+    parts = [leaves_of(case.seed, at, case.shapes, case.dtypes) for at in range(replicas)]
+    return sha(reference(parts))
+
+
+# Memory.
+
+
+@pytest.mark.parametrize("counts", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("name", ["reduce", "all_to_all"])
+def test_all_hosts_raise_if_one_has_too_little_memory(counts: tuple[int, ...], name: str) -> None:
+    hosts = hosts_of(counts)
+    view, workers = ConnectedView(4, hosts), workers_of(hosts)
+    for host in hosts:
+        if len(host) > 1:
+            for worker in host:
+                pool = SharedPool.attach(os.dup(workers[host[0]].pool.fd), lambda: 1 << 20)
+                workers[worker].buffers = NetworkBuffers(pool)
+    plan, big = ReducePlan.of(view.view), Reduce(1, ((1 << 20,),), ("float32",))
+
+    def script(worker: int) -> list[Any]:
+        communicator = view.entrances[worker].enter(workers[worker])
+        position = plan.workers.index(worker)
+        results = [CALLS["large"](communicator, plan, position)]
+        calls: dict[str, Callable[[], object]] = {
+            "reduce": lambda: communicator.reduce(partials_of(plan, position, big)),
+            "all_to_all": lambda: communicator.all_to_all([[np.zeros(1 << 20, np.uint8)]] * plan.members),
+        }
+        with pytest.raises(SharedMemoryError, match="Use fewer workers") as raised:
+            calls[name]()
+        results += [str(raised.value), CALLS["all_to_all"](communicator, plan, position)]
+        communicator.close()
+        return results
+
+    results = run_threads({worker: functools.partial(script, worker) for worker in workers})
+    for each in (view, *workers.values()):
+        each.close()
+    assert set(results) == set(workers)
+    for found in results.values():
+        assert found == [sha_of(LARGE), results[0][1], "right"]
+
+
+# Frames.
+
+anything = st.binary(max_size=300)
+
+
+@pytest.mark.parametrize(
+    "decode",
+    [Header.decode, Hello.decode, decode_details, decode_result, functools.partial(decode_blobs, count=2)],
+)
+@given(data=anything)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_decoders_return_a_value_or_raise(decode: Callable[[bytes], Any], data: bytes) -> None:
+    with contextlib.suppress(FrameError):
+        decode(data)
+
+
+@given(data=st.binary(min_size=HEADER_SIZE - 6, max_size=HEADER_SIZE - 6))
+def test_headers_return_a_value_or_raise(data: bytes) -> None:
+    with contextlib.suppress(FrameError):
+        header = Header.decode(b"LSX1" + bytes([1, 0]) + data)
+        assert Header.decode(header.encode()) == header
+
+
+def test_frames_are_decoded_as_they_were_encoded() -> None:
+    hello = Hello(bytes(range(16)), 1, 2, 3, -1, True)
+    assert Hello.decode(hello.encode()) == hello
+    blobs = [b"", b"a", b"bcd"]
+    assert decode_blobs(b"".join(encode_blobs(blobs)), 3) == blobs
+    result = Result("reduce", bytes(16), [b"total"], "text", (1, 2))
+    assert decode_result(encode_result(result)) == result
+
+
+@given(garbage=st.binary(max_size=400), after=st.sampled_from(["nothing", "hello", "header", "endless"]))
+@settings(max_examples=120, deadline=None, derandomize=True)
+def test_garbage_of_another_host_ends_the_view(garbage: bytes, after: str) -> None:
+    hosts = hosts_of((1, 1))
+    view, workers = ConnectedView(2, hosts), workers_of(hosts)
+    data = b""
+    if after != "nothing":
+        hello = Hello(b"a job in a test.", 1, 1, 101, -1, False)
+        data += Header(Frame.HELLO, length=HELLO_SIZE).encode() + hello.encode()
+    if after in ("header", "endless"):
+        call = describe_call(CollectiveCall("gather", "gather"))
+        length = 500 if after == "header" else LENGTH_LIMIT
+        data += Header(Frame.CALL, number=1, length=length, call=call).encode()
+    stream = view.pairs[1, 0][0]
+    stream.sendall(data + garbage)
+    stream.shutdown(socket.SHUT_WR)
+    communicator = view.entrances[0].enter(workers[0])
+    try:
+        with pytest.raises(PeerLostError, match="worker 1 on host 1"):
+            communicator.gather(b"blob")
+    finally:
+        communicator.close()
+        for each in (view, *workers.values()):
+            each.close()
+
+
+@pytest.mark.parametrize("wrong", ["job", "term", "view", "incarnation", "done"])
+def test_a_hello_of_another_view_is_refused(wrong: str) -> None:
+    hosts = hosts_of((1, 1))
+    view, workers = ConnectedView(2, hosts), workers_of(hosts)
+    hello = Hello(b"a job in a test.", 1, 1, 101, -1, False)
+    other = {"job": bytes(16), "term": 2, "view": 2, "incarnation": 100, "done": 1}[wrong]
+    data = hello._replace(**{wrong: other}).encode()
+    view.pairs[1, 0][0].sendall(Header(Frame.HELLO, length=HELLO_SIZE).encode() + data)
+    workers[0].last.complete(3, None)
+    communicator = view.entrances[0].enter(workers[0])
+    error, text = (
+        (PeerLostError, "are not of this exchange") if wrong != "done" else (InternalError, "result")
+    )
+    try:
+        with pytest.raises(error, match=text):
+            communicator.barrier()
+    finally:
+        communicator.close()
+        for each in (view, *workers.values()):
+            each.close()
+
+
+# Memory of a host, and plans.
+
+
+@given(
+    sizes=st.lists(st.tuples(*[st.integers(0, 40_000)] * 4), min_size=1, max_size=8),
+)
+@settings(deadline=None, derandomize=True)
+def test_regions_never_overlap_and_stay_while_they_suffice(sizes: list[tuple[int, int, int, int]]) -> None:
+    extents = Extents()
+    for needed in sizes:
+        before, extents = extents, extents.enlarged(needed)
+        assert extents.fits(needed)
+        assert Extents.decode(extents.encode()) == extents
+        for old, new, size in zip(before, extents, needed, strict=True):
+            assert new == old or size > old.size
+        taken = sorted(each for each in extents if each.size)
+        for first, second in itertools.pairwise(taken):
+            assert first.start + first.size <= second.start
+
+
+@given(spread=spreads())
+@settings(deadline=None, derandomize=True)
+def test_every_host_sees_the_same_sums(spread: tuple[int, tuple[int, ...]]) -> None:
+    replicas, counts = spread
+    view = place_on_hosts(replicas, tuple(map(tuple, hosts_of(counts))))
+    plans = [HostPlan.of(view, host) for host in range(len(counts))]
+    whole = ReducePlan.of(view)
+    assert len({plan.published for plan in plans}) == 1
+    assert [span for spans in plans[0].published for span in spans] == sorted(
+        span for spans in plans[0].published for span in spans
+    )
+    for plan in plans:
+        assert plan.workers == whole.workers
+        own = [plan.seen.published[plan.position(local)] for local in range(len(plan.own))]
+        first = whole.workers.index(plan.own[0])
+        assert own == list(whole.published[first : first + len(own)])
+        parts = [span for spans in own for span in spans]
+        assert [
+            Span(each.operands[0].start, each.operands[-1].stop) for each in plan.host_sums(parts)
+        ] == list(plan.published[plan.host])
+        for local in range(len(plan.own)):
+            total = plan.seen.total(plan.position(local), own[local])
+            assert (total.operands[0].start, total.operands[-1].stop) == plan.seen.whole

@@ -45,7 +45,7 @@ from lockstep.collectives.network.streams import Buffer
 from lockstep.collectives.plan import HostPlan
 from lockstep.collectives.shared.barrier import Barrier
 from lockstep.collectives.shared.buffers import cached
-from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.control_segment import HOST_LIMIT, ControlSegment
 from lockstep.collectives.shared.packed_reduce import (
     SMALL,
     PackedReduce,
@@ -227,6 +227,8 @@ class NetworkCommunicator:
             raise InternalError(
                 f"a control segment for {segment.members} members on a host with {len(hosts.own)}"
             )
+        if len(hosts.hosts) > HOST_LIMIT:
+            raise InternalError(f"a view of {len(hosts.hosts)} hosts; at most {HOST_LIMIT} are supported")
         self._segment = segment
         self._buffers = buffers
         self._last = last
