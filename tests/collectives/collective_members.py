@@ -35,7 +35,7 @@ from lockstep.system.clock import Clock, SystemClock
 from lockstep.system.memory import available_memory
 from lockstep.topology import View, place
 
-DEADLINE = 60.0
+DEADLINE = 300.0
 
 
 class TickingClock(SystemClock):

@@ -226,7 +226,7 @@ def test_a_connection_that_breaks_after_any_byte(counts: tuple[int, ...], name: 
     want = whole.run()
     assert {str(results) for results, _ in want.values()} == {str(want[0][0])}, want
     end = whole.stream.sent
-    step = max(1, end // 40)
+    step = max(1, end // 24)
     fetched = 0
     for left in range(0, end + 1, step):
         for cut in ((0, other, left), (other, 0, left)):
@@ -295,6 +295,57 @@ def make_calls(
 def sha_of(case: Reduce, replicas: int = 4) -> str:
     parts = [leaves_of(case.seed, at, case.shapes, case.dtypes) for at in range(replicas)]
     return sha(reference(parts))
+
+
+# Lanes.
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("large", "large", "gather", "gather"),
+        ("large", "small", "large", "large"),
+        ("gather", "gather", "gather", "large"),
+        ("gather", "all_to_all", "large", "small"),
+        ("all_to_all", "all_to_all", "all_to_all", "broadcast"),
+    ],
+)
+@pytest.mark.parametrize("counts", [(2, 2), (3, 1), (2, 1, 1)])
+def test_members_that_use_different_lanes_disagree(counts: tuple[int, ...], names: tuple[str, ...]) -> None:
+    hosts = hosts_of(counts)
+    view, workers = ConnectedView(4, hosts), workers_of(hosts)
+    plan = ReducePlan.of(view.view)
+
+    def script(worker: int) -> list[Any]:
+        communicator = view.entrances[worker].enter(workers[worker])
+        results = [CALLS["large"](communicator, plan, worker)]
+        for _ in range(2):
+            with pytest.raises(DisagreementError) as raised:
+                CALLS[names[worker]](communicator, plan, worker)
+            results += [str(raised.value), CALLS["large"](communicator, plan, worker)]
+        communicator.close()
+        return results
+
+    results = run_threads({worker: functools.partial(script, worker) for worker in workers})
+    for each in (view, *workers.values()):
+        each.close()
+    text = results[0][1]
+    for found in results.values():
+        assert found == [sha_of(LARGE), text, sha_of(LARGE), text, sha_of(LARGE)]
+
+
+def test_a_lane_that_breaks() -> None:
+    """The first lane lives; the members of a host still complete a call all or none."""
+    names = ["small", "disagree", "large", "large"]
+    whole = Trial((2, 2), (1, 3, None), names)
+    want = whole.run()
+    for left in range(0, whole.stream.sent + 1, max(1, whole.stream.sent // 24)):
+        found = Trial((2, 2), (1, 3, left), names).run()
+        assert {worker: results for worker, (results, _) in found.items()} == {
+            worker: results for worker, (results, _) in want.items()
+        }, (left, found)
+        assert found[0][1] == found[1][1], (left, found)
+        assert found[2][1] == found[3][1], (left, found)
 
 
 # Memory.
