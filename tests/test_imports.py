@@ -47,15 +47,19 @@ ALLOWED: dict[str, set[str]] = {
         *("agent", "collectives", "coordinator", "errors", "observability", "protocol", "supervisor"),
         *("system", "transport"),
     },
+    "hosts": {
+        *("agent", "cluster", "collectives", "coordinator", "errors", "launcher", "local_job"),
+        *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
+    },
     "rendezvous": {
-        *("agent", "cluster", "errors", "launcher", "local_job", "observability", "protocol", "supervisor"),
-        *("system", "transport", "worker"),
+        *("agent", "cluster", "errors", "hosts", "launcher", "local_job", "observability", "protocol"),
+        *("supervisor", "system", "transport", "worker"),
     },
     "strategy": {"cluster", "errors", "keras", "launcher", "rendezvous", "system", "worker"},
     "doctor": {"cluster", "errors", "launcher", "system", "worker"},
     "cli": {
-        *("agent", "checkpoint", "coordinator", "doctor", "errors", "launcher", "local_job"),
-        *("observability", "protocol", "supervisor", "system", "topology", "worker"),
+        *("agent", "checkpoint", "coordinator", "doctor", "errors", "hosts", "launcher", "local_job"),
+        *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
     },
     "notebook": {"cli", "errors", "system", "worker"},
     "__main__": {"cli"},

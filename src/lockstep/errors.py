@@ -14,6 +14,7 @@
     |-- UnfitError             this machine or environment does not support the request
     |   |-- BackendError       the Keras backend is missing or not supported
     |   |-- SharedMemoryError  too little memory to exchange gradients in
+    |   |-- NetworkError       another host cannot be reached, or a connection to it is refused
     |   `-- CheckpointError    a checkpoint cannot be written, is damaged, or belongs to another model
     |-- JobError               the job of `lockstep.launch` ended without a result
     `-- InternalError          a bug in Lockstep
@@ -87,6 +88,10 @@ class BackendError(UnfitError):
 
 class SharedMemoryError(UnfitError):
     """There is too little memory to exchange gradients in."""
+
+
+class NetworkError(UnfitError):
+    """Another host cannot be reached, or a connection to it is refused."""
 
 
 class CheckpointError(UnfitError):

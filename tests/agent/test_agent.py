@@ -15,7 +15,9 @@ from fake_launcher import FakeHandle, FakeLauncher, end_by_signal
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.starter import LocalStarter
+from lockstep.agent.worker_output import LocalOutput
 from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability import events as run_events
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
@@ -23,7 +25,7 @@ from lockstep.observability.event_log import EventLog
 from lockstep.protocol.channel import Attachment
 from lockstep.protocol.host import HostReport, Instruction, Stop
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Failed, Finished, SharedMemoryEndpoint, Started, WaitReport
+from lockstep.protocol.worker import EventReport, Failed, Finished, Started, WaitReport
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -90,7 +92,7 @@ class FakeExchange:
     """An exchange whose abort ends all workers."""
 
     def __init__(self, members: int, aborts: list[str], workers: list[FakeHandle]) -> None:
-        self.endpoint = SharedMemoryEndpoint(nothing())
+        self.control = nothing()
         self._aborts, self._workers = aborts, workers
 
     def post_notice(self, notice: int) -> None:
@@ -140,22 +142,23 @@ class Stage:
             with EventLog.open(paths.events, pytest.fail) as log:
                 events.subscribe(log.append, *run_events.RUN_EVENTS)
                 events.subscribe(lambda published: on_event(published.event), *run_events.RUN_EVENTS)
+                output = LocalOutput(console, paths)
                 with EventLoop() as loop:
                     agent = Agent(
                         "a",
                         to_coordinator,
                         loop,
-                        LocalStarter(spec, paths, os.getpid(), launcher, console),
+                        LocalStarter(spec, paths, os.getpid(), launcher, output),
                         open_exchange,
                         nothing(),
-                        console,
+                        output,
                         descendants,
                     )
                     coordinator = Coordinator(
                         spec,
                         paths,
                         os.getpid(),
-                        to_agent,
+                        (HostAgent(to_agent),),
                         self.agent_side,
                         loop,
                         console,

@@ -29,7 +29,7 @@ class FakeExchange:
 
     def __init__(self, members: int) -> None:
         self._hub = Hub(ReducePlan.of(place(members, tuple(range(members)))))
-        self.endpoint = SharedMemoryEndpoint(Attachment.missing())
+        self.control = Attachment.missing()
         self.post_notice = self._hub.post_notice
         self.abort = self._hub.abort
 
@@ -43,7 +43,7 @@ class FakeExchange:
 def enter_shared(exchange: HostExchange, view: View, position: int) -> Communicator:
     """Enter as a worker does, with an endpoint from a message."""
     attachments: list[Attachment] = []
-    packet = encode(NewView(1, view.workers, exchange.endpoint), attachments)
+    packet = encode(NewView(1, view.hosts, SharedMemoryEndpoint(exchange.control)), attachments)
     own = [Attachment.copy_of(attachment.descriptor) for attachment in attachments]
     decoder: PacketDecoder[NewView] = PacketDecoder(NewView)
     segment = ControlSegment.attach(decoder.decode(packet, own).endpoint.control.take())

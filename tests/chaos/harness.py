@@ -37,10 +37,11 @@ from chaos_faults import (
 )
 
 from lockstep.agent.starter import LocalStarter
+from lockstep.agent.worker_output import LocalOutput
 from lockstep.checkpoint.checkpoint_files import load
 from lockstep.checkpoint.store import Store
 from lockstep.launcher.launcher import Launch, LocalHandle
-from lockstep.local_job.composition import run_job
+from lockstep.local_job.composition import LocalHost, run_job
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.events import WORKER_EVENTS, StrategyInstalled
@@ -49,6 +50,7 @@ from lockstep.protocol.worker import AgentMessage, WorkerMessage
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.environment import Checkpoints, read_worker
+from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
 from lockstep.topology import place
@@ -179,16 +181,19 @@ def run(folder: Path, seed: int, job: DrawnJob) -> tuple[int, list[str], int]:
     )
     user, command = LocalChannel.pair()
     launcher = ForkLauncher(job.faults)
-    with (folder / "out").open("wb", 0) as out:
+    with (folder / "out").open("wb", 0) as out, EventLoop() as loop:
         console = Console(Sink(out.fileno()), Sink(out.fileno()), "chief", 0)
+        output = LocalOutput(console, paths)
         status = run_job(
             spec,
             State.of(spec.view, LIMITS, JobSize.of(job.workers, spec.min_workers, spec.max_restarts)),
             paths,
             command,
             console=console,
-            starter=LocalStarter(spec, paths, os.getpid(), launcher, console),
-            descendants=NoDescendants(),
+            loop=loop,
+            local=LocalHost(
+                output, LocalStarter(spec, paths, os.getpid(), launcher, output), NoDescendants()
+            ),
         )
     user.close()
     lines = [path.read_text().splitlines() for path in sorted(folder.glob("worker-*.log"))]

@@ -13,6 +13,7 @@ import pytest
 from lockstep.coordinator import coordinator
 from lockstep.coordinator.admin_socket import address
 from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.host_agent import HostAgent
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
@@ -31,7 +32,6 @@ from lockstep.protocol.channel import Channel
 from lockstep.protocol.host import (
     AllReported,
     BeginView,
-    DropOutput,
     EndHost,
     HostEnded,
     HostReport,
@@ -43,12 +43,11 @@ from lockstep.protocol.host import (
     StartFailed,
     StartProcess,
     Stop,
-    TerminalLost,
     ViewRefused,
     WorkerSaid,
 )
 from lockstep.protocol.job_spec import JobSpec
-from lockstep.protocol.worker import EventReport, Finished
+from lockstep.protocol.worker import EventReport, Finished, HostMembers
 from lockstep.supervisor.state import JobSize, Shutdown, Stage, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.event_loop import EventLoop
@@ -87,7 +86,16 @@ class Job:
         events.subscribe(self.log.append, *RUN_EVENTS)
         spec = JobSpec("a.py", False, (), 2, 4, 1, 0, 60.0, folder)
         self.coordinator = Coordinator(
-            spec, paths, os.getpid(), to_agent, command, self.loop, console, events, SystemClock(), state
+            spec,
+            paths,
+            os.getpid(),
+            (HostAgent(to_agent),),
+            command,
+            self.loop,
+            console,
+            events,
+            SystemClock(),
+            state,
         )
         self.loop.watch(self.channel.fileno(), self._receive)
 
@@ -153,7 +161,7 @@ def test_the_agent_receives_the_first_view_and_then_starts_its_members(
     made.reacts = react
     assert made.coordinator.run() == 0
     assert made.instructions == [
-        BeginView(1, (0, 1)),
+        BeginView(1, (HostMembers(0, (0, 1)),)),
         StartProcess(0),
         StartProcess(1),
         EndHost(0.5),
@@ -180,7 +188,7 @@ def test_the_next_view_excludes_a_lost_worker(job: Callable[[State], Job]) -> No
     assert reason.startswith("worker 1 was killed by SIGKILL; ")
     assert view == {"event": "view", "number": 2, "workers": [0], "reason": reason}
     assert [one for one in made.instructions if isinstance(one, BeginView)][1:] == [
-        BeginView(2, (0,), reason)
+        BeginView(2, (HostMembers(0, (0,)),), reason)
     ]
 
 
@@ -258,11 +266,17 @@ def test_workers_do_not_wait_for_a_slow_terminal_once_the_job_is_stopped(
 ) -> None:
     made = job(new_state())
 
-    made.reacts = obeys
+    drops = list[bool]()
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        drops.extend([made.coordinator.console.drops] if isinstance(instruction, ReportAll) else [])
+        return obeys(instruction)
+
+    made.reacts = react
     made.command.send(Stop(signal.SIGINT))
     assert made.coordinator.run() == 130
-    assert made.instructions.index(DropOutput(True)) < made.instructions.index(ReportAll())
-    assert DropOutput(False) not in made.instructions
+    assert drops == [True]
+    assert made.coordinator.console.drops
 
 
 @pytest.mark.parametrize(
@@ -311,14 +325,22 @@ def test_the_end_of_its_agent_ends_the_job(job: Callable[[State], Job]) -> None:
 
 def test_lost_output_is_an_event_and_a_note(job: Callable[[State], Job]) -> None:
     made = job(new_state())
-    made.reacts = lambda instruction: (
-        [TerminalLost("cannot write to stdout"), ViewRefused(1, "no")]
-        if isinstance(instruction, BeginView)
-        else ends(instruction)
-    )
-    made.coordinator.run()
-    assert made.entries("output lost") == [{"event": "output lost", "reason": "cannot write to stdout"}]
-    assert b"lockstep: cannot write to stdout\n" in (made.folder / "err").read_bytes()
+    full = os.open("/dev/full", os.O_WRONLY)
+    made.coordinator.console.sinks = (Sink(full), made.coordinator.console.sinks[1])
+    made.coordinator.console.sinks[0].write(b"output of a worker")
+
+    def react(instruction: Instruction) -> list[HostReport]:
+        if isinstance(instruction, BeginView):
+            return [*(ProcessExited(worker, 0) for worker in (0, 1))]
+        return ends(instruction)
+
+    made.reacts = react
+    assert made.coordinator.run() == 0
+    os.close(full)
+    text = "cannot write to stdout (No space left on device); training continues"
+    (lost,) = made.entries("output lost")
+    assert str(lost["reason"]).startswith(text)
+    assert f"lockstep: {text}".encode() in (made.folder / "err").read_bytes()
 
 
 @pytest.mark.parametrize(

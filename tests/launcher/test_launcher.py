@@ -63,7 +63,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
         handles.append(handle)
         handle.channel.send(Welcome(Attachment(SharedPool.create().fd)))
         segment = ControlSegment.create(1)
-        handle.channel.send(NewView(1, (0,), SharedMemoryEndpoint(Attachment.copy_of(segment.fd))))
+        handle.channel.send(NewView(1, ((0,),), SharedMemoryEndpoint(Attachment.copy_of(segment.fd))))
         segment.close()
         return handle
 

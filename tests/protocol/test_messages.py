@@ -18,6 +18,7 @@ from lockstep.protocol.worker import (
     EventReport,
     Failed,
     Finished,
+    HostMembers,
     JobOver,
     JoinRequest,
     Leave,
@@ -48,11 +49,14 @@ relayed = st.one_of(
     st.builds(WaitReport, texts, groups, st.floats(0, 1e6)),
     st.builds(Failed, st.integers(0, 255), texts, texts, st.booleans()),
 )
+members = st.builds(HostMembers, workers, groups, texts, texts, st.integers(0, 2**16), st.integers(0, 2**53))
 instructions = st.one_of(
-    st.builds(host.BeginView, workers, groups, texts, groups),
+    st.builds(host.BeginView, workers, st.lists(members, max_size=3).map(tuple), texts, groups),
+    st.builds(host.HoldState, workers, st.binary(), st.booleans(), st.booleans()),
+    st.builds(host.KeepAlive),
+    st.builds(host.PauseOutput, st.booleans()),
     st.builds(host.StartProcess, workers, st.booleans(), groups),
     st.builds(host.PostNotice, st.sampled_from(Notice)),
-    st.builds(host.DropOutput, st.booleans()),
     st.builds(host.DeliverPosition, workers),
     st.builds(host.SignalProcess, workers, st.integers(1, 64)),
     st.builds(host.TakeStack, workers),
@@ -73,7 +77,9 @@ reports = st.one_of(
     st.builds(host.StateHeld, workers, st.booleans(), texts),
     st.builds(host.ProcessExited, workers, st.integers(-(2**16), 255), st.integers(0, 3)),
     st.builds(host.ViewRefused, workers, texts),
-    st.builds(host.TerminalLost, texts),
+    st.builds(host.KeepAlive),
+    st.builds(host.OutputWritten, workers, st.sampled_from([1, 2]), st.binary()),
+    st.builds(host.StatePart, workers, st.binary(), st.booleans()),
     st.builds(host.AllReported),
     st.builds(host.HostEnded, groups, st.lists(evidence, max_size=3).map(tuple)),
 )
@@ -129,4 +135,4 @@ def test_invalid_unicode_is_escaped() -> None:
 
 def test_a_message_that_is_too_large_is_refused() -> None:
     with pytest.raises(ValueError, match=f"is more than {MAX_PACKET}"):
-        encode(host.BeginView(1, tuple(range(200_000))))
+        encode(host.BeginView(1, (HostMembers(0, tuple(range(200_000))),)))

@@ -21,6 +21,7 @@ from tensorflow.python.data.experimental.ops import distribute as rewriting
 
 import lockstep
 from lockstep.errors import DataError, DisagreementError
+from lockstep.keras.randomness import changed_states, random_states
 from lockstep.worker import job
 
 FOLDER = Path(sys.argv[1])
@@ -78,11 +79,12 @@ class Lists:
         return iter([[X[start : start + 16], Y[start : start + 16]] for start in range(0, ROWS, 16)])
 
 
-def loader() -> Any:
+def loader(shuffle: bool = False) -> Any:
     import torch
     from torch.utils import data
 
-    return data.DataLoader(data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y)), batch_size=16)
+    rows = data.TensorDataset(torch.from_numpy(X), torch.from_numpy(Y))
+    return data.DataLoader(rows, batch_size=16, shuffle=shuffle)
 
 
 def pipeline(context: Any) -> Any:
@@ -162,9 +164,12 @@ def values() -> None:
 
 def fits() -> None:
     """A distributed dataset trains as the dataset itself, also if a policy gives it no shards."""
-    plain = fitted(shuffled)
-    assert fitted(lambda: distribute(shuffled())) == plain
-    print("check shuffled", plain)
+    own = [shuffled, partial(loader, True)] if keras.backend.backend() == "torch" else [shuffled]
+    for make in own:
+        plain, drawn = fitted(make), random_states()
+        assert fitted(lambda make=make: distribute(make())) == plain
+        assert not changed_states(drawn, random_states())
+        print("check shuffled", plain)
     print("check lists", fitted(lambda: distribute(Lists()), steps_per_epoch=5))
     joined = {fitted(partial(from_function, make)) for make in (pipeline, without_length)}
     assert len(joined) == 1

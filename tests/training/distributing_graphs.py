@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -39,6 +40,22 @@ def main() -> None:
         graphs(strategy.experimental_distribute_dataset(data), 5)
     for make in (pipeline, without_length):
         graphs(strategy.distribute_datasets_from_function(make), 8)
+    fits()
+
+
+def fits() -> None:
+    """`fit` visits a shuffled dataset in the same order if it is distributed, also after an evaluation."""
+
+    def trained(distribute: Callable[[Any], Any]) -> list[Any]:
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        data = distribute(tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(ROWS, seed=3).batch(16))
+        losses = [model.fit(data, epochs=2, verbose=0).history["loss"]]
+        return [*losses, model.evaluate(data, verbose=0), model.fit(data, verbose=0).history["loss"]]
+
+    assert trained(strategy.experimental_distribute_dataset) == trained(lambda data: data)
 
 
 class Computed:

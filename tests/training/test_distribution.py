@@ -38,10 +38,11 @@ def test_every_input_is_split_alike_on_any_number_of_workers(
         for line, (policy, files_found) in zip(said, told, strict=True):
             assert f"AutoShardPolicy.{policy}" in line
             assert files_found in line
-    assert [len(lines) for lines in checks] == [8, 8, 8, 7]
-    assert [lines[:7] for lines in checks] == [checks[0][:7]] * 4
+    common = 8 if thorough_backend == "torch" else 7
+    assert [len(lines) for lines in checks] == [common + 1, common + 1, common + 1, common]
+    assert [lines[:common] for lines in checks] == [checks[0][:common]] * 4
     # The third worker was lost before the last line.
-    assert {line.split()[-1] for lines in checks for line in lines[7:]} == {checks[0][5].split()[-1]}
+    assert {line.split()[-1] for lines in checks for line in lines[common:]} == {checks[0][-3].split()[-1]}
     for worker in range(2):
         (difference,) = run.marked(worker, "differs: ")
         assert "strategy.distribute_datasets_from_function" in difference

@@ -49,20 +49,31 @@ def test_the_numbers_of_an_item_depend_on_its_position_alone(name: str) -> None:
         return [(item, DRAWS[name]()) for item in items]
 
     DRAWS[name]()  # Creates what the framework keeps.
-    items = {position: position % 4 for position in range(6)}
+    items = [position % 4 for position in range(6)]
     before = random_states()
-    whole = ItemDraws(7).read(2, items, fetch)
+    whole = ItemDraws(7).read(2, range(6), items, fetch)
     assert same_states(random_states(), before)
     assert len({numbers for _, numbers in whole}) == 6, "an item that is read twice is drawn twice"
 
     part = ItemDraws(7)
-    assert part.read(2, {4: 0}, fetch) == whole[4:5]
+    assert part.read(2, (4,), [0], fetch) == whole[4:5]
     DRAWS[name]()
-    assert part.read(2, {1: 1, 2: 2}, fetch) == whole[1:3]
-    assert pickle.loads(pickle.dumps(part)).read(2, {5: 1}, fetch) == whole[5:]
+    assert (
+        part.read(
+            2,
+            (
+                1,
+                2,
+            ),
+            [1, 2],
+            fetch,
+        )
+        == whole[1:3]
+    )
+    assert pickle.loads(pickle.dumps(part)).read(2, (5,), [1], fetch) == whole[5:]
     assert part.drawn
-    assert ItemDraws(7).read(3, items, fetch) != whole
-    assert ItemDraws(8).read(2, items, fetch) != whole
+    assert ItemDraws(7).read(3, range(6), items, fetch) != whole
+    assert ItemDraws(8).read(2, range(6), items, fetch) != whole
 
 
 def test_items_that_draw_nothing_are_read_once_and_together() -> None:
@@ -73,7 +84,15 @@ def test_items_that_draw_nothing_are_read_once_and_together() -> None:
         return items
 
     draws = ItemDraws(1)
-    assert draws.read(0, {5: 50, 6: 60}, fetch) == [50, 60]
+    assert draws.read(
+        0,
+        (
+            5,
+            6,
+        ),
+        [50, 60],
+        fetch,
+    ) == [50, 60]
     assert fetched == [[50, 60]]
     assert not draws.drawn
 
@@ -84,9 +103,25 @@ def test_an_item_that_draws_is_read_again_from_its_own_states() -> None:
     def fetch(items: list[int]) -> list[float]:
         return [np.random.normal() if item else 0.0 for item in items]
 
-    assert draws.read(0, {0: 0, 1: 0}, fetch) == [0.0, 0.0]
-    alone = draws.read(0, {3: 1}, fetch)
-    assert draws.read(0, {2: 0, 3: 1}, fetch) == [0.0, *alone]
+    assert draws.read(
+        0,
+        (
+            0,
+            1,
+        ),
+        [0, 0],
+        fetch,
+    ) == [0.0, 0.0]
+    alone = draws.read(0, (3,), [1], fetch)
+    assert draws.read(
+        0,
+        (
+            2,
+            3,
+        ),
+        [0, 1],
+        fetch,
+    ) == [0.0, *alone]
 
 
 def test_the_second_of_two_normal_numbers_is_part_of_the_state() -> None:
@@ -94,12 +129,12 @@ def test_the_second_of_two_normal_numbers_is_part_of_the_state() -> None:
     np.random.normal()  # NumPy keeps the second.
     before = current_states()["numpy"]
     draws = ItemDraws(1)
-    first = draws.read(0, {0: 0}, lambda items: [np.random.normal() for _ in items])
+    first = draws.read(0, (0,), [0], lambda items: [np.random.normal() for _ in items])
     assert draws.drawn
     after = current_states()["numpy"]
     assert after[3:] == before[3:]
     assert np.array_equal(after[1], before[1])
-    assert draws.read(0, {0: 0}, lambda items: [np.random.normal() for _ in items]) == first
+    assert draws.read(0, (0,), [0], lambda items: [np.random.normal() for _ in items]) == first
 
 
 def test_states_are_restored_after_an_error() -> None:
@@ -110,7 +145,7 @@ def test_states_are_restored_after_an_error() -> None:
         raise KeyError(items[0])
 
     with pytest.raises(KeyError):
-        ItemDraws(1).read(0, {0: 0}, fetch)
+        ItemDraws(1).read(0, (0,), [0], fetch)
     assert same_states(random_states(), before)
 
 
@@ -121,7 +156,7 @@ def test_an_item_that_seeds_the_states_itself_does_not_seed_the_program() -> Non
 
     before = random_states()
     draws = ItemDraws(1)
-    assert draws.read(0, {0: 0}, fetch) == draws.read(4, {9: 0}, fetch)
+    assert draws.read(0, (0,), [0], fetch) == draws.read(4, (9,), [0], fetch)
     assert same_states(random_states(), before)
 
 
@@ -131,7 +166,7 @@ def test_seeding_an_item_costs_little() -> None:
     def fetch(items: list[int]) -> list[float]:
         return [np.random.normal() for _ in items]
 
-    items = {position: position for position in range(100)}
-    draws.read(0, items, fetch)
-    fastest = min(timeit(lambda: draws.read(0, items, fetch), number=1) for _ in range(50))
+    positions, items = range(100), [*range(100)]
+    draws.read(0, positions, items, fetch)
+    fastest = min(timeit(lambda: draws.read(0, positions, items, fetch), number=1) for _ in range(50))
     assert fastest / 100 < 500e-6, "about 25 us on a quiet machine"

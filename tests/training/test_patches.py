@@ -53,22 +53,6 @@ def test_repeated_replacements_are_restored_in_turn() -> None:
     assert vars(Library)["first"] is original
 
 
-def test_replacements_are_made_again_unless_an_attribute_has_changed() -> None:
-    patches, original = PatchRegistry(), Library.first
-    patches.replace("a", Library, "first", lambda inner: lambda self: f"a {inner(self)}")
-    given_back = patches.give_back("a")
-    assert patches.repeat(given_back)
-    assert Derived().first() == "a first"
-    assert patches.give_back("a") == given_back
-    assert vars(Library)["first"] is original
-    patches.replace("b", Library, "first", lambda inner: lambda self: f"b {inner(self)}")
-    assert not patches.repeat(given_back)
-    assert not patches.repeat(())
-    assert Derived().first() == "b first"
-    patches.give_back("b")
-    assert vars(Library)["first"] is original
-
-
 def test_a_new_attribute_is_removed() -> None:
     patches = PatchRegistry()
     patches.put("a", Derived, "first", lambda self: "own")

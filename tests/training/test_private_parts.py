@@ -100,6 +100,11 @@ def test_random_operations_without_a_seed_draw_from_a_generator_of_a_known_name(
     assert isinstance(kept, keras.random.SeedGenerator), CHANGED.format("keras/randomness.py", "global_state")
 
 
+def test_a_generator_keeps_the_seed_that_it_was_given() -> None:
+    assert keras.random.SeedGenerator(7)._initial_seed == 7
+    assert keras.random.SeedGenerator()._initial_seed is None
+
+
 def test_keras_keeps_the_seed_of_the_script() -> None:
     keras.utils.set_random_seed(5)
     kept = rng_utils.get_random_seed(), global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)

@@ -185,7 +185,29 @@ def looped(image: Any, label: Any) -> Any:
     return rows, total.stack()
 
 
+FLIP = keras.layers.RandomFlip()
+MASKS = [keras.layers.RandomFlip(seed=4), keras.layers.RandomFlip(seed=4)]
+ZOOM = keras.layers.RandomZoom(0.3, seed=4)
+BRIGHTNESS = [keras.layers.RandomBrightness(0.3, seed=seed) for seed in (1, 2, None)]
+
+
+def layered(image: Any, label: Any) -> Any:
+    image = tf.cast(image, tf.float32)
+    return [layer(image, training=True) for layer in (FLIP, *MASKS, ZOOM, MASKS[1])], label
+
+
+def lit(image: Any, label: Any) -> Any:
+    """Return the numbers that layers draw."""
+    return [
+        layer(tf.fill((1, 1, 3), 128.0), training=True)[0, 0, 0] for layer in (*BRIGHTNESS, BRIGHTNESS[0])
+    ]
+
+
 RANDOM: dict[str, Callable[[], Any]] = {
+    "layers": lambda: source().map(lit, num_parallel_calls=4).batch(8),
+    "more layers": lambda: (
+        source().map(lit).map(lambda *row: (*lit(None, None), *row), num_parallel_calls=2).batch(8)
+    ),
     "draws": lambda: source().map(seen).batch(8),
     "maps": lambda: (
         source()
@@ -200,9 +222,12 @@ RANDOM: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*RANDOM, "flipped"])
+OF_IMAGES = {"flipped": flipped, "layered": layered}
+
+
+@pytest.mark.parametrize("name", [*RANDOM, *OF_IMAGES])
 def test_random_numbers_depend_on_the_place_of_a_row_and_not_on_its_reader(name: str) -> None:
-    dataset = source().map(flipped).batch(8) if name == "flipped" else RANDOM[name]()
+    dataset = source().map(OF_IMAGES[name]).batch(8) if name in OF_IMAGES else RANDOM[name]()
     states = [np.random.get_state()[1].tolist(), tf.random.get_global_generator().state.numpy().tolist()]
     found = []
     for job in (Alone(), Alone(1, (0, 1)), Alone(2, (0, 1, 2))):
@@ -213,7 +238,7 @@ def test_random_numbers_depend_on_the_place_of_a_row_and_not_on_its_reader(name:
         np.random.get_state()[1].tolist(),
         tf.random.get_global_generator().state.numpy().tolist(),
     ]
-    if name == "flipped":
+    if name in OF_IMAGES:
         return
     reading = divided(dataset, Alone())
     numbers = [
@@ -238,6 +263,75 @@ def test_operations_of_one_seed_draw_the_same_numbers() -> None:
         np.testing.assert_array_equal(one, other)
 
 
+def generator_of(layer: Any) -> Any:
+    """Return the generator from which a layer draws in `tf.data`."""
+    return getattr(layer, "_backend_generators", {"tensorflow": layer.generator})["tensorflow"]
+
+
+def test_layers_of_one_seed_draw_the_same_numbers() -> None:
+    differing = [0, 0]
+    for batch in divided(source().map(layered, num_parallel_calls=2).batch(8), Alone()).begin():
+        images, _ = batch.read(slice(0, batch.examples))
+        flip, one, other, _, again = np.moveaxis(images, 1, 0)
+        np.testing.assert_array_equal(one, other)
+        for number, image in enumerate((flip, again)):
+            differing[number] += int((one != image).any(axis=(1, 2, 3)).sum())
+    assert min(differing) > 10
+    # Reading does not advance the generators.
+    for layer in MASKS:
+        assert generator_of(layer).state.value.numpy().tolist() == [4, 0]
+
+
+def mixed(images: Any, labels: Any) -> Any:
+    """Return numbers that a batch draws; a Python number is known only of full batches."""
+    numbers = tf.random.uniform((images.shape[0] or tf.shape(images)[0], 2))
+    return numbers, labels, ZOOM(tf.cast(images, tf.float32), training=True), FLIP(images, training=True)
+
+
+def views(images: Any, labels: Any) -> Any:
+    light = BRIGHTNESS[0](tf.fill((2 * tf.shape(images)[0], 1, 1, 3), 128.0), training=True)
+    return light[:, 0, 0, 0], tf.repeat(labels, 2)
+
+
+BATCHED: dict[str, Callable[[], Any]] = {
+    "batches": lambda: source().batch(8).map(mixed, num_parallel_calls=4).prefetch(2),
+    "full": lambda: source().batch(8, drop_remainder=True).map(mixed, num_parallel_calls=4),
+    "counted": lambda: (
+        source().shuffle(9, seed=2).batch(8).map(mixed, num_parallel_calls=4).repeat(2).skip(1)
+    ),
+    "rows, too": lambda: (
+        source()
+        .map(lambda image, label: (tf.image.random_brightness(image, 0.3), label), num_parallel_calls=4)
+        .batch(8)
+        .map(mixed, num_parallel_calls=4)
+        .map(lambda *parts: (*parts, tf.random.uniform((tf.shape(parts[0])[0],))))
+    ),
+    "views": lambda: source().map(scaled).batch(8).map(views, num_parallel_calls=4),
+}
+
+
+@pytest.mark.parametrize("name", BATCHED)
+def test_maps_of_batches_draw_by_the_place_of_the_batch(name: str) -> None:
+    found = []
+    for worker, workers in ((0, (0,)), (1, (0, 1))):
+        tf.random.set_seed(3)
+        reading = divided(BATCHED[name](), Alone(worker, workers))
+        assert reading.way.how == "every worker reads the whole dataset"
+        assert "call .map before .batch" in reading.way.why
+        passes = [[batch.read(slice(0, batch.examples)) for batch in reading.begin()] for _ in range(2)]
+        found.append([[digest(nest) for nest in batches] for batches in passes])
+    assert found[0] == found[1]
+    tf.random.set_seed(3)
+    dataset = BATCHED[name]()
+    plain = [list(dataset.as_numpy_iterator()) for _ in range(2)]
+    for batches, expected in zip(passes, plain, strict=True):
+        for batch, other in zip(batches, expected, strict=True):
+            assert [part.shape for part in batch] == [part.shape for part in other]
+            np.testing.assert_array_equal(batch[1], other[1])
+    numbers = [number for batches in passes for batch in batches for number in batch[0].reshape(-1).tolist()]
+    assert len(numbers) - len(set(numbers)) <= 1
+
+
 def with_variable() -> Any:
     variable = tf.Variable(1.0)
     return source().map(lambda image, label: variable * tf.cast(label, tf.float32))
@@ -248,9 +342,15 @@ def with_generator() -> Any:
     return source().map(lambda image, label: generator.uniform(()))
 
 
-def with_layer() -> Any:
+def with_state() -> Any:
+    """A map that reads the state of a generator of Keras, besides drawing from it."""
     layer = keras.layers.RandomFlip(seed=1)
-    return source().map(lambda image, label: layer(image))
+
+    def flipped(image: Any, label: Any) -> Any:
+        flipped = layer(image, training=True)
+        return flipped, generator_of(layer).state.value + 1
+
+    return source().map(flipped)
 
 
 def with_counter() -> Any:
@@ -304,8 +404,8 @@ JOINT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "variable": (lambda: with_variable().batch(8), "Variable"),
     "counter": (lambda: with_counter().batch(8), "Variable"),
-    "generator": (lambda: with_generator().batch(8), "instead of random layers"),
-    "layer": (lambda: with_layer().batch(8), "random layers"),
+    "generator": (lambda: with_generator().batch(8), "instead of tf.random.Generator"),
+    "state": (lambda: with_state().batch(8), "uses the variable seed_generator"),
     "vectorized": (
         lambda: (
             source().map(lambda *_: tf.vectorized_map(lambda _: tf.random.uniform(()), tf.zeros(3))).batch(8)
@@ -436,7 +536,7 @@ def test_weights_of_classes_are_added_to_own_rows() -> None:
             ]
 
 
-MARKS = ("fit ", "evaluate ", "predict ")
+MARKS = ("fit ", "loop ", "evaluate ", "predict ")
 
 
 def results(run: Any, worker: int) -> list[str]:
@@ -460,7 +560,7 @@ def test_a_lost_worker_does_not_change_a_training(
 ) -> None:
     options = "-n 3 --replicas 4 --max-restarts 0"
     run, whole = launch(options, "tf_pipelines.py", "lost1", backend=backend), undisturbed(backend)
-    assert len(results(whole, 0)) == 4
+    assert len(results(whole, 0)) == (14 if backend == "tensorflow" else 10)
     for worker in (0, 2):
         assert results(run, worker) == results(whole, 0)
     # Worker 2 has one replica of four, and two after the loss.

@@ -35,9 +35,25 @@ def counted(image: Any, label: Any) -> Any:
     return image, tf.ensure_shape(found, ())
 
 
+FLIP = keras.layers.RandomFlip()
+ROTATION = keras.layers.RandomRotation(0.1, seed=3)
+GENERATOR = keras.random.SeedGenerator(4)
+
+
 def augmented(image: Any, label: Any) -> Any:
     image = tf.image.random_flip_left_right(tf.cast(image, tf.float32) / 255.0)
+    image = ROTATION(FLIP(image, training=True), training=True)
+    if keras.backend.backend() == "tensorflow":
+        image += keras.random.uniform((6, 6, 1), 0, 0.1) * keras.random.uniform((), seed=GENERATOR)
     return image + tf.random.normal((6, 6, 1), stddev=0.1), label
+
+
+def faded(images: Any, labels: Any) -> Any:
+    """Map a whole batch, as most programs with random layers do."""
+    images = FLIP(images, training=True)
+    if keras.backend.backend() == "tensorflow":
+        images += keras.random.normal(tf.shape(images), stddev=0.1)
+    return images, labels
 
 
 def scaled(image: Any, label: Any) -> Any:
@@ -81,9 +97,45 @@ def main() -> None:
     endless = source().shuffle(30, seed=3).map(counted).map(scaled).repeat().batch(12).prefetch(2)
     history = model.fit(endless, epochs=2, steps_per_epoch=5, verbose=0)
     report("fit 2", model, history.history)
+    batches = source().shuffle(30).map(augmented, num_parallel_calls=2).batch(16)
+    batches = batches.map(faded, num_parallel_calls=4).prefetch(2)
+    history = model.fit(batches, epochs=2, verbose=0)
+    report("fit 3", model, history.history)
+    loop(strategy, batches, model)
     print(f"evaluate {model.evaluate(test, verbose=0).hex()}")
     print(f"predict {ending(model.predict(test, verbose=0))}")
     print(f"rows {mapped}")
+
+
+def loop(strategy: Any, batches: Any, model: keras.Model) -> None:
+    """Sum what replicas get from distributed pipelines, in two passes, on TensorFlow also in graphs."""
+    rows = source().shuffle(30).map(counted).map(augmented, num_parallel_calls=2).batch(16)
+
+    def step(x: Any, y: Any) -> Any:
+        return keras.ops.sum(x * keras.ops.reshape(keras.ops.cast(y, "float32"), (-1, 1, 1, 1)))
+
+    def summed(element: Any) -> Any:
+        return strategy.reduce("SUM", strategy.run(step, element), axis=None)
+
+    for pipeline in (rows, batches):
+        distributed = strategy.experimental_distribute_dataset(pipeline)
+        for _ in range(2):
+            print("loop", *(float(summed(element)).hex() for element in distributed))
+        if keras.backend.backend() == "tensorflow":
+            following = tf.function(lambda iterator: summed(next(iterator)))
+            iterator = iter(distributed)
+            print("loop", *(float(following(iterator)).hex() for _ in range(len(distributed))))
+            print("loop", float(total(distributed, summed)).hex())
+    model.fit(strategy.experimental_distribute_dataset(rows), epochs=1, verbose=0)
+    print("loop", lockstep.digest(model))
+
+
+@tf.function  # type: ignore[untyped-decorator]
+def total(distributed: Any, summed: Any) -> Any:
+    found = tf.constant(0.0)
+    for element in distributed:
+        found += summed(element)
+    return found
 
 
 def report(name: str, model: keras.Model, history: dict[str, list[float]]) -> None:

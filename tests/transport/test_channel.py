@@ -1,5 +1,6 @@
 """The contract `Channel`, tested for every implementation."""
 
+import contextlib
 import gc
 import os
 import select
@@ -12,8 +13,10 @@ import pytest
 
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
 from lockstep.protocol.worker import Failed, Finished, Position, Started, StateReply, WaitReport
+from lockstep.transport.keys import JobKey
 from lockstep.transport.local_channel import LocalChannel
 from lockstep.transport.packet_channel import PacketChannel
+from lockstep.transport.stream_channel import StreamChannel
 
 Ends = tuple[Channel[Any, Any], Channel[Any, Any]]
 MESSAGES = Started | Finished | Failed | WaitReport | StateReply
@@ -24,12 +27,73 @@ def packet_pair() -> Ends:
     return PacketChannel(one, MESSAGES), PacketChannel(other, MESSAGES)
 
 
-@pytest.fixture(params=[LocalChannel.pair, packet_pair], ids=["local", "packets"])
-def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
-    pair = request.param()
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        other, _ = listener.accept()
+    return one, other
+
+
+def socket_pair() -> Ends:
+    one, other = tcp_pair()
+    return (
+        StreamChannel.over(one, MESSAGES, None, accepted=False),
+        StreamChannel.over(other, MESSAGES, None, accepted=True),
+    )
+
+
+def pipe_pair() -> Ends:
+    (there, to), (back, here) = os.pipe(), os.pipe()
+    return StreamChannel(MESSAGES, back, to), StreamChannel(MESSAGES, there, here)
+
+
+def encrypted_pair() -> Ends:
+    one, other = tcp_pair()
+    key = JobKey.generate()
+    pair = (
+        StreamChannel[Any, Any].over(one, MESSAGES, key.mint(), accepted=False),
+        StreamChannel[Any, Any].over(other, MESSAGES, key.mint(), accepted=True),
+    )
+    while not all(end.established for end in pair):
+        assert [end.receive() for end in pair] == [None, None]
+    return pair
+
+
+STREAMS = {"socket": socket_pair, "pipes": pipe_pair, "encrypted": encrypted_pair}
+ALL = {"local": LocalChannel.pair, "packets": packet_pair} | STREAMS
+
+
+@contextlib.contextmanager
+def closing(pair: Ends) -> Iterator[Ends]:
     yield pair
     for end in pair:
         end.close()
+
+
+@pytest.fixture(params=ALL)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    with closing(ALL[request.param]()) as pair:
+        yield pair
+
+
+@pytest.fixture(params=["local", "packets"])
+def local_ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """Ends within one host, over which attachments travel."""
+    with closing(ALL[request.param]()) as pair:
+        yield pair
+
+
+@pytest.fixture(params=STREAMS)
+def streams(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    with closing(STREAMS[request.param]()) as pair:
+        yield pair
+
+
+@pytest.fixture(params=["packets", *STREAMS])
+def bounded(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    """Ends whose queue has a limit."""
+    with closing(ALL[request.param]()) as pair:
+        yield pair
 
 
 @pytest.fixture
@@ -104,8 +168,8 @@ def test_send_to_a_closed_peer_returns_false(ends: Ends) -> None:
     assert not one.send(Started())
 
 
-def test_the_receiver_owns_its_descriptor_of_an_attachment(ends: Ends) -> None:
-    one, other = ends
+def test_the_receiver_owns_its_descriptor_of_an_attachment(local_ends: Ends) -> None:
+    one, other = local_ends
     before = open_descriptors()
     sent = memory(b"state")
     assert one.send(StateReply(1, True, sent))
@@ -123,8 +187,8 @@ def test_the_receiver_owns_its_descriptor_of_an_attachment(ends: Ends) -> None:
     assert open_descriptors() == before
 
 
-def test_unreferenced_attachments_are_closed(ends: Ends) -> None:
-    one, other = ends
+def test_unreferenced_attachments_are_closed(local_ends: Ends) -> None:
+    one, other = local_ends
     before = open_descriptors()
     for _ in range(5):
         one.send(StateReply(1, True, memory(b"")))
@@ -158,8 +222,8 @@ def test_an_attachment_that_did_not_arrive_is_missing(raw: tuple[socket.socket, 
     assert reply.state.is_missing
 
 
-def test_send_does_not_block_if_the_peer_does_not_receive(packets: Ends) -> None:
-    one, _ = packets
+def test_send_does_not_block_if_the_peer_does_not_receive(bounded: Ends) -> None:
+    one, _ = bounded
     message = Failed(1, "x", "a" * 60_000, False)
     sent = 0
     while one.send(message):
@@ -168,8 +232,8 @@ def test_send_does_not_block_if_the_peer_does_not_receive(packets: Ends) -> None
     assert not one.send(message)
 
 
-def test_send_refuses_a_message_that_is_too_large(packets: Ends) -> None:
-    one, other = packets
+def test_send_refuses_a_message_that_is_too_large(bounded: Ends) -> None:
+    one, other = bounded
     assert not one.send(WaitReport("x", tuple(range(200_000)), 0.0))
     assert other.receive() is None
 

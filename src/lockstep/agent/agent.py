@@ -1,53 +1,62 @@
 """The agent of a host: starts, watches and ends its workers, as the coordinator of the job instructs.
 
-It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator. In one
-process, both write to one console: the agent the output of workers, the coordinator notes.
+It decides nothing about the job. Only the messages of `protocol.host` connect it to the coordinator.
 """
 
 import signal
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 from lockstep.agent.exchange import HostExchange, OpenExchange
+from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
 from lockstep.agent.worker_handle import WorkerHandle
+from lockstep.agent.worker_output import WorkerOutput
 from lockstep.errors import LockstepError
-from lockstep.observability.console import Console
 from lockstep.protocol.channel import Attachment, Channel, PeerGone, Unreadable
+from lockstep.protocol.greeting import Greeting
 from lockstep.protocol.host import (
+    STATE_PART,
     AllReported,
     BeginView,
     DeliverPosition,
-    DropOutput,
     EndExchange,
     EndHost,
+    HoldState,
     HostEnded,
     HostReport,
     Instruction,
     NotUnderstood,
+    PauseOutput,
     PostNotice,
     ProcessArrived,
     ProcessExited,
     ProcessStarted,
     ReportAll,
+    ShowNote,
     SignalProcess,
     StartCancelled,
     StartFailed,
     StartProcess,
     StateHeld,
+    StatePart,
     TakeStack,
-    TerminalLost,
     ViewRefused,
     WorkerSaid,
 )
 from lockstep.protocol.worker import (
+    Endpoint,
     Failed,
     Finished,
     JobOver,
     Leave,
+    NetworkEndpoint,
     NewView,
+    PeerConnected,
     Position,
+    SharedMemoryEndpoint,
     Started,
     StateReply,
     Welcome,
@@ -56,6 +65,8 @@ from lockstep.system.descendants import Descendants
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.exit_status import UNKNOWN_STATUS
 from lockstep.system.memory import memory_kills
+from lockstep.system.notes import note
+from lockstep.transport.state_parts import ArrivingState, parts_of
 
 
 @dataclass
@@ -69,9 +80,14 @@ class Agent:
         starter: starts workers.
         open_exchange: opens the exchange of a view.
         pool: the memory for partials and totals.
-        console: shows the output of workers.
+        output: takes the output of workers.
         descendants: the processes of the job on this host.
+        host: the index of this host in the job.
+        network: how workers reach those of other hosts; None if the job has one host.
         arrivals: where workers that a user starts by hand arrive; None if none can.
+        say: shows a note of the coordinator to the users of this host.
+        status: the exit status of the job, once `ended`.
+        ended: whether all processes of the job on this host have ended, and nothing follows.
     """
 
     job: str
@@ -80,15 +96,22 @@ class Agent:
     starter: Starter
     open_exchange: OpenExchange
     pool: Attachment
-    console: Console
+    output: WorkerOutput
     descendants: Descendants
+    host: int = 0
+    network: HostNetwork | None = None
     arrivals: Arrivals | None = None
+    say: Callable[[str], None] = note
+    status: int = field(default=1, init=False)
+    ended: bool = field(default=False, init=False)
     _workers: dict[int, WorkerHandle] = field(default_factory=dict)
     _asked: dict[int, StartProcess] = field(default_factory=dict)
     _waits_at: int | None = None
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _exchange: HostExchange | None = None
+    _connected: list[tuple[int, PeerConnected]] = field(default_factory=list)
     _state: Attachment | None = None
+    _arriving: ArrivingState | None = None
     _memory_kills: int = field(default_factory=lambda: memory_kills())
 
     def __post_init__(self) -> None:
@@ -121,10 +144,12 @@ class Agent:
                     self._begin_view(instruction)
                 case StartProcess(worker):
                     self._asked[worker] = instruction
+                case HoldState():
+                    self._hold_state(instruction)
+                case PauseOutput(pauses):
+                    self.output.paused = pauses
                 case PostNotice(notice) if self._exchange is not None:
                     self._exchange.post_notice(notice)
-                case DropOutput(drops):
-                    self.console.drops = drops
                 case DeliverPosition(worker) if self._state is not None:
                     self._workers[worker].channel.send(Position(self._state))
                 case SignalProcess(worker, number):
@@ -133,6 +158,8 @@ class Agent:
                     self._workers[worker].ask_for_stack()
                 case EndExchange(reason):
                     self._end_exchange(reason)
+                case ShowNote(text):
+                    self.say(text)
                 case ReportAll():
                     self._hear_all()
                     self._tell(AllReported())
@@ -140,7 +167,8 @@ class Agent:
                     self._end(instruction)
                 case PeerGone():
                     self.loop.unwatch(self.coordinator.fileno())
-                    self._end(EndHost(0.0))
+                    self.say("the connection to the coordinator is closed, so the job ends on this host")
+                    self._end(EndHost(0.0, status=1))
                     return
         # Last, because it may block: the members already have their messages.
         self._start_asked()
@@ -173,7 +201,10 @@ class Agent:
         )
         worker = self.starter.start(start.worker, taken, joins=start.joins)
         self._workers[start.worker] = worker
-        worker.channel.send(Welcome(self.pool))
+        network = self.network
+        worker.channel.send(
+            Welcome(self.pool, network.job, network.credentials) if network else Welcome(self.pool)
+        )
         if start.worker in self._view.workers:
             self._let_in(worker)
         self.loop.watch(worker.channel.fileno(), partial(self._hear, worker))
@@ -189,17 +220,21 @@ class Agent:
     # Views.
 
     def _begin_view(self, view: BeginView) -> None:
+        here = next((host.workers for host in view.hosts if host.host == self.host), ())
         try:
-            exchange = self.open_exchange(len(view.workers))
+            exchange = self.open_exchange(len(here)) if here else None
         except (LockstepError, OSError) as error:
             self._tell(ViewRefused(view.number, str(error)))
             return
         (before, old), state = (self._view.workers, self._exchange), self._state
         self._view, self._exchange, self._state = view, exchange, None
-        self.console.chief = view.workers[0]
-        for worker in view.workers:
+        self._connected = []
+        for worker in here:
             if worker in self._workers:
                 self._let_in(self._workers[worker], None if worker in before else state)
+        if self.network is not None:
+            self.network.enter(self.network.job, view.term, view.number)
+            self.network.connections.begin(view.number, self._pass_connection)
         for worker in view.leaving:
             if worker in before and worker in self._workers:
                 self._workers[worker].channel.send(Leave())
@@ -209,7 +244,31 @@ class Agent:
 
     def _let_in(self, worker: WorkerHandle, state: Attachment | None = None) -> None:
         assert self._exchange is not None
-        worker.channel.send(NewView(self._view.number, self._view.workers, self._exchange.endpoint, state))
+        view, control = self._view, self._exchange.control
+        hosts = tuple(host.workers for host in view.hosts)
+        endpoint: Endpoint = SharedMemoryEndpoint(control)
+        if view.networked:
+            here = next(at for at, host in enumerate(view.hosts) if host.host == self.host)
+            endpoint = NetworkEndpoint(control, view.term, view.hosts, here)
+        worker.channel.send(NewView(view.number, hosts, endpoint, state))
+        for receiver, connected in self._connected:
+            if receiver == worker.worker:
+                worker.channel.send(connected)
+        self._connected = [one for one in self._connected if one[0] != worker.worker]
+
+    def _pass_connection(self, greeting: Greeting, connection: socket.socket) -> str | None:
+        """Give a connection to the worker of its lane, once that is in the view."""
+        sender = next((host for host in self._view.hosts if host.host == greeting.host), None)
+        here = next((host.workers for host in self._view.hosts if host.host == self.host), ())
+        if sender is None or sender.incarnation != greeting.incarnation or greeting.lane >= len(here):
+            return "its host has no such lane in the view"
+        receiver = here[greeting.lane]
+        connected = PeerConnected(greeting.view, greeting.host, Attachment(connection.detach()))
+        if receiver in self._workers:
+            self._workers[receiver].channel.send(connected)
+        else:
+            self._connected.append((receiver, connected))
+        return None
 
     def _end_exchange(self, reason: str) -> None:
         for worker in self._workers.values():
@@ -255,7 +314,21 @@ class Agent:
             failure = "the agent has too many open files to take the state"
         elif reply.view == self._view.number:
             self._state = reply.state
+            if self._view.networked and reply.state is not None:
+                for at, part in enumerate(parts_of(reply.state, STATE_PART)):
+                    self._tell(StatePart(reply.view, part, is_first=at == 0))
         self._tell(StateHeld(reply.view, reply.whole, failure))
+
+    def _hold_state(self, held: HoldState) -> None:
+        """Hold the state of a chief on another host, as if it were on this one."""
+        try:
+            self._arriving = ArrivingState() if held.is_first else self._arriving
+            if self._arriving is not None and held.view == self._view.number:
+                self._arriving.add(held.part)
+                if held.is_last:
+                    self._state, self._arriving = self._arriving.complete(), None
+        except OSError as error:
+            self._tell(StateHeld(held.view, whole=True, failure=f"the state cannot be held: {error}"))
 
     def _see_exit(self, worker: WorkerHandle) -> None:
         status = worker.handle.poll()
@@ -277,24 +350,10 @@ class Agent:
         return self._memory_kills - before
 
     def _watch_output(self) -> None:
-        for text in self.console.lost():
-            self._tell(TerminalLost(text))
-        for sink in self.console.sinks:
-            self._watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
-        # A worker whose output is shown waits for a slow terminal, as it would without Lockstep.
-        waits = self.console.full and not self.console.drops
         for worker in self._workers.values():
-            wanted = not (waits and self.console.shows(worker.worker))
+            wanted = worker.streams and not self.output.waits(worker.worker)
             for stream in worker.streams:
-                self._watch_if(wanted and not stream.ended, stream.descriptor, stream.read)
-
-    def _watch_if(
-        self, wanted: bool, descriptor: int, call: Callable[[], object], *, writes: bool = False
-    ) -> None:
-        if wanted:
-            self.loop.watch(descriptor, call, writes=writes)
-        else:
-            self.loop.unwatch(descriptor)
+                self.loop.watch_if(bool(wanted) and not stream.ended, stream.descriptor, stream.read)
 
     def _reap(self) -> None:
         self.descendants.reap(
@@ -320,3 +379,4 @@ class Agent:
         # Evidence that does not fit into a message is left out.
         if not self._tell(HostEnded(left, evidence)):
             self._tell(HostEnded(left))
+        self.status, self.ended = end.status, True

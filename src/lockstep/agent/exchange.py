@@ -1,21 +1,20 @@
-"""The exchange of a view, as seen by the agent that opens it."""
+"""The exchange of a view on one host, as seen by the agent that opens it."""
 
 from collections.abc import Callable
 from typing import Protocol
 
 from lockstep.collectives.shared.control_segment import ControlSegment
 from lockstep.protocol.channel import Attachment
-from lockstep.protocol.worker import Endpoint, SharedMemoryEndpoint
 
 
 class HostExchange(Protocol):
-    """The agent's side of the exchange of one view.
+    """The agent's side of the exchange of one view on its host.
 
     Attributes:
-        endpoint: how a member reaches the exchange.
+        control: the memory in which the members on this host synchronize.
     """
 
-    endpoint: Endpoint
+    control: Attachment
 
     def post_notice(self, notice: int) -> None:
         """Set the notice of the view; all members see it from the same call on."""
@@ -41,7 +40,7 @@ class SharedExchange:
 
     def __init__(self, segment: ControlSegment) -> None:
         self._segment = segment
-        self.endpoint: Endpoint = SharedMemoryEndpoint(Attachment.copy_of(segment.fd))
+        self.control = Attachment.copy_of(segment.fd)
         self.post_notice = segment.post_notice
         self.abort = segment.abort
         self.close = segment.close

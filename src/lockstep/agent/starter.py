@@ -7,11 +7,10 @@ from functools import partial
 from typing import Protocol
 
 from lockstep.agent.worker_handle import OutputPipe, WorkerHandle
+from lockstep.agent.worker_output import WorkerOutput
 from lockstep.launcher.launcher import Launch, Launcher
-from lockstep.observability.console import Console
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.system.environment import WorkerConfig, worker_environment
-from lockstep.system.output import Log
 from lockstep.system.paths import RunPaths
 
 
@@ -67,14 +66,16 @@ class LocalStarter:
         paths: of the run, absolute.
         pid: process id of the agent; workers end with it.
         launcher: starts processes.
-        console: shows their output.
+        output: takes their output.
+        first_slot: the slot of the first worker of this host.
     """
 
     spec: JobSpec
     paths: RunPaths
     pid: int
     launcher: Launcher
-    console: Console
+    output: WorkerOutput
+    first_slot: int = 0
 
     def prepare(self) -> int | None:
         """Prepare to start workers; see `Starter`.
@@ -94,11 +95,10 @@ class LocalStarter:
         Raises:
             OSError: the worker cannot be started.
         """
-        slot = next(slot for slot in itertools.count() if slot not in taken)
-        log = Log.open(self.paths.log(worker), self.console.say)
+        slot = next(slot for slot in itertools.count(self.first_slot) if slot not in taken)
+        log, stdout, stderr = self.output.open(worker)
         environment = partial(self._environment, worker, slot, joins)
         handle = self.launcher.start(Launch(worker, environment))
-        stdout, stderr = self.console.outlets(worker)
         streams = OutputPipe(handle.stdout, log, stdout), OutputPipe(handle.stderr, log, stderr)
         return WorkerHandle(worker, slot, handle, log, streams, self.paths.stack(worker))
 
@@ -121,7 +121,7 @@ class LocalStarter:
             adopts=spec.adopts,
             joint_input=spec.joint_input,
         )
-        devices = spec.devices_of(slot)
+        devices = spec.devices_of(slot - self.first_slot)
         return worker_environment(
             config,
             slot=slot,

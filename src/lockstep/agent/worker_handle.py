@@ -5,11 +5,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from lockstep.agent.worker_output import WorkerLog
 from lockstep.launcher.launcher import AgentChannel, Handle
 from lockstep.observability.console import Write
 from lockstep.protocol.host import WorkerEvidence
 from lockstep.system.exit_status import UNKNOWN_STATUS
-from lockstep.system.output import Log
 from lockstep.worker.stack_dump import STACK_SIGNAL, innermost
 
 _PIECE = 64 * 1024
@@ -23,7 +23,7 @@ class OutputPipe:
     """The pipe of a worker's stdout or stderr."""
 
     descriptor: int
-    log: Log
+    log: WorkerLog
     show: Write
     ended: bool = False
 
@@ -64,7 +64,7 @@ class WorkerHandle:
     worker: int
     slot: int
     handle: Handle
-    log: Log | None
+    log: WorkerLog | None
     streams: tuple[OutputPipe, ...]
     stack: Path
     ready: bool = False

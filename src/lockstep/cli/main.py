@@ -9,8 +9,10 @@ import click
 from lockstep import __version__
 from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
+from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
-from lockstep.system.standard_streams import discard_stdout
+from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
+from lockstep.transport.addresses import split_address, with_port
 
 
 def main() -> None:
@@ -100,6 +102,62 @@ def scale(job: str, workers: int) -> None:
 
 
 @cli.command()
+@click.option(
+    "--join",
+    "coordinator",
+    metavar="HOST:PORT",
+    help="Where the job waits: the address of lockstep run --listen.",
+)
+@click.option(
+    "-n",
+    "--workers",
+    type=PARTS,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of workers that this host offers; the job uses fewer if it needs fewer.",
+)
+@click.option(
+    "--listen",
+    metavar="ADDRESS[:PORT]",
+    help="Address of this host at which workers of other hosts connect.  [default: that from which it "
+    "reaches the job, and any free port]",
+)
+@click.option("--plain", is_flag=True, help="Do not encrypt connections, as lockstep run --plain does.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to try to reach the job.",
+)
+@click.option("--stdio", is_flag=True, hidden=True, help="Take instructions from stdin.")
+def agent(
+    coordinator: str | None, workers: int, listen: str | None, plain: bool, timeout: float, stdio: bool
+) -> None:
+    """Run workers of this host for a job that waits on another one.
+
+    \b
+    lockstep run --listen 10.0.0.1:7000 -n 3 train.py    # on 10.0.0.1: one worker there
+    lockstep agent --join 10.0.0.1:7000 -n 2             # on another host: two workers
+
+    Run it in the folder of the script. Both hosts need the same key file (see lockstep key). The exit status
+    is that of the job.
+    """
+    from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_over_pipes
+
+    if stdio:
+        sys.exit(run_over_pipes())
+    if coordinator is None:
+        raise click.UsageError("give --join HOST:PORT, the address of lockstep run --listen")
+    split_address(coordinator)
+    fill_standard_descriptors()
+    own = with_port(listen) if listen else ""
+    sys.exit(join_and_run(AgentOptions(coordinator, workers, own, not plain, timeout)))
+
+
+@cli.command()
 @click.argument("job")
 def stop(job: str) -> None:
     """Stop JOB as SIGTERM does: with --checkpoint it saves a checkpoint first.
@@ -113,6 +171,30 @@ def stop(job: str) -> None:
     click.echo(f"stopping {status.job}; Ctrl-C stops only this wait")
     wait_until_gone(status.job)
     click.echo(f"{status.job} has ended")
+
+
+@cli.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option(
+    "--days",
+    type=click.IntRange(1, 3650),
+    default=30,
+    show_default=True,
+    help="Number of days until the key expires.",
+)
+def key(file: Path, days: int) -> None:
+    """Make a key for jobs whose workers are started by hand on several hosts, and write it to FILE.
+
+    Copy FILE to each host. Only processes that have the key can join a job that uses it.
+    """
+    from lockstep.transport.keys import JobKey
+
+    made = JobKey.generate(days)
+    made.write(file)
+    click.echo(
+        f"{click.format_filename(file)} contains a key that expires on {made.expiry}; copy it to each host, "
+        f"readable for you alone (mode 600), and set {KEY_FILE} to its path there"
+    )
 
 
 @cli.command()

@@ -100,7 +100,10 @@ class Communicator(Protocol):
         """
 
     def gather(self, blob: bytes, *, what: str = "gather") -> list[bytes]:
-        """Give every member the blobs of all members, in the order of the view's workers."""
+        """Give every member the blobs of all members, in the order of the view's workers.
+
+        With members on several hosts, it is the view in which the first of them completed the call.
+        """
 
     def broadcast(self, blob: bytes | None, *, root: int, what: str = "broadcast") -> bytes:
         """Give every member the blob of the member at position `root`; the others pass None."""

@@ -8,12 +8,14 @@ import select
 import signal
 from collections import deque
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from lockstep.coordinator.admin_socket import AdminSocket
 from lockstep.coordinator.file_conflicts import FileConflicts
+from lockstep.coordinator.host_agent import HostAgent, RemoteOutput
 from lockstep.coordinator.job_report import JobSummary, explain
 from lockstep.coordinator.provenance import provenance
 from lockstep.coordinator.startup_progress import PREPARING, RUNNING, Progress, first_step
@@ -32,16 +34,21 @@ from lockstep.protocol.admin import (
 )
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
 from lockstep.protocol.host import (
+    ALIVE_EVERY,
+    SILENCE,
     AllReported,
     BeginView,
     DeliverPosition,
-    DropOutput,
     EndExchange,
     EndHost,
+    HoldState,
     HostEnded,
     HostReport,
     Instruction,
+    KeepAlive,
     NotUnderstood,
+    OutputWritten,
+    PauseOutput,
     PostNotice,
     ProcessArrived,
     ProcessExited,
@@ -52,9 +59,9 @@ from lockstep.protocol.host import (
     StartFailed,
     StartProcess,
     StateHeld,
+    StatePart,
     Stop,
     TakeStack,
-    TerminalLost,
     ViewRefused,
     WorkerSaid,
 )
@@ -64,6 +71,7 @@ from lockstep.protocol.worker import (
     Failed,
     FileOpened,
     Finished,
+    HostMembers,
     JoinRequest,
     RelayedMessage,
     Started,
@@ -86,6 +94,8 @@ _LAST_FLUSH = 0.5
 _DOWNLOAD_REPEAT = 20.0
 _REPORT_PATIENCE = 5.0
 """Seconds that the agent has for `AllReported`; a stop does not wait longer for it."""
+_REPORTS_PER_TURN = 64
+"""The number of reports of one agent that one turn of the loop takes: workers may print without end."""
 _END_PATIENCE = 20.0
 """Seconds beyond the grace that the agent has to end all processes; it kills them for 5 seconds."""
 
@@ -102,7 +112,7 @@ class Coordinator:
         spec: the job.
         paths: of the run, absolute.
         pid: the process id that other terminals show.
-        agent: the channel to the agent of the job's host.
+        agents: of the hosts of the job.
         command: the channel to the command; it closes when the command ends.
         loop: serves this coordinator.
         console: shows notes to the user.
@@ -114,7 +124,7 @@ class Coordinator:
     spec: JobSpec
     paths: RunPaths
     pid: int
-    agent: Channel[Instruction, HostReport]
+    agents: tuple[HostAgent, ...]
     command: Channel[Stop, Stop]
     loop: EventLoop
     console: Console
@@ -126,8 +136,12 @@ class Coordinator:
     _view: BeginView = field(default_factory=lambda: BeginView(0, ()))
     _stops: deque[tuple[int, float]] = field(default_factory=deque)
     _outcome: actions.JobOutcome | None = None
-    _ended: HostEnded | None = None
     _doing: str = ""
+    _output: RemoteOutput = field(init=False)
+    _pauses: bool = False
+    _given: list[bytes] = field(default_factory=list)
+    _giver: int = 0
+    _alive_due: float | None = None
     _progress: Progress | None = None
     _used_strategy: bool = False
     _writers: FileConflicts = field(default_factory=lambda: FileConflicts(Path.cwd()))
@@ -137,13 +151,15 @@ class Coordinator:
     _since: float = 0.0
     _stopped: bool = False
     _killed: bool = False
-    _drops: bool = False
+
+    def __post_init__(self) -> None:
+        self._output = RemoteOutput(self.console, self.paths)
 
     def run(self) -> int:
         """Run the job to its end and return its exit status.
 
-        The caller closes the agent, which ends all processes if the job did not come to its end: after an
-        exception, or when the command has ended.
+        The caller closes the agent in its process, which ends all processes if the job did not come to its
+        end: after an exception, or when the command has ended.
         """
         try:
             self._open()
@@ -157,34 +173,50 @@ class Coordinator:
         finally:
             self._close_admin()
             self.command.close()
-            self.agent.close()
+            for agent in self.agents:
+                agent.channel.close()
+            self._output.close()
+
+    def _tell_all(self, instruction: Instruction) -> None:
+        for agent in self.agents:
+            agent.channel.send(instruction)
+
+    def _tell(self, worker: int, instruction: Instruction) -> None:
+        """Send an instruction to the agent of a worker's host."""
+        self.agents[self.state.workers[worker].host].channel.send(instruction)
 
     def _open(self) -> None:
         self._begun, self._since = self.clock.now(), self.clock.wall()
         asked = msgspec.to_builtins(asdict(self.spec), enc_hook=str)
         script = Script(self.spec.target, self.spec.module, self.spec.arguments)
         self.events.publish(run_events.JobStarted(**provenance(script), **asked))
+        self.loop.before_each_wait(self._watch_console)
         self.loop.watch(self.command.fileno(), self._hear_command)
-        self.loop.watch(self.agent.fileno(), self._hear_agent)
+        for host, agent in enumerate(self.agents):
+            self.loop.watch(agent.channel.fileno(), partial(self._hear_agent, host))
+            agent.heard = self._begun
+        if any(agent.remote for agent in self.agents):
+            self._alive_due = self._begun
         self._open_admin()
         workers = tuple(range(self.spec.workers))
         if not self.state.size.by_hand:
             self._progress = Progress(workers, self.console.say, self.console.shown, self._begun)
-        self._view = BeginView(self.spec.view.number, workers)
-        self.agent.send(self._view)
+        self._send_view(self.state.view)
         for worker in workers:
-            self.agent.send(StartProcess(worker))
+            self._tell(worker, StartProcess(worker))
 
     def _turn(self) -> None:
         waits = self._progress.due if self._progress else None
         stop = self._stops[0][1] if self._stops else None
-        dues = [due for due in (self.state.due, waits, stop) if due is not None]
+        dues = [due for due in (self.state.due, waits, stop, self._alive_due) if due is not None]
         self.loop.turn(max(0.0, min(dues) - self.clock.now()) if dues else None)
         # The turn may have taken the report of the first stop.
         if self._stops and self.clock.now() >= self._stops[0][1]:
             self._stop()
         if self.state.due is not None and self.clock.now() >= self.state.due:
             self._decide(job_events.DeadlinePassed())
+        if self._alive_due is not None and self.clock.now() >= self._alive_due:
+            self._keep_hosts()
         if self._progress is not None and self.state.stage is Stage.RUNNING:
             self._progress.serve(self.clock.now())
         else:
@@ -215,23 +247,24 @@ class Coordinator:
     def _act(self, action: actions.Action) -> None:
         match action:
             case actions.AbortExchange(reason):
-                self.agent.send(EndExchange(reason))
+                self._tell_all(EndExchange(reason))
             case actions.StartView(view, reason):
                 self._begin_view(view, reason)
             case actions.StartWorker(worker):
-                self.agent.send(StartProcess(worker, joins=True, yielding=tuple(self.state.leaving)))
+                self._tell(worker, StartProcess(worker, joins=True, yielding=tuple(self.state.leaving)))
             case actions.AskMembers(request):
-                self.agent.send(PostNotice(request))
+                self._tell_all(PostNotice(request))
             case actions.SendPosition(worker):
-                self.agent.send(DeliverPosition(worker))
+                self._pass_state(self.state.workers[worker].host)
+                self._tell(worker, DeliverPosition(worker))
             case actions.SignalWorker(worker, number):
-                self.agent.send(SignalProcess(worker, number))
+                self._tell(worker, SignalProcess(worker, number))
             case actions.KillWorker(worker):
                 # Killing a joiner that is no longer needed does not make the end of the job abnormal.
                 self._killed = self._killed or worker in self.state.members
-                self.agent.send(SignalProcess(worker, signal.SIGKILL))
+                self._tell(worker, SignalProcess(worker, signal.SIGKILL))
             case actions.DumpStack(worker):
-                self.agent.send(TakeStack(worker))
+                self._tell(worker, TakeStack(worker))
             case actions.ShowMessage(text):
                 self.console.say(text)
             case actions.FinishJob(outcome):
@@ -248,15 +281,65 @@ class Coordinator:
             self._tally.joined += 1
             self.events.publish(run_events.WorkerJoined(worker, reason))
         self.events.publish(run_events.ViewStarted(view.number, view.workers, reason))
-        self._view = BeginView(view.number, view.workers, reason, tuple(leaving))
-        self.agent.send(self._view)
+        new = set(view.workers) - before
+        for host in sorted({self.state.workers[worker].host for worker in new}):
+            self._pass_state(host)
+        self._send_view(view, reason, tuple(leaving))
+        self._given = []
+
+    def _send_view(self, view: View, reason: str = "", leaving: tuple[int, ...] = ()) -> None:
+        members = []
+        for workers in view.hosts:
+            host = self.state.workers[workers[0]].host
+            agent = self.agents[host]
+            where = (agent.name, *agent.peer) if agent.peer is not None else ()
+            members.append(HostMembers(host, workers, *where))
+        self._view = BeginView(view.number, tuple(members), reason, leaving)
+        self.console.chief = view.chief
+        self._tell_all(self._view)
+
+    def _pass_state(self, host: int) -> None:
+        """Send the state that the chief has given to the agent of another host."""
+        parts = self._given if host != self._giver else []
+        for at, part in enumerate(parts):
+            held = HoldState(self._view.number, part, at == 0, at == len(parts) - 1)
+            self.agents[host].channel.send(held)
 
     def _drop_output(self) -> None:
         """Workers do not wait for a slow terminal once the user wants the job to end."""
-        drops = self._stopped or self.state.stage is Stage.SAVING
-        if drops != self._drops:
-            self._drops = drops
-            self.agent.send(DropOutput(drops))
+        self.console.drops = self._stopped or self.state.stage is Stage.SAVING
+
+    def _watch_console(self) -> None:
+        for text in self.console.lost():
+            self.events.publish(run_events.OutputLost(text))
+            self.console.say(text)
+        for sink in self.console.sinks:
+            self.loop.watch_if(sink.pending > 0, sink.descriptor, sink.flush, writes=True)
+        pauses = self.console.full and not self.console.drops
+        if pauses != self._pauses:
+            self._pauses = pauses
+            for agent in self.agents:
+                if agent.remote:
+                    agent.channel.send(PauseOutput(pauses))
+
+    def _keep_hosts(self) -> None:
+        """Tell the agents of other hosts that this process lives; end the job if one is silent."""
+        now = self.clock.now()
+        self._alive_due = now + ALIVE_EVERY
+        for host, agent in enumerate(self.agents):
+            if agent.remote and agent.ended is None:
+                agent.channel.send(KeepAlive())
+                if now - agent.heard > SILENCE:
+                    self._lose_host(host, f"has been silent for {SILENCE:g} s")
+
+    def _lose_host(self, host: int, how: str) -> None:
+        agent = self.agents[host]
+        self.loop.unwatch(agent.channel.fileno())
+        agent.ended, agent.has_reported = HostEnded(), True
+        if agent.remote:
+            self._decide(job_events.HostLost(host, f"host {agent.name} {how}"))
+        else:
+            self._outcome = self._outcome or actions.JobOutcome(1, "the agent of this host has ended")
 
     # Messages of the command and of other terminals.
 
@@ -269,7 +352,13 @@ class Coordinator:
                 self._drop_output()
                 # A script that has already ended must count as ended: workers' messages come first.
                 self._stops.append((number, self.clock.now() + _REPORT_PATIENCE))
-                self.agent.send(ReportAll())
+                self._request_reports()
+
+    def _request_reports(self) -> None:
+        for agent in self.agents:
+            if agent.ended is None:
+                agent.has_reported = False
+                agent.channel.send(ReportAll())
 
     def _stop(self) -> None:
         number, _ = self._stops.popleft()
@@ -319,14 +408,29 @@ class Coordinator:
             where=self._doing,
         )
 
-    # Reports of the agent.
+    # Reports of agents.
 
-    def _hear_agent(self) -> None:
-        while self._ended is None and (report := self.agent.receive()) is not None:
-            self._take(report)
+    def _hear_agent(self, host: int) -> None:
+        agent = self.agents[host]
+        for _ in range(_REPORTS_PER_TURN):
+            if agent.ended is not None or (report := agent.channel.receive()) is None:
+                return
+            agent.heard = self.clock.now()
+            self._take(host, report)
 
-    def _take(self, report: HostReport | Unreadable | PeerGone) -> None:
+    def _take(self, host: int, report: HostReport | Unreadable | PeerGone) -> None:
+        agent = self.agents[host]
         match report:
+            case KeepAlive():
+                pass
+            case OutputWritten(worker, descriptor, data):
+                self._output.write(worker, descriptor, data)
+            case StatePart(view, part, is_first) if view == self._view.number:
+                self._given = [part] if is_first else [*self._given, part]
+                self._giver = host
+            case StatePart():
+                # That view has ended.
+                pass
             case WorkerSaid(worker, message):
                 self._take_message(worker, message)
             case ProcessStarted(worker, pid):
@@ -336,7 +440,7 @@ class Coordinator:
             case StartCancelled(worker, number):
                 self._decide(run_events.WorkerExited(worker, -number))
             case ProcessArrived():
-                self._decide(job_events.WorkerArrived())
+                self._decide(job_events.WorkerArrived(host))
             case NotUnderstood(worker, error):
                 self.events.publish(run_events.MessageMisunderstood(worker, error))
             case StateHeld(view, whole, failure):
@@ -345,19 +449,17 @@ class Coordinator:
                 self._take_exit(report)
             case ViewRefused(number, why):
                 self._take_refused_view(number, why)
-            case TerminalLost(why):
-                self.events.publish(run_events.OutputLost(why))
-                self.console.say(why)
-            case AllReported() if self._stops:
-                self._stop()
             case AllReported():
-                # The deadline has passed, and the stop is decided.
-                pass
+                agent.has_reported = True
+                # Otherwise the deadline has passed, and the stop is decided.
+                if self._stops and all(one.has_reported for one in self.agents):
+                    self._stop()
             case HostEnded():
-                self._ended = report
-            case PeerGone() | Unreadable():
-                self._ended = HostEnded()
-                self._outcome = self._outcome or actions.JobOutcome(1, "the agent of this host has ended")
+                agent.ended = report
+            case Unreadable(error):
+                self._lose_host(host, f"sent an invalid message: {error}")
+            case PeerGone():
+                self._lose_host(host, "was lost: the connection to its agent is closed")
 
     def _take_failed_start(self, worker: int, joins: bool, why: str) -> None:
         message = f"cannot start worker {worker}: {why}"
@@ -403,6 +505,8 @@ class Coordinator:
                 self._tell_of_file(worker, path, line)
             case Failed(status, summary, traceback, blames, prints):
                 self.events.publish(run_events.ScriptFailed(worker, summary, traceback))
+                if not prints and self.agents[self.state.workers[worker].host].remote:
+                    self._output.log_only(worker, traceback)
                 self._decide(job_events.FailureReported(worker, status, summary, blames, prints))
             case Finished(status):
                 self._publish_and_decide(run_events.ScriptEnded(worker, status))
@@ -472,12 +576,14 @@ class Coordinator:
 
     def _conclude(self, outcome: actions.JobOutcome) -> int:
         normal = self.state.stage is Stage.FINISHED and not self._killed
-        ended = self._end_host(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers))
+        ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers, outcome.status))
         # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.
         self._close_admin()
         self.console.end_lines()
         if outcome.message:
-            self.console.say(explain(outcome, ended.evidence, self.console.shows, self._name_log))
+            evidence = [one for host in ended for one in host.evidence]
+            evidence.sort(key=lambda one: outcome.workers.index(one.worker))
+            self.console.say(explain(outcome, evidence, self.console.shows, self._name_log))
         elif self.spec.workers > 1 and not self._used_strategy:
             what = "used no strategy and compiled no model" if self.spec.adopts else "used no strategy"
             self._warn(f"the script {what}: each of the {self.spec.workers} workers ran all of it on its own")
@@ -487,8 +593,9 @@ class Coordinator:
                 f"the script distributed nothing: {lines}; train with model.fit, or "
                 "pass the replica's computation to strategy.run"
             )
-        if ended.left:
-            self._warn(unkillable(ended.left))
+        for agent, host in zip(self.agents, ended, strict=True):
+            if host.left:
+                self._warn(f"{unkillable(host.left)}{f' on {agent.name}' if agent.name else ''}")
         seconds = self.clock.now() - self._begun
         line = self._tally.line(seconds, len(self.state.members))
         if line and outcome.status == 0:
@@ -497,16 +604,19 @@ class Coordinator:
         self._flush()
         return outcome.status
 
-    def _end_host(self, end: EndHost) -> HostEnded:
-        self.agent.send(end)
+    def _end_hosts(self, end: EndHost) -> tuple[HostEnded, ...]:
+        self._tell_all(end)
         deadline = self.clock.now() + end.grace + _END_PATIENCE
-        while self._ended is None:
+        while late := [agent for agent in self.agents if agent.ended is None]:
             left = deadline - self.clock.now()
             self.loop.turn(max(0.0, left))
-            if self._ended is None and left <= 0:
-                self._warn(f"the agent has not ended all processes within {end.grace + _END_PATIENCE:g} s")
-                return HostEnded()
-        return self._ended
+            if left <= 0:
+                for agent in late:
+                    where = f" on {agent.name}" if agent.name else ""
+                    within = f"within {end.grace + _END_PATIENCE:g} s"
+                    self._warn(f"the agent{where} has not ended all processes {within}")
+                    agent.ended = HostEnded()
+        return tuple(agent.ended for agent in self.agents if agent.ended is not None)
 
     def _publish_end(self, status: int, message: str, workers: tuple[int, ...] = ()) -> None:
         done = self._tally.fields(self.clock.now() - self._begun)

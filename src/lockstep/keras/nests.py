@@ -15,8 +15,9 @@ def parts_of(nest: Nest) -> tuple[list[Any], Callable[[Sequence[Any]], Nest]]:
 
     Most inputs are (x, y), for which `keras.tree` would take as long as gathering a small batch.
     """
-    if type(nest) is tuple and all(leaf is None or hasattr(leaf, "shape") for leaf in nest):
-        return list(nest), tuple
+    kind = type(nest)
+    if (kind is tuple or kind is list) and all(leaf is None or hasattr(leaf, "shape") for leaf in nest):
+        return list(nest), kind
     return keras.tree.flatten(nest), partial(keras.tree.pack_sequence_as, nest)
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -44,7 +44,7 @@ def set_global_generator(generator: Any) -> None:
 
 def script_seed() -> int | None:
     """Return the seed that the script has passed to `keras.utils.set_random_seed`; None without one."""
-    seed: int | None = rng_utils.get_random_seed()
+    seed: int | None = global_state.get_global_attribute(rng_utils.GLOBAL_RANDOM_SEED)
     return seed
 
 
@@ -194,20 +194,58 @@ def restore_states(states: Mapping[str, Any]) -> None:
         torch.set_rng_state(states["torch"])
 
 
-def _python_state() -> Any:
-    """Return Python's state; copy it only if it has changed, which takes ten times as long as comparing it.
+class _Seen(NamedTuple):
+    """The state of a generator that was copied last, which takes 10 to 90 times as long as comparing it.
 
-    The second of two normal numbers is not in the memory that is compared.
+    Attributes:
+        generator: with its state in memory, but for the second of two normal numbers.
+        memory: of the generator.
+        words: the memory's contents with this state.
+        state: of the generator.
     """
-    global _known_python
+
+    generator: Any
+    memory: Any
+    words: bytes
+    state: Any
+
+
+_seen_python: _Seen | None = None
+_seen_numpy: _Seen | None = None
+
+
+def _python_state() -> Any:
+    """Return Python's state; copy it only if it has changed."""
+    global _seen_python
     generator: Any = random._inst
-    if type(random._inst) is not random.Random or not _memory_shows_state():
-        return random.getstate()
-    words = _memory_of(generator)
-    known = _known_python
-    if known is None or known[0] != words or known[1][2] != generator.gauss_next:
-        known = _known_python = words, random.getstate()
-    return known[1]
+    seen = _seen_python
+    if seen is None or seen.generator is not generator:
+        if type(random._inst) is not random.Random or not _memory_shows_state():
+            return random.getstate()
+        memory = _memory_of(generator)
+    elif seen.memory.raw == seen.words and seen.state[2] == generator.gauss_next:
+        return seen.state
+    else:
+        memory = seen.memory
+    _seen_python = _Seen(generator, memory, memory.raw, random.getstate())
+    return _seen_python.state
+
+
+def _numpy_state() -> Any:
+    """Return NumPy's state; copy it only if it has changed, or if it has the second of two normal numbers."""
+    global _seen_numpy
+    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    seen = _seen_numpy
+    if seen is None or seen.generator is not generator:
+        if type(generator) is not np.random.MT19937:
+            return np.random.get_state()
+        memory = (ctypes.c_char * _NUMPY_WORDS).from_address(generator.ctypes.state_address)
+    elif seen.memory.raw == seen.words and not seen.state[3]:
+        return seen.state
+    else:
+        memory = seen.memory
+    _seen_numpy = _Seen(generator, memory, memory.raw, np.random.get_state())
+    return _seen_numpy.state
 
 
 @cache
@@ -218,44 +256,24 @@ def _memory_shows_state() -> bool:
     generator = random.Random(1)
     generator.random()
     _, (*words, index), _ = generator.getstate()
-    memory = _memory_of(generator)
+    memory = _memory_of(generator).raw
     return struct.pack(f"={len(words)}I", *words) in memory and struct.pack("=i", index) in memory
 
 
-def _memory_of(generator: random.Random) -> bytes:
+def _memory_of(generator: random.Random) -> Any:
     """Return what CPython's class of generators adds to the memory of an object."""
     start = object.__basicsize__
-    return ctypes.string_at(id(generator) + start, _random.Random.__basicsize__ - start)
-
-
-def _numpy_state() -> Any:
-    """Return NumPy's state; copy it only if it has changed, which takes 90 times as long as comparing it.
-
-    The second of two normal numbers is not in the memory that is compared, so a state with one is copied.
-    """
-    global _known_numpy
-    generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if type(generator) is not np.random.MT19937:
-        return np.random.get_state()
-    words = ctypes.string_at(generator.ctypes.state_address, _NUMPY_WORDS)
-    known = _known_numpy
-    if known is None or known[0] != words or known[1][3]:
-        known = _known_numpy = words, np.random.get_state()
-    return known[1]
+    return (ctypes.c_char * (_random.Random.__basicsize__ - start)).from_address(id(generator) + start)
 
 
 def _set_numpy_state(state: Any) -> None:
-    global _known_numpy
+    global _seen_numpy
     np.random.set_state(state)
-    _known_numpy = None
+    _seen_numpy = None
 
 
 _NUMPY_WORDS = 625 * 4
 """Bytes of a Mersenne Twister in memory: 624 words and the index of the next."""
-
-_known_python: tuple[bytes, Any] | None = None
-_known_numpy: tuple[bytes, Any] | None = None
-"""The state that was copied last, and its bytes in memory."""
 
 
 def imported_frameworks() -> list[str]:

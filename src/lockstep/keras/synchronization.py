@@ -197,9 +197,10 @@ class AllReduce:
 
     def synchronize(self, this: Round) -> Total:
         """Sum a round's partials along the tree; the next reduce reuses the memory of the total."""
-        return self._exchange(partial(self._sum, this), this.catching_up)
+        return self._exchange(partial(self._sum, this, {}), this.catching_up)
 
-    def _sum(self, this: Round, view: View, communicator: Communicator) -> Total:
+    def _sum(self, this: Round, joined: dict[str, Array], view: View, communicator: Communicator) -> Total:
+        """Make the calls of a round; those that `joined` keeps from an earlier view are complete."""
         this.entered()
         own = view.replicas_of(self._worker)
         layout = this.begin(own)
@@ -207,10 +208,11 @@ class AllReduce:
         check = this.check(layout.names) if len(view.workers) > 1 else b""
         partials = this.partials(own)
         this.settle()
-        summed, joined = partials, dict[str, Array]()
+        summed = partials
         if layout.scalars or layout.joined:
             named = {r: dict(zip(layout.names, arrays, strict=True)) for r, arrays in partials.items()}
-            joined = _joined(layout, named, communicator, this.what) if layout.joined else {}
+            if layout.joined and not joined:
+                joined.update(_joined(layout, named, communicator, this.what))
             if joined and not layout.summed and not check:
                 return joined
             for replica, arrays in named.items():

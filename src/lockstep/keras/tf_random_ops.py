@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
+import keras
 import tensorflow as tf
 from tensorflow.python.eager import context
 from tensorflow.python.eager.polymorphic_function import function_context
@@ -25,7 +26,7 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from lockstep.errors import ModelError
 from lockstep.keras.seeds import GOLDEN, seed_of
-from lockstep.worker.patch_registry import PATCHES, Patch
+from lockstep.worker.patch_registry import PATCHES
 
 _TIMES = 1 << 31
 """The maximum runs of an operation in a step."""
@@ -104,14 +105,18 @@ class GraphDraws:
 class ElementDraws:
     """The draws of a function that is being traced to map the elements of a dataset, each with its own seed.
 
+    They also replace the numbers of Keras's generators, which are then neither read nor advanced.
+
     Args:
         seed: of the element, a tensor of the function.
         number: of the function, among those that have the element's seed.
+        drawn: how often these functions draw from each of Keras's generators, by the generator's id.
     """
 
-    def __init__(self, seed: Seed, number: int) -> None:
+    def __init__(self, seed: Seed, number: int, drawn: Counter[int]) -> None:
         self._seed = seed
         self._number = number
+        self._drawn = drawn
         self._operations = 0
 
     def seed(self, given: int | None) -> Seed:
@@ -120,10 +125,28 @@ class ElementDraws:
         Raises:
             ModelError: the operation runs while the function is traced.
         """
-        if tf.executing_eagerly():
-            raise ModelError("it draws random numbers in tf.init_scope, where they become constants")
         place = (self._number, self._operations) if given is None else (given,)
         self._operations += given is None
+        return self._mixed(place)
+
+    def seed_from(self, generator: keras.random.SeedGenerator, ordered: bool) -> Seed:
+        """Add operations to the graph that compute what one of Keras's generators yields next.
+
+        Generators to which the program has given one seed yield the same, as Keras's do: layers that augment
+        an image and its mask depend on that.
+
+        Raises:
+            ModelError: as `seed`.
+        """
+        given = generator._initial_seed
+        if given is None or not ordered:
+            return self.seed(None)
+        self._drawn[id(generator)] += 1
+        return self._mixed(("generator", given, self._drawn[id(generator)]))
+
+    def _mixed(self, place: tuple[Any, ...]) -> Seed:
+        if tf.executing_eagerly():
+            raise ModelError("it draws random numbers in tf.init_scope, where they become constants")
         seed = tf.bitwise.bitwise_xor(self._seed, tf.constant([signed(seed_of(*place)), 0], tf.int64))
         for loop in _loops(tf.compat.v1.get_default_graph()):
             seed = tf.random.experimental.stateless_fold_in(seed, _runs(loop))
@@ -168,21 +191,26 @@ _active = _Active()
 _variables: dict[str, tf.Variable] = {}
 _counters: list[tf.Variable] = []
 _lock = threading.Lock()
-_blocks = 0
-_given_back: tuple[Patch, ...] = ()
-"""The replacements of the last block, which the next one makes again."""
 
 
 @contextmanager
 def drawn_from(draws: Draws | None) -> Iterator[None]:
     """Make TensorFlow's operations draw from `draws` within the block; None leaves them unchanged."""
-    before, _active.draws = _active.draws, draws
-    _enter()
+    before = draw_from(draws)
     try:
         yield
     finally:
-        _leave()
-        _active.draws = before
+        draw_from(before)
+
+
+def draw_from(draws: Draws | None) -> Draws | None:
+    """Make TensorFlow's operations on this thread draw from `draws`; return what they have drawn from.
+
+    The first call replaces functions of TensorFlow. Without draws, they still do what the originals do.
+    """
+    _install()
+    before, _active.draws = _active.draws, draws
+    return before
 
 
 def stateless(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -344,29 +372,19 @@ _WITHOUT_EQUIVALENT = (
 )
 
 
-def _enter() -> None:
-    """Patch TensorFlow's modules, unless another block has done so."""
-    global _blocks
+def _install() -> None:
+    """Replace TensorFlow's functions, unless that was done."""
     with _lock:
-        _blocks += 1
-        if _blocks > 1 or PATCHES.repeat(_given_back):
+        if PATCHES.has(__name__):
             return
-        PATCHES.replace(__name__, random_seed, "get_seed", _noted)
-        PATCHES.replace(__name__, function_context, "make_function_context", _apart)
-        PATCHES.replace(__name__, control_flow_ops, "pfor", _vectorized)
         for name, equivalent in _EQUIVALENTS.items():
             PATCHES.replace(__name__, gen_random_ops, name, partial(_drawn, equivalent))
         for module, name in _WITHOUT_EQUIVALENT:
             PATCHES.replace(__name__, module, name, partial(_refused, name))
-
-
-def _leave() -> None:
-    """Restore TensorFlow's functions when the last block ends."""
-    global _blocks, _given_back
-    with _lock:
-        _blocks -= 1
-        if not _blocks:
-            _given_back = PATCHES.give_back(__name__)
+        PATCHES.replace(__name__, random_seed, "get_seed", _noted)
+        PATCHES.replace(__name__, keras.random.SeedGenerator, "next", _by_element)
+        PATCHES.replace(__name__, function_context, "make_function_context", _apart)
+        PATCHES.replace(__name__, control_flow_ops, "pfor", _vectorized)
 
 
 def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -374,9 +392,21 @@ def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_seed(given: Any) -> Any:
         first, second = original(given)
-        return (first, second) if given is None else (first, _GivenSeed(second))
+        marked = given is not None and _active.draws is not None
+        return (first, _GivenSeed(second) if marked else second)
 
     return get_seed
+
+
+def _by_element(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Keras's generators of TensorFlow's numbers draw by the element for which a function is traced."""
+
+    def next_seed(generator: Any, ordered: bool = True) -> Any:
+        if isinstance(_active.draws, ElementDraws) and isinstance(generator.state.value, tf.Variable):
+            return tf.cast(_active.draws.seed_from(generator, ordered), generator.state.dtype)
+        return original(generator, ordered)
+
+    return next_seed
 
 
 def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -400,7 +430,9 @@ def _apart(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _vectorized(original: Callable[..., Any]) -> Callable[..., Any]:
     def pfor(*args: Any, **options: Any) -> Any:
-        if not isinstance(_active.draws, GraphDraws | ElementDraws) and not tf.config.functions_run_eagerly():
+        draws = _active.draws
+        traced = isinstance(draws, GraphDraws | ElementDraws)
+        if draws is None or not (traced or tf.config.functions_run_eagerly()):
             return original(*args, **options)
         with drawn_from(VectorizedDraws()):
             return original(*args, **options)

@@ -60,32 +60,39 @@ def agree(job: Job, what: str, facts: Facts) -> None:
     Raises:
         DisagreementError: facts differ; raised on every worker, names two workers and the first difference.
     """
-    job.exchange(lambda view, communicator: gather(view, communicator, what, facts, b""))
+    job.exchange(lambda _, communicator: gather(job.worker, communicator, what, facts, b""))
 
 
 def chiefs_decision(job: Job, what: str, own: bool) -> bool:
     """Return the chief's `own` on every worker."""
 
-    def receive(view: View, communicator: Communicator) -> bool:
-        decisions = gather(view, communicator, what, {}, bytes([own]))
-        return decisions[view.workers.index(view.chief)] == bytes([True])
+    def receive(_: View, communicator: Communicator) -> bool:
+        # The chief is the first worker of the view in which the call completes.
+        return gather(job.worker, communicator, what, {}, bytes([own]))[0] == bytes([True])
 
     return job.exchange(receive)
 
 
-def gather(view: View, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
-    """Return the blobs of all workers, in the order of the view's workers.
+def gather(worker: int, communicator: Communicator, what: str, facts: Facts, blob: bytes) -> list[bytes]:
+    """Return the blobs of all workers, in the order of the workers of the view in which the call completes.
+
+    Args:
+        worker: the id of this one, which travels with its facts: the view may be an earlier one.
+        communicator: of the current view.
+        what: names the call.
+        facts: that must be equal on all workers.
+        blob: of this worker.
 
     Raises:
         DisagreementError: the workers differ in `what` or in `facts`; raised on every worker.
     """
-    own = msgspec.msgpack.encode((list({"call": what, **facts}.items()), blob))
+    own = msgspec.msgpack.encode((worker, list({"call": what, **facts}.items()), blob))
     packed = [
-        msgspec.msgpack.decode(other, type=tuple[list[tuple[str, str]], bytes])
+        msgspec.msgpack.decode(other, type=tuple[int, list[tuple[str, str]], bytes])
         for other in communicator.gather(own, what=what)
     ]
-    _compare(what, view.workers, [dict(heading) for heading, _ in packed])
-    return [other for _, other in packed]
+    _compare(what, [sender for sender, _, _ in packed], [dict(heading) for _, heading, _ in packed])
+    return [other for _, _, other in packed]
 
 
 def _compare(what: str, workers: Sequence[int], gathered: Sequence[Facts]) -> None:

@@ -1,13 +1,19 @@
 """Coordinator and agent of one job in one process, served by one event loop."""
 
-import contextlib
 import os
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from lockstep.agent.agent import Agent
 from lockstep.agent.exchange import open_shared
+from lockstep.agent.lane_connections import HostNetwork
 from lockstep.agent.starter import Arrivals, Starter
+from lockstep.agent.worker_output import WorkerOutput
 from lockstep.collectives.shared.pool import SharedPool
 from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.host_agent import HostAgent, PeerAddress
 from lockstep.observability.bus import Bus
 from lockstep.observability.console import Console
 from lockstep.observability.event_log import EventLog
@@ -23,6 +29,31 @@ from lockstep.system.paths import RunPaths
 from lockstep.transport.local_channel import LocalChannel
 
 
+@dataclass(frozen=True)
+class LocalHost:
+    """What a job uses on the host of its coordinator.
+
+    Attributes:
+        output: takes the output of workers.
+        starter: starts workers.
+        descendants: the processes of the job.
+        arrivals: where workers that a user starts by hand arrive; None if none can.
+        host: the index of the host in the job.
+        name: of the host, for messages; empty if the job has one host.
+        peer: where workers of other hosts connect; None if the job has one host.
+        network: how workers reach other hosts; None if the job has one host.
+    """
+
+    output: WorkerOutput
+    starter: Starter
+    descendants: Descendants
+    arrivals: Arrivals | None = None
+    host: int = 0
+    name: str = ""
+    peer: PeerAddress | None = None
+    network: HostNetwork | None = None
+
+
 def run_job(
     spec: JobSpec,
     state: State,
@@ -30,9 +61,9 @@ def run_job(
     command: Channel[Stop, Stop],
     *,
     console: Console,
-    starter: Starter,
-    descendants: Descendants,
-    arrivals: Arrivals | None = None,
+    loop: EventLoop,
+    local: LocalHost | None,
+    remote: Mapping[int, HostAgent] = MappingProxyType({}),
 ) -> int:
     """Run a job to its end in this process; return its exit status.
 
@@ -41,36 +72,43 @@ def run_job(
         state: of supervision at the start.
         paths: of the run, absolute.
         command: the channel over which the job is stopped; the job ends when its other end closes.
-        console: shows the output of workers and notes.
-        starter: starts workers.
-        descendants: the processes of the job on this host.
-        arrivals: where workers that a user starts by hand arrive; None if none can.
+        console: shows notes, and the output of workers.
+        loop: serves everything.
+        local: the host of this process; None if the job has no workers there.
+        remote: the agents on other hosts, by the index of the host.
 
     Raises:
         SharedMemoryError: this machine has too little memory.
         OSError: this process has too many descriptors.
     """
     clock = SystemClock()
-    to_agent, to_coordinator = LocalChannel.pair()
     events = Bus(clock, complain=console.say)
-    with EventLog.open(paths.events, console.say) as log, EventLoop() as loop:
+    agents = dict(remote)
+    with ExitStack() as ends:
+        log = ends.enter_context(EventLog.open(paths.events, console.say))
         events.subscribe(log.append, *RUN_EVENTS)
-        agent = Agent(
-            job=paths.root.name,
-            coordinator=to_coordinator,
-            loop=loop,
-            starter=starter,
-            open_exchange=open_shared,
-            pool=Attachment(SharedPool.create().fd),
-            console=console,
-            descendants=descendants,
-            arrivals=arrivals,
-        )
+        if local is not None:
+            to_agent, to_coordinator = LocalChannel.pair()
+            agents[local.host] = HostAgent(to_agent, local.name, local.peer)
+            agent = Agent(
+                job=paths.root.name,
+                coordinator=to_coordinator,
+                loop=loop,
+                starter=local.starter,
+                open_exchange=open_shared,
+                pool=Attachment(SharedPool.create().fd),
+                output=local.output,
+                descendants=local.descendants,
+                host=local.host,
+                network=local.network,
+                arrivals=local.arrivals,
+            )
+            ends.enter_context(closing(agent))
         coordinator = Coordinator(
             spec=spec,
             paths=paths,
             pid=os.getpid(),
-            agent=to_agent,
+            agents=tuple(agents[host] for host in sorted(agents)),
             command=command,
             loop=loop,
             console=console,
@@ -78,5 +116,4 @@ def run_job(
             clock=clock,
             state=state,
         )
-        with contextlib.closing(agent):
-            return coordinator.run()
+        return coordinator.run()

@@ -57,6 +57,8 @@ class JobStarted(_Event, frozen=True, kw_only=True, tag="job"):
     tf_distribute: bool
     adopts: bool
     joint_input: bool
+    hosts: tuple[tuple[str, int], ...]
+    plain: bool
     inherited: tuple[int, ...]
 
 

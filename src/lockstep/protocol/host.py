@@ -6,7 +6,111 @@ there. They work in the same way in one process and on different hosts.
 
 import msgspec
 
-from lockstep.protocol.worker import Notice, RelayedMessage
+from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
+from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
+
+ALIVE_EVERY = 1.0
+"""Seconds between two messages of an agent and a coordinator on different hosts."""
+
+SILENCE = 10.0
+"""Seconds without a message after which the other host counts as lost."""
+
+MOST_QUEUED = 1 << 32
+"""Bytes that coordinator and agent keep for each other: a state must fit. Silence ends the wait."""
+
+STATE_PART = 256 * 1024
+"""Bytes of a part of a state."""
+
+# Between the coordinator and the agent of another host, before the job begins.
+
+
+class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
+    """The first message of an agent that joins a coordinator; sent again when something in it changes.
+
+    The coordinator answers with `KeepWaiting`, with `Rejected`, or, once its hosts are complete, with
+    `Prepare`.
+
+    Attributes:
+        workers: the number of workers that the host can run.
+        first: the first process that a user has started on the host by hand; its tasks have their addresses
+            as places. None if the agent starts the workers.
+        slots: the tasks of which a process waits on the host.
+    """
+
+    workers: int
+    first: Arrival | None = None
+    slots: tuple[int, ...] = ()
+
+
+class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
+    """The first message to an agent: what the job will run on its host. The answer is `HostFacts`.
+
+    Attributes:
+        job: the id of the job, random bytes.
+        key: the line of the job's key; empty if the agent has it.
+        encrypted: whether connections between hosts are encrypted.
+        target: path of the script, or name of the module.
+        module: whether `target` is a module.
+        arguments: of the script.
+        backend: the Keras backend.
+        folder: the current folder of the job; empty to stay in that of the agent.
+        environment: variables that the workers have on all hosts.
+    """
+
+    job: bytes
+    key: str
+    encrypted: bool
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    backend: str | None
+    folder: str
+    environment: dict[str, str]
+
+    def __repr__(self) -> str:
+        return f"Prepare({self.target!r})"
+
+
+class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
+    """What the coordinator must know of a host before the job begins.
+
+    Attributes:
+        name: of the host, as it names itself.
+        python: the version of Python.
+        machine: the kind of processor, such as x86_64.
+        libraries: the versions of installed libraries, by distribution.
+        cores: number of cores that the job may use.
+        script: the hash of the script's file; empty if it has none.
+        address: the IP address at which the agent accepts connections.
+        port: its port.
+        incarnation: a random number of this agent.
+        problem: why the host cannot run the job; empty if it can.
+    """
+
+    name: str
+    python: str
+    machine: str
+    libraries: dict[str, str]
+    cores: int
+    script: str
+    address: str
+    port: int
+    incarnation: int
+    problem: str = ""
+
+
+class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
+    """The job begins: from now on, the agent takes instructions.
+
+    Attributes:
+        spec: the job.
+        host: the index of the agent's host.
+    """
+
+    spec: JobSpec
+    host: int
+
 
 # From the command to the coordinator.
 
@@ -28,15 +132,27 @@ class BeginView(msgspec.Struct, frozen=True, tag="begin view"):
 
     Attributes:
         number: of the view.
-        workers: its members, the longest-serving first.
+        hosts: its members, host by host.
         reason: why the current view ends.
         leaving: the members of the current view that must leave.
+        term: of the coordinator.
     """
 
     number: int
-    workers: tuple[int, ...]
+    hosts: tuple[HostMembers, ...]
     reason: str = ""
     leaving: tuple[int, ...] = ()
+    term: int = 1
+
+    @property
+    def workers(self) -> tuple[int, ...]:
+        """Ids of its members, host by host."""
+        return tuple(worker for host in self.hosts for worker in host.workers)
+
+    @property
+    def networked(self) -> bool:
+        """Whether its members reach the exchange over connections, because the job has several hosts."""
+        return any(host.address for host in self.hosts)
 
 
 class StartProcess(msgspec.Struct, frozen=True, tag="start"):
@@ -65,6 +181,22 @@ class DeliverPosition(msgspec.Struct, frozen=True, tag="deliver position"):
     worker: int
 
 
+class HoldState(msgspec.Struct, frozen=True, tag="hold state"):
+    """Hold a part of the state that the chief on another host has sent; the last part completes it.
+
+    Attributes:
+        view: the number of the view in which the chief sent it.
+        part: the bytes that follow those of the part before.
+        is_first: whether it is the first part; the state held before is dropped.
+        is_last: whether it is the last part.
+    """
+
+    view: int
+    part: bytes
+    is_first: bool
+    is_last: bool
+
+
 class SignalProcess(msgspec.Struct, frozen=True, tag="signal"):
     """Send a signal to the main process of a worker; a worker that has not started yet never starts."""
 
@@ -84,10 +216,20 @@ class EndExchange(msgspec.Struct, frozen=True, tag="end exchange"):
     reason: str
 
 
-class DropOutput(msgspec.Struct, frozen=True, tag="drop output"):
-    """Drop output for which the terminal is too slow, or have its workers wait for the terminal."""
+class KeepAlive(msgspec.Struct, frozen=True, tag="alive"):
+    """The sender lives; sent in both directions, every `ALIVE_EVERY` seconds, between hosts."""
 
-    drops: bool
+
+class PauseOutput(msgspec.Struct, frozen=True, tag="pause output"):
+    """Have workers on a host without the console wait with their output, or no longer."""
+
+    pauses: bool
+
+
+class ShowNote(msgspec.Struct, frozen=True, tag="note"):
+    """Show a note to the users of the host."""
+
+    text: str
 
 
 class ReportAll(msgspec.Struct, frozen=True, tag="report all"):
@@ -100,10 +242,12 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
     Attributes:
         grace: seconds that they have to exit on their own.
         evidence: workers whose log and stack the agent reports.
+        status: the exit status of the job.
     """
 
     grace: float
     evidence: tuple[int, ...] = ()
+    status: int = 0
 
 
 # From an agent to the coordinator.
@@ -155,6 +299,20 @@ class NotUnderstood(msgspec.Struct, frozen=True, tag="not understood"):
     error: str
 
 
+class StatePart(msgspec.Struct, frozen=True, tag="state part"):
+    """A part of the state that the chief has sent, for the agents of other hosts; `StateHeld` follows.
+
+    Attributes:
+        view: the number of the view in which the chief sent it.
+        part: the bytes that follow those of the part before.
+        is_first: whether it is the first part.
+    """
+
+    view: int
+    part: bytes
+    is_first: bool
+
+
 class StateHeld(msgspec.Struct, frozen=True, tag="state"):
     """The chief of a view sent a state, which the agent holds; see `StateReply`."""
 
@@ -178,16 +336,24 @@ class ProcessExited(msgspec.Struct, frozen=True, tag="exited"):
     memory_kills: int = 0
 
 
+class OutputWritten(msgspec.Struct, frozen=True, tag="output"):
+    """A worker on a host without the console has written output.
+
+    Attributes:
+        worker: its id.
+        descriptor: 1 for stdout, 2 for stderr.
+        data: the output.
+    """
+
+    worker: int
+    descriptor: int
+    data: bytes
+
+
 class ViewRefused(msgspec.Struct, frozen=True, tag="view refused"):
     """A view cannot begin on this host; the current one continues."""
 
     number: int
-    reason: str
-
-
-class TerminalLost(msgspec.Struct, frozen=True, tag="terminal lost"):
-    """The terminal no longer accepts output, for `reason`."""
-
     reason: str
 
 
@@ -228,10 +394,13 @@ Instruction = (
     | StartProcess
     | PostNotice
     | DeliverPosition
+    | HoldState
     | SignalProcess
     | TakeStack
     | EndExchange
-    | DropOutput
+    | KeepAlive
+    | PauseOutput
+    | ShowNote
     | ReportAll
     | EndHost
 )
@@ -242,10 +411,18 @@ HostReport = (
     | ProcessArrived
     | WorkerSaid
     | NotUnderstood
+    | StatePart
     | StateHeld
     | ProcessExited
     | ViewRefused
-    | TerminalLost
+    | KeepAlive
+    | OutputWritten
     | AllReported
     | HostEnded
 )
+
+RemoteInstruction = KeepWaiting | Rejected | Prepare | BeginJob | Instruction
+"""What an agent on another host receives."""
+
+RemoteReport = HostOffer | HostFacts | HostReport
+"""What an agent on another host sends."""

@@ -1,13 +1,14 @@
 """The specification of a job on this host."""
 
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lockstep.observability.console import Tee
 from lockstep.system.environment import Checkpoints
 from lockstep.system.prose import count
-from lockstep.topology import View, place
+from lockstep.topology import View, place_on_hosts
 
 GRACE = 20.0
 """The default number of seconds that a stopped job has to complete its step and write a checkpoint."""
@@ -32,6 +33,13 @@ class Devices:
     shared: bool
 
 
+class JobHost(NamedTuple):
+    """A host of a job: its name, as the user wrote it, and the number of workers with which it begins."""
+
+    name: str
+    workers: int
+
+
 @dataclass(frozen=True)
 class JobSpec:
     """One job, with all defaults resolved.
@@ -42,7 +50,7 @@ class JobSpec:
         arguments: of the script.
         workers: number of workers.
         replicas: number of replicas.
-        threads: number of threads that compute one replica.
+        threads: number of threads that compute one replica; 0 until the cores of all hosts are known.
         seed: determines everything random in the job.
         timeout: seconds after which a worker that others wait for counts as stuck.
         run_dir: the run folder, as the user wrote it.
@@ -58,6 +66,8 @@ class JobSpec:
         tf_distribute: whether names under `tf.distribute` are Lockstep's in the script.
         adopts: whether models that a script compiles without a strategy are distributed.
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
+        hosts: the hosts of the job, in the order of their first workers; empty for one host.
+        plain: whether connections between hosts are not encrypted.
         inherited: descriptors of this process that workers inherit with the same numbers.
     """
 
@@ -82,12 +92,16 @@ class JobSpec:
     tf_distribute: bool = False
     adopts: bool = True
     joint_input: bool = False
+    hosts: tuple[JobHost, ...] = ()
+    plain: bool = False
     inherited: tuple[int, ...] = ()
 
     @property
     def view(self) -> View:
         """The first view."""
-        return place(self.replicas, tuple(range(self.workers)))
+        ids = iter(range(self.workers))
+        counts = [host.workers for host in self.hosts] or [self.workers]
+        return place_on_hosts(self.replicas, tuple(tuple(islice(ids, count)) for count in counts))
 
     def devices_of(self, slot: int) -> Devices | None:
         """Return the GPUs of the worker at a slot; None to leave them unchanged.
@@ -106,12 +120,15 @@ class JobSpec:
     @property
     def shape(self) -> str:
         """One line on what the result depends on, and on the number of workers."""
+        on = f" on {count(len(self.hosts), 'host')}" if self.hosts else ""
         parts = [
-            f"{count(self.workers, 'worker')}, {count(self.replicas, 'replica')}, "
+            f"{count(self.workers, 'worker')}{on}, {count(self.replicas, 'replica')}, "
             f"{count(self.threads, 'thread')} each, seed {self.seed}"
         ]
         if self.joint_input:
             parts.append("each worker reads all input")
+        if self.plain:
+            parts.append("connections between hosts are not encrypted")
         if self.chosen:
             parts.append(self.chosen)
         if self.replicas > 1:

@@ -6,6 +6,7 @@ import msgspec
 
 from lockstep.observability.events import WorkerEvent
 from lockstep.protocol.channel import Attachment
+from lockstep.protocol.credentials import Credentials
 
 
 class Started(msgspec.Struct, frozen=True, tag="started"):
@@ -95,8 +96,45 @@ class SharedMemoryEndpoint(msgspec.Struct, frozen=True, tag="shared memory"):
     control: Attachment
 
 
-Endpoint = SharedMemoryEndpoint
-"""How a member reaches the exchange of a view; a union of one until a view has members on several hosts."""
+class HostMembers(msgspec.Struct, frozen=True):
+    """The members of a view on one host.
+
+    Attributes:
+        host: the index of the host in the job.
+        workers: their ids, the longest-serving first.
+        name: of the host, for messages; empty if the job has one host.
+        address: the IP address at which the host's agent accepts connections for them; empty if the job has
+            one host.
+        port: its port.
+        incarnation: the number that the agent has drawn at its start.
+    """
+
+    host: int
+    workers: tuple[int, ...]
+    name: str = ""
+    address: str = ""
+    port: int = 0
+    incarnation: int = 0
+
+
+class NetworkEndpoint(msgspec.Struct, frozen=True, tag="network"):
+    """An exchange of members on several hosts: in memory within a host, over connections between hosts.
+
+    Attributes:
+        control: the control segment of the members on this host.
+        term: of the coordinator that began the view.
+        hosts: the members of all hosts, in the order of the view.
+        here: the position of this host in `hosts`.
+    """
+
+    control: Attachment
+    term: int
+    hosts: tuple[HostMembers, ...]
+    here: int
+
+
+Endpoint = SharedMemoryEndpoint | NetworkEndpoint
+"""How a member reaches the exchange of a view."""
 
 
 class Notice(IntEnum):
@@ -117,9 +155,13 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
     Attributes:
         pool: the memory for partials and totals, which all workers on the host share.
+        job: the id of the job, random bytes; empty if it has one host.
+        credentials: with which the worker connects to other hosts; None if the job has one host.
     """
 
     pool: Attachment
+    job: bytes = b""
+    credentials: Credentials | None = None
 
 
 class NewView(msgspec.Struct, frozen=True, tag="view"):
@@ -127,15 +169,29 @@ class NewView(msgspec.Struct, frozen=True, tag="view"):
 
     Attributes:
         number: of the view.
-        workers: its members, the longest-serving first.
+        hosts: its members, host by host.
         endpoint: how they reach the exchange of the view.
         state: of the training, for a worker that joins with this view; None for others.
     """
 
     number: int
-    workers: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
     endpoint: Endpoint
     state: Attachment | None = None
+
+
+class PeerConnected(msgspec.Struct, frozen=True, tag="connected"):
+    """A member on another host has connected, to send in a view what this worker receives.
+
+    Attributes:
+        view: the number of the view.
+        host: the index of the other host in the job.
+        connection: the socket, after the greeting.
+    """
+
+    view: int
+    host: int
+    connection: Attachment
 
 
 class Position(msgspec.Struct, frozen=True, tag="position"):
@@ -158,4 +214,4 @@ RelayedMessage = Started | EventReport | WaitReport | FileOpened | Failed | Fini
 """The messages that an agent forwards to the coordinator unchanged."""
 
 WorkerMessage = RelayedMessage | StateReply
-AgentMessage = Welcome | NewView | Position | Leave | JobOver
+AgentMessage = Welcome | NewView | PeerConnected | Position | Leave | JobOver

@@ -1,7 +1,8 @@
 """The main program of a job whose workers are started by hand: its coordinator and agent, in one process.
 
 The first of the processes that are started by hand starts it (see `lockstep.rendezvous.take_part`). It waits
-for a process per task, runs the job, and ends when no process remains.
+for a process per task, runs the job, and ends when no process remains. If the tasks are on several hosts,
+each host has such a process: see `lockstep.rendezvous.over_hosts`.
 """
 
 import os
@@ -15,14 +16,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from lockstep.agent.worker_output import LocalOutput
 from lockstep.errors import LockstepError
-from lockstep.local_job.composition import run_job
+from lockstep.local_job.composition import LocalHost, run_job
 from lockstep.protocol.host import Stop
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import decode_arrival
 from lockstep.rendezvous.processes import ExternalProcesses, Terminals
 from lockstep.rendezvous.server import RendezvousServer, RendezvousStarter
 from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.system.event_loop import EventLoop
 from lockstep.system.paths import RunPaths
 from lockstep.system.run_folder import claim_folder, empty_folder, fresh_folder, leave_folder
 from lockstep.system.standard_streams import fill_standard_descriptors
@@ -49,7 +52,11 @@ def main(arguments: Sequence[str]) -> None:
     # Release the terminal of the first process: this process must not keep it open after that one has ended.
     os.dup2(0, 2)
     try:
-        if _gather(server):
+        if server.first.here:
+            from lockstep.rendezvous.over_hosts import serve_host
+
+            serve_host(server, terminals)
+        elif _gather(server):
             _coordinate(server, terminals)
     except LockstepError as error:
         server.turn_away(str(error))
@@ -86,16 +93,12 @@ def _coordinate(server: RendezvousServer, terminals: Terminals) -> None:
         user.send(Stop(number))
 
     signal.signal(signal.SIGTERM, pass_on)
-    run_job(
-        spec,
-        State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True)),
-        paths,
-        command,
-        console=terminals,
-        starter=RendezvousStarter(spec, paths, os.getpid(), server),
-        descendants=ExternalProcesses(server.workers),
-        arrivals=server,
-    )
+    state = State.of(spec.view, TimeLimits(timeout=spec.timeout), JobSize(spec.workers, by_hand=True))
+    starter = RendezvousStarter(spec, paths, os.getpid(), server)
+    output, processes = LocalOutput(terminals, paths), ExternalProcesses(server.workers)
+    local = LocalHost(output, starter, processes, server)
+    with EventLoop() as loop:
+        run_job(spec, state, paths, command, console=terminals, loop=loop, local=local)
     leave_folder(spec.run_dir)
     os.close(lock)
     if not server.assigned:

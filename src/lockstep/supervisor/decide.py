@@ -51,6 +51,7 @@ from lockstep.supervisor.events import (
     DeadlinePassed,
     Event,
     FailureReported,
+    HostLost,
     ScaleRequested,
     StateGiven,
     ViewFailed,
@@ -69,7 +70,6 @@ from lockstep.supervisor.state import (
 )
 from lockstep.system.exit_status import describe_exit, shell_status, signal_name
 from lockstep.system.prose import count, name_workers, whose_lines
-from lockstep.topology import place
 
 
 def decide(state: State, event: Event, now: float) -> Decision:
@@ -101,14 +101,17 @@ def decide(state: State, event: Event, now: float) -> Decision:
             decision = _join_requested(state, event, now)
         case StateGiven():
             decision = _state_given(state, event, now)
-        case WorkerArrived():
+        case WorkerArrived(host):
             size = replace(state.size, wanted=len(state.present) + len(state.joiners) + 1, closed=False)
-            arrived = replace(state, size=size)
+            admission = replace(state.admission, arrivals=(*state.admission.arrivals, host))
+            arrived = replace(state, size=size, admission=admission)
             decision = Decision(arrived, reason="a worker that was started by hand arrived")
         case ScaleRequested():
             decision = _scale_requested(state, event, now)
         case WaitReported():
             decision = _wait_reported(state, event, now)
+        case HostLost():
+            decision = _host_lost(state, event, now)
         case ViewFailed(reason):
             decision = _end(state, JobOutcome(1, reason), now)
         case StopRequested():
@@ -215,6 +218,16 @@ def _member_lost(state: State, event: WorkerExited, how: str, now: float) -> Dec
     if state.shutdown.deadline is not None:
         return Decision(state, reason=f"{how}; the others may fail too")
     return _next_view(state, "", now)
+
+
+def _host_lost(state: State, event: HostLost, now: float) -> Decision:
+    """End the job: its state is on the hosts that remain, but their number is fixed."""
+    gone = [worker for worker in state.running if state.workers[worker].host == event.host]
+    state = state.with_phase(Phase.LOST, *gone)
+    if not state.active:
+        reason = f"{event.reason}; the job is already ending"
+        return Decision(state, reason=reason) if state.running else _finish(state, reason)
+    return _end(_unstuck(state), JobOutcome(1, event.reason), now)
 
 
 def _failure_reported(state: State, event: FailureReported, now: float) -> Decision:
@@ -411,7 +424,7 @@ def _stop_requested(state: State, event: StopRequested, now: float) -> Decision:
     # The chief writes a checkpoint at the end of its step, for which the members must not wait for joiners.
     grace = state.limits.save
     reason = f"stopping ({name}): waiting up to {grace:g} s for the step and a checkpoint"
-    waits = state.admission.given or state.staying != state.members
+    waits = state.admission.given or set(state.staying) != set(state.members)
     state = _at_stage(state, Stage.SAVING, now + grace)
     state = replace(state, shutdown=replace(state.shutdown, saving=Saving()))
     decision = _next_view(state, reason, now) if waits else Decision(state, (ShowMessage(reason),), reason)
@@ -572,7 +585,7 @@ def _next_view(state: State, how: str, now: float) -> Decision:
         return Decision(state, reason=f"{why}; no workers remain")
     if state.admission.given:
         return _admit(state, now, how)
-    view = place(state.view.replicas, staying, state.view.number + 1)
+    view = state.next_view(staying)
     reason = f"{why}; {name_workers(staying)} continue{'s' * (len(staying) == 1)} (view {view.number})"
     admission = replace(state.admission, posted=Notice.NOTHING, unreported="")
     state = replace(state, view=view, view_since=now, admission=admission)
@@ -594,7 +607,7 @@ def _admit(state: State, now: float, how: str) -> Decision:
         deadline = now + state.limits.timeout if deadline is None else deadline
         state = replace(state, admission=replace(state.admission, deadline=deadline, unreported=""))
         return Decision(state, (ShowMessage(reason),), reason)
-    view = place(state.view.replicas, workers, state.view.number + 1)
+    view = state.next_view(workers)
     new, old = tuple(w for w in workers if w in ready), tuple(w for w in staying if w not in workers)
     changes = [f"{name_workers(new)} joined"] if new else []
     changes += [f"{name_workers(old)} left"] if old else []
@@ -605,6 +618,8 @@ def _admit(state: State, now: float, how: str) -> Decision:
     admission = replace(state.admission, given=False, deadline=None, unreported="")
     state = replace(state, view=view, view_since=now, admission=admission)
     state = state.with_phase(Phase.MEMBER, *new).with_phase(Phase.LEAVING, *old)
+    for worker in new:
+        state = state.with_worker(worker, replace(state.workers[worker], member_since=view.number))
     return Decision(state, (StartView(view, reason), ShowMessage(reason)), reason)
 
 
@@ -627,11 +642,12 @@ def _reconciled(decision: Decision, now: float) -> Decision:
     # Perhaps the script raises on all workers, and no other worker is needed.
     unsure = state.failures and state.shutdown.deadline is not None
     if missing > 0 and not paused and not unsure:
-        first = max(state.workers) + 1
-        joiners = {first + one: WorkerRecord(Phase.JOINING, now) for one in range(missing)}
+        for worker in range(first := max(state.workers) + 1, first + missing):
+            host, *later = admission.arrivals or (state.roomiest_host(),)
+            admission = replace(admission, arrivals=tuple(later))
+            state = state.with_worker(worker, WorkerRecord(Phase.JOINING, host, started_at=now))
+            actions = (*actions, StartWorker(worker))
         admission = replace(admission, backoff_until=None)
-        state = replace(state, workers={**state.workers, **joiners})
-        actions = tuple(map(StartWorker, joiners))
     if not admission.given:
         members, notice = len(state.staying), Notice.NOTHING
         if state.ready or members > size.wanted or members < size.min_workers:

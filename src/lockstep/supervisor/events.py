@@ -62,7 +62,9 @@ class StateGiven:
 
 @dataclass(frozen=True)
 class WorkerArrived:
-    """A user has started one more worker by hand, which waits until the job uses it."""
+    """A user has started one more worker by hand on a host; it waits until the job uses it."""
+
+    host: int = 0
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,14 @@ class ScaleRequested:
 class ViewFailed:
     """This machine lacks the resources for the next view."""
 
+    reason: str
+
+
+@dataclass(frozen=True)
+class HostLost:
+    """The agent of a host, the one at index `host`, has ended or is silent, for `reason`."""
+
+    host: int
     reason: str
 
 
@@ -100,6 +110,7 @@ Event = (
     | WorkerArrived
     | ScaleRequested
     | WaitReported
+    | HostLost
     | ViewFailed
     | StopRequested
     | DeadlinePassed

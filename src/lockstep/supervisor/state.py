@@ -3,6 +3,7 @@
 A job is RUNNING until its `JobOutcome` is decided; while it is LOOKING, the outcome is provisional.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
@@ -10,7 +11,7 @@ from enum import Enum, auto
 from lockstep.protocol.job_spec import GRACE
 from lockstep.protocol.worker import Notice
 from lockstep.supervisor.actions import Action, JobOutcome
-from lockstep.topology import View
+from lockstep.topology import View, place_on_hosts
 
 
 class Phase(Enum):
@@ -63,6 +64,8 @@ class WorkerRecord:
 
     Attributes:
         phase: of the worker's life.
+        host: the index of its host.
+        member_since: the number of the first view of which it is a member.
         started_at: when it was started to join; None for the first workers.
         raised: whether its script has raised while it was not a joiner.
         failure: its failure; None if it has none or only blames another worker.
@@ -72,6 +75,8 @@ class WorkerRecord:
     """
 
     phase: Phase = Phase.MEMBER
+    host: int = 0
+    member_since: int = 1
     started_at: float | None = None
     raised: bool = False
     failure: Failure | None = None
@@ -157,6 +162,7 @@ class Admission:
         backoff_until: the earliest time to start a worker; None for no limit.
         young_losses: how many workers in a row were lost soon after their start.
         unreported: the consequence of the last loss, until a message has reported it.
+        arrivals: the hosts of workers that wait because a user has started them by hand.
     """
 
     posted: Notice = Notice.NOTHING
@@ -165,6 +171,7 @@ class Admission:
     backoff_until: float | None = None
     young_losses: int = 0
     unreported: str = ""
+    arrivals: tuple[int, ...] = ()
 
 
 class Stage(Enum):
@@ -232,6 +239,7 @@ class State:
 
     Attributes:
         view: which worker computes which replica.
+        slots: for each host, the number of workers that it should have.
         workers: every worker that was ever started, by id.
         limits: the time limits.
         size: how many workers there should be.
@@ -246,6 +254,7 @@ class State:
     """
 
     view: View
+    slots: tuple[int, ...]
     workers: Mapping[int, WorkerRecord]
     limits: TimeLimits = field(default_factory=TimeLimits)
     size: JobSize = field(default_factory=JobSize)
@@ -260,8 +269,10 @@ class State:
 
     @classmethod
     def of(cls, view: View, limits: TimeLimits, size: JobSize, *, keeps: bool = False) -> "State":
-        """Return the state of a new job that begins with `view`."""
-        return cls(view, {worker: WorkerRecord() for worker in view.workers}, limits, size, keeps=keeps)
+        """Return the state of a new job that begins with `view`, of which each host has workers."""
+        hosts = enumerate(view.hosts)
+        workers = {worker: WorkerRecord(host=host) for host, there in hosts for worker in there}
+        return cls(view, tuple(map(len, view.hosts)), workers, limits, size, keeps=keeps)
 
     @property
     def stage(self) -> Stage:
@@ -319,7 +330,8 @@ class State:
     def staying(self) -> tuple[int, ...]:
         """The members of the view that run and have not failed, the longest-serving first."""
         there = self.present
-        return tuple(w for w in self.members if w in there and self.workers[w].failure is None)
+        staying = [w for w in self.members if w in there and self.workers[w].failure is None]
+        return tuple(sorted(staying, key=lambda worker: (self.workers[worker].member_since, worker)))
 
     @property
     def failures(self) -> dict[int, JobOutcome]:
@@ -336,6 +348,19 @@ class State:
     def within(self, *phases: Phase) -> frozenset[int]:
         """Return the workers that are in one of `phases`."""
         return frozenset(worker for worker, record in self.workers.items() if record.phase in phases)
+
+    def next_view(self, workers: tuple[int, ...]) -> View:
+        """Return the next view, with `workers`, the longest-serving first."""
+        hosts: dict[int, tuple[int, ...]] = {}
+        for worker in workers:
+            host = self.workers[worker].host
+            hosts[host] = (*hosts.get(host, ()), worker)
+        return place_on_hosts(self.view.replicas, tuple(hosts.values()), self.view.number + 1)
+
+    def roomiest_host(self) -> int:
+        """Return the host that lacks most workers; the first of several."""
+        there = Counter(self.workers[worker].host for worker in self.running - self.leaving)
+        return max(range(len(self.slots)), key=lambda host: self.slots[host] - there[host])
 
     def with_worker(self, worker: int, record: WorkerRecord) -> "State":
         """Return the state with another record of a worker."""

@@ -21,6 +21,14 @@ _CUBLAS = (":4096:8", ":16:8")
 _MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_MMAP_THRESHOLD_": str(2**28)}
 """Keeps glibc from returning the memory of each step to the kernel and requesting it again: PyTorch allocates
 tensors there, and TensorFlow the batches of `tf.data`. JAX has its own allocator."""
+_SHARED = (
+    *("CUBLAS_", "JAX_", "KERAS_", "MKL_", "OMP_", "OPENBLAS_", "PYTHONPATH", "PYTORCH_", "TF_", "TORCH_"),
+    "XLA_",
+)
+"""Prefixes of variables that can change what a script computes."""
+_OF_ONE_HOST = ("TF_CONFIG", "KERAS_HOME", "JAX_COMPILATION_CACHE_DIR", "TORCH_HOME")
+KEY_FILE = f"{_PREFIX}KEY_FILE"
+"""The variable with the path of the key of a job over several hosts."""
 LEGACY_KERAS = "TF_USE_LEGACY_KERAS"
 RUN = "lockstep run"
 """The environment in the `TF_CONFIG` of workers that were not started by hand."""
@@ -255,6 +263,26 @@ def hide_gpus(environ: MutableMapping[str, str] = os.environ) -> None:
 def show_gpus(names: Sequence[str], environ: MutableMapping[str, str] = os.environ) -> None:
     """Let CUDA show only these GPUs to frameworks that have not yet initialized it."""
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+
+
+def key_file(environ: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the path of the key of the job; None if it is not set."""
+    return Path(path) if (path := environ.get(KEY_FILE)) else None
+
+
+def shared_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that can change what a script computes, which it must see on all hosts."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(_SHARED) and name not in _OF_ONE_HOST
+    }
+
+
+def ssh_address(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the IP address at which the client of `ssh` has reached this host; None without `ssh`."""
+    parts = environ.get("SSH_CONNECTION", "").split()
+    return parts[2] if len(parts) == 4 else None
 
 
 def slurm_variable(name: str, environ: Mapping[str, str] = os.environ) -> str | None:

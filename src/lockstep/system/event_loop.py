@@ -13,10 +13,10 @@ class EventLoop:
 
     def __init__(self) -> None:
         self._selector = selectors.PollSelector()
-        self._before: list[Callable[[], None]] = []
+        self._before: list[Callable[[], float | None]] = []
 
-    def before_each_wait(self, call: Callable[[], None]) -> None:
-        """Call `call` at the beginning of each turn."""
+    def before_each_wait(self, call: Callable[[], float | None]) -> None:
+        """Call `call` at the beginning of each turn; the turn waits at most the seconds that it returns."""
         self._before.append(call)
 
     def watch(self, descriptor: int, call: Callable[[], object], *, writes: bool = False) -> None:
@@ -26,6 +26,15 @@ class EventLoop:
                 descriptor, selectors.EVENT_WRITE if writes else selectors.EVENT_READ, call
             )
 
+    def watch_if(
+        self, wanted: bool, descriptor: int, call: Callable[[], object], *, writes: bool = False
+    ) -> None:
+        """Watch a descriptor if `wanted`, otherwise stop watching it."""
+        if wanted:
+            self.watch(descriptor, call, writes=writes)
+        else:
+            self.unwatch(descriptor)
+
     def unwatch(self, descriptor: int) -> None:
         """Stop watching a descriptor."""
         if descriptor in self._selector.get_map():
@@ -33,8 +42,10 @@ class EventLoop:
 
     def turn(self, seconds: float | None) -> None:
         """Wait until a descriptor is ready, for at most `seconds`, and call the handlers."""
-        for call in self._before:
-            call()
+        limits = [limit for call in self._before if (limit := call()) is not None]
+        if seconds is not None:
+            limits.append(seconds)
+        seconds = max(0.0, min(limits)) if limits else None
         for key, _ in self._selector.select(seconds):
             # An earlier handler of this turn may have unwatched it.
             if key.fd in self._selector.get_map():

@@ -121,12 +121,17 @@ class Log:
         except OSError:
             return []
         start = max(self._file.start, size - _TAIL)
-        text = self._file.read(size - start, start).decode(errors="replace")
-        return [_plain(line) for line in text.rstrip("\n").split("\n")][-lines:] if text else []
+        return last_lines(self._file.read(size - start, start), lines)
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def last_lines(data: bytes, lines: int) -> list[str]:
+    """Return the last lines of an output, safe for a terminal."""
+    text = data.decode(errors="replace")
+    return [_plain(line) for line in text.rstrip("\n").split("\n")][-lines:] if text else []
 
 
 def _plain(line: str) -> str:

@@ -109,5 +109,15 @@ def leave_folder(folder: Path) -> None:
             paths.lock.unlink()
 
 
+def remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it began; for the command that created it."""
+    paths = RunPaths(folder)
+    if not paths.events.exists():
+        with contextlib.suppress(OSError):
+            paths.sources.rmdir()
+            folder.rmdir()
+            folder.parent.rmdir()
+
+
 def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:
     return ConfigError(f"{what} {folder} cannot be used: {error.strerror}; give another {option}")

@@ -2,9 +2,11 @@
 
 import array
 import contextlib
+import os
 import select
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -101,9 +103,13 @@ def encode(message: msgspec.Struct, attachments: list[Attachment] | None = None)
         if isinstance(value, Attachment):
             found.append(value)
             return len(found) - 1
+        if isinstance(value, Path):
+            return os.fspath(value)
         return repr(value)
 
-    packet = msgspec.json.encode(_clean(msgspec.to_builtins(message, enc_hook=encode_other)))
+    # Bytes stay bytes here, because long texts are cut.
+    builtins = msgspec.to_builtins(message, builtin_types=(bytes,), enc_hook=encode_other)
+    packet = msgspec.json.encode(_clean(builtins))
     if len(packet) > MAX_PACKET:
         raise ValueError(f"a message of {len(packet)} bytes is more than {MAX_PACKET}")
     return packet
@@ -117,7 +123,7 @@ class PacketDecoder(Generic[In]):
     """
 
     def __init__(self, kinds: Any) -> None:
-        self._decoder: msgspec.json.Decoder[In] = msgspec.json.Decoder(kinds, dec_hook=self._attachment)
+        self._decoder: msgspec.json.Decoder[In] = msgspec.json.Decoder(kinds, dec_hook=self._decode_other)
         self._arrived: Sequence[Attachment] = ()
 
     def decode(self, packet: bytes, attachments: Sequence[Attachment] = ()) -> In:
@@ -134,7 +140,9 @@ class PacketDecoder(Generic[In]):
         finally:
             self._arrived = ()
 
-    def _attachment(self, kind: type, value: Any) -> Any:
+    def _decode_other(self, kind: type, value: Any) -> Any:
+        if kind is Path and isinstance(value, str):
+            return Path(value)
         if kind is not Attachment or not isinstance(value, int) or value < 0:
             raise ValueError(f"no attachment: {value!r}")
         return self._arrived[value] if value < len(self._arrived) else Attachment.missing()

@@ -1,6 +1,7 @@
 """The worker's end of the channel to its agent."""
 
 import select
+import time
 
 from lockstep.errors import InternalError
 from lockstep.observability.bus import PublishedEvent
@@ -15,6 +16,7 @@ from lockstep.protocol.worker import (
     JobOver,
     JoinRequest,
     NewView,
+    PeerConnected,
     Started,
     StateReply,
     WaitReport,
@@ -32,6 +34,7 @@ class AgentClient:
 
     def __init__(self, channel: Channel[WorkerMessage, AgentMessage]) -> None:
         self._channel = channel
+        self._connected: list[PeerConnected] = []
 
     def started(self) -> None:
         """Report that the script is about to run."""
@@ -87,11 +90,24 @@ class AgentClient:
         return newest
 
     def receive(self, seconds: float | None) -> AgentMessage | None:
-        """Wait for a message of the agent; for the main thread.
+        """Wait for a message of the agent, and keep connections that arrive before; for the main thread.
 
         Returns:
             The message; the end of the job if the agent has ended; None without a message in `seconds`.
         """
+        until = None if seconds is None else time.monotonic() + seconds
+        while isinstance(message := self.receive_any(seconds), PeerConnected):
+            self._connected.append(message)
+            seconds = None if until is None else max(0.0, until - time.monotonic())
+        return message
+
+    def connections(self, view: int) -> list[PeerConnected]:
+        """Return the connections of a view that were kept, and close those of earlier ones."""
+        kept, self._connected = self._connected, []
+        return [connected for connected in kept if connected.view == view]
+
+    def receive_any(self, seconds: float | None) -> AgentMessage | None:
+        """Wait for a message of the agent, which may be a connection; see `receive`."""
         if not select.select([self._channel.fileno()], [], [], seconds)[0]:
             return None
         message = self._channel.receive()

@@ -254,7 +254,9 @@ class Job:
         without them: a joined worker has skipped what the others computed, so its state may be wrong.
 
         Args:
-            act: makes the call in the view that it is given; it may be called several times.
+            act: makes the call in the view that it is given; it may be called several times. If it makes
+                several calls, it does not repeat those that were complete: with members on several hosts,
+                others may have completed all of them.
             catching_up: surrounds the work of `as_chief` that this worker repeats when it becomes the chief.
 
         Raises:

@@ -3,10 +3,10 @@
 import os
 import sys
 import traceback
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.checkpoint.checkpoint_files import Contents
-from lockstep.collectives.contract import PeerWait, WaitPolicy
+from lockstep.collectives.contract import Communicator, PeerWait, WaitPolicy
 from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
@@ -18,17 +18,21 @@ from lockstep.protocol.worker import (
     Endpoint,
     JobOver,
     Leave,
+    NetworkEndpoint,
     NewView,
     Position,
     StateReply,
     Welcome,
 )
 from lockstep.system.environment import WorkerConfig
-from lockstep.topology import View, place
+from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.job import GRACE_FOR_AGENT, Place
 from lockstep.worker.script import summarize_own
+
+if TYPE_CHECKING:
+    from lockstep.worker.network_entrance import NetworkEntrance
 
 _REPORT_EVERY = 0.5
 """Seconds between two reports of a wait to the agent."""
@@ -65,12 +69,16 @@ class AgentMembership:
         self._policy = policy
         self._states = states
         self._segment: ControlSegment | None = None
+        self._communicator: Communicator | None = None
         welcome = self._receive()
         if isinstance(welcome, JobOver):
             raise PeerLostError(welcome.reason)
         if not isinstance(welcome, Welcome):
             raise _unexpected(welcome)
-        self._buffers = Buffers(SharedPool.attach(welcome.pool.take()))
+        self._pool = SharedPool.attach(welcome.pool.take())
+        self._buffers = Buffers(self._pool)
+        self._job, self._credentials = welcome.job, welcome.credentials
+        self._entrance: NetworkEntrance | None = None
         self._view = place(1, (config.worker,))
 
     def first_place(self) -> Place:
@@ -152,26 +160,46 @@ class AgentMembership:
 
     def _enter_announced(self, message: AgentMessage) -> Place:
         match message:
-            case NewView(number, workers, endpoint):
-                view = place(self._config.replicas, workers, number)
-                return view, self._enter(view, endpoint)
+            case NewView(number, hosts, endpoint):
+                return self._enter(place_on_hosts(self._config.replicas, hosts, number), endpoint)
             case Leave():
                 _end(0)
             case JobOver(reason):
                 raise PeerLostError(reason)
         raise _unexpected(message)
 
-    def _enter(self, view: View, endpoint: Endpoint) -> SharedCommunicator:
-        """Enter the exchange of `view`."""
+    def _enter(self, view: View, endpoint: Endpoint) -> Place:
+        """Enter the exchange of `view`, or of a later one if that begins meanwhile."""
+        if self._communicator is not None:
+            self._communicator.close()
         if self._segment is not None:
             self._segment.close()
         self._states.forget()
         self._view = view
         self._segment = ControlSegment.attach(endpoint.control.take())
+        if isinstance(endpoint, NetworkEndpoint):
+            return self._enter_network(view, endpoint, self._segment)
         position = view.workers.index(self._config.worker)
-        return SharedCommunicator(
-            self._segment, self._buffers, position, ReducePlan.of(view), self._policy, self._observe
+        plan = ReducePlan.of(view)
+        self._communicator = SharedCommunicator(
+            self._segment, self._buffers, position, plan, self._policy, self._observe
         )
+        return view, self._communicator
+
+    def _enter_network(self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment) -> Place:
+        if self._entrance is None:
+            # Most jobs have one host, and need none of this.
+            from lockstep.worker.network_entrance import NetworkEntrance
+
+            assert self._credentials is not None
+            self._entrance = NetworkEntrance(
+                self._config, self._job, self._credentials, self._pool, self._client, self._policy
+            )
+        entered = self._entrance.enter(view, endpoint, segment, self._observe)
+        if isinstance(entered, AgentMessage):
+            return self._enter_announced(entered)
+        self._communicator = entered
+        return view, entered
 
     def _observe(self, wait: PeerWait) -> None:
         self._client.waiting(wait.what, wait.workers, wait.seconds)

@@ -5,7 +5,7 @@ under the module's name. Those of Keras's models and callbacks are replaced by `
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -31,11 +31,6 @@ class Patch(NamedTuple):
     original: Any
     replacement: Any
 
-    @property
-    def changed(self) -> bool:
-        """Whether the attribute has another value than the original one."""
-        return _namespace(self.owner).get(self.name, _ABSENT) is not self.original
-
     def undo(self) -> None:
         """Restore the original value."""
         if self.original is not _ABSENT:
@@ -51,6 +46,7 @@ class PatchRegistry:
 
     def __init__(self) -> None:
         self._patches: list[Patch] = []
+        self._modules: set[str] = set()
         self._lock = threading.RLock()
 
     def __iter__(self) -> Iterator[Patch]:
@@ -59,8 +55,7 @@ class PatchRegistry:
 
     def has(self, by: str) -> bool:
         """Whether the module `by` has replaced anything."""
-        with self._lock:
-            return any(patch.by == by for patch in self._patches)
+        return by in self._modules
 
     def replace(self, by: str, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         """Replace an attribute by the result of `make` for its current value.
@@ -82,13 +77,11 @@ class PatchRegistry:
         with self._lock:
             original = _namespace(owner).get(name, _ABSENT)
             self._patches.append(Patch(by, owner, name, original, value))
+            self._modules.add(by)
             _set(owner, name, value)
 
-    def give_back(self, by: str) -> tuple[Patch, ...]:
-        """Undo the replacements by the module `by`, or by modules in the package `by`, the last one first.
-
-        Return them in the order in which they were made.
-        """
+    def give_back(self, by: str) -> None:
+        """Undo the replacements by the module `by`, or by modules in the package `by`, the last one first."""
         inside = f"{by}."
         with self._lock:
             undone: list[Patch] = []
@@ -96,22 +89,9 @@ class PatchRegistry:
             for patch in self._patches:
                 (undone if patch.by == by or patch.by.startswith(inside) else kept).append(patch)
             self._patches = kept
+            self._modules = {patch.by for patch in kept}
             for patch in reversed(undone):
                 patch.undo()
-        return tuple(undone)
-
-    def repeat(self, patches: Sequence[Patch]) -> bool:
-        """Make replacements of different attributes again, which takes less time than the first time.
-
-        Return False, and replace nothing, if there are none or if one of the attributes has changed since.
-        """
-        with self._lock:
-            if not patches or any(patch.changed for patch in patches):
-                return False
-            for patch in patches:
-                _set(patch.owner, patch.name, patch.replacement)
-            self._patches.extend(patches)
-        return True
 
 
 def definer(cls: type, name: str) -> type:

@@ -217,7 +217,7 @@ class GlobalStep:
             packed = [[pack("", leaf) for leaf in part] for part in parts]
             facts = {"data": batch.check().hex()}
             blob = msgspec.msgpack.encode(packed)
-            blobs = gather(view, communicator, self._calls.where(), facts, blob)
+            blobs = gather(self._job.worker, communicator, self._calls.where(), facts, blob)
             decoded = [msgspec.msgpack.decode(blob, type=list[list[Packed]]) for blob in blobs]
             parts = [[unpack(leaf)[1] for leaf in part] for worker in decoded for part in worker]
         leaves = [np.concatenate(column) for column in zip(*parts, strict=True)]

@@ -1,9 +1,10 @@
 """A `PyDataset` whose batches are divided among the workers of a view, which hand over the rows.
 
 A pass consists of cycles of R batches. At the first step of a cycle, each member makes some of its batches,
-and sends each other member the rows of that member's replicas. A worker that lacks rows, because it joined or
-took over replicas within a cycle, makes the batch itself, without a call of the exchange. So all members make
-the same calls, and a batch does not depend on the worker that makes it.
+and sends each other member the rows of that member's replicas. In a new view, the members first tell each
+other which batches they hold: they hand over these, and make only those that no member holds. Otherwise, a
+worker that lacks rows makes the batch itself, without a call of the exchange. So all members make the same
+calls, and a batch does not depend on the worker that makes it.
 """
 
 import copy
@@ -113,6 +114,7 @@ class BatchDivision:
 
     Attributes:
         drawn_elsewhere: the random states from which steps draw, and batches do not.
+        divides: whether the members of the view divide batches, as they have decided together.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class BatchDivision:
         self.drawn_elsewhere: frozenset[str] = frozenset()
         self._opaque = False
         self._decided_in: int | None = None
-        self._divides = False
+        self.divides = False
         self.way = Way(
             "each worker makes some of the batches, and hands over the rows of others' replicas",
             "a batch depends only on its index; batches that take no longer to make than to hand over are "
@@ -178,28 +180,22 @@ class BatchDivision:
         return self.reads_ahead or min(self._seconds) > least
 
     def calls(self, cycle: int, view: View) -> bool:
-        """Whether the members of a view make calls of the exchange when `cycle`, from 0, begins in a pass."""
-        return len(view.workers) > 1 and (self._divides or self._is_undecided(cycle, view))
+        """Whether the members of a view make calls of the exchange to read `cycle`, from 0, of a pass."""
+        return len(view.workers) > 1 and (self.divides or self.is_undecided(cycle, view))
 
-    def divides(self, cycle: int, view: View, communicator: Communicator, what: str) -> bool:
-        """Return whether the members of a view divide the batches of a cycle, as the chief has decided.
-
-        A member decides nothing on its own: all have the decision of their view, which they take together.
-        """
-        if self._is_undecided(cycle, view):
-            own = bytes([self.pays]) if view.workers[0] == self.reader.job.worker else None
-            self._divides = communicator.broadcast(own, root=0, what=what) == bytes([True])
-            self._decided_in = view.number
-        return self._divides
-
-    def _is_undecided(self, cycle: int, view: View) -> bool:
+    def is_undecided(self, cycle: int, view: View) -> bool:
+        """Whether the members of a view have not decided yet whether they divide a cycle."""
         return cycle % DECIDE_EVERY == 0 or self._decided_in != view.number
+
+    def decide(self, view: View, divides: bool) -> None:
+        """Note whether the members of a view divide batches, as its chief has decided for all of them."""
+        self.divides, self._decided_in = divides, view.number
 
     def made(self, number: int, step: int, index: int, dataset: Any = None) -> Any:
         """Make a batch on this thread, of a copy of the dataset if it is given."""
         read = self.dataset.inner if dataset is None else dataset
         begun = time.perf_counter()
-        (data,) = self.draws.read(number, {step: index}, lambda items: [read[item] for item in items])
+        (data,) = self.draws.read(number, (step,), [index], lambda items: [read[item] for item in items])
         self._seconds.append(time.perf_counter() - begun)
         return data
 
@@ -220,6 +216,40 @@ class BatchDivision:
         self._opaque = True
 
 
+@dataclass(frozen=True)
+class _HandOver:
+    """What the members of a view have agreed on before they hand over batches.
+
+    Attributes:
+        view: the number of the view.
+        steps: of the batches.
+        makers: the worker that hands over the batch of a step.
+        plan: for Keras's workers, which read ahead; None if members already hold batches.
+    """
+
+    view: int
+    steps: range
+    makers: Mapping[int, int]
+    plan: "_Plan | None"
+
+    def makers_in(self, view: View) -> Mapping[int, int]:
+        """Return the makers, of which those that a later view lacks are replaced."""
+        there = {step: maker for step, maker in self.makers.items() if maker in view.workers}
+        return there if view.number == self.view else with_makers(self.steps, there, view.workers)
+
+
+def with_makers(steps: range, makers: Mapping[int, int], workers: Sequence[int]) -> Mapping[int, int]:
+    """Return `makers`, and of the other steps in turn each of `workers`.
+
+    If one step is missing, and not the first one, its batch need not delay the others: every worker makes it
+    in that step.
+    """
+    missing = [step for step in steps if step not in makers]
+    if len(missing) == 1 and missing != [steps.start]:
+        return makers
+    return {**makers, **{step: workers[at % len(workers)] for at, step in enumerate(missing)}}
+
+
 class _Pass:
     """One pass over the batches.
 
@@ -235,6 +265,7 @@ class _Pass:
         self._order = order
         self._cycle = division.reader.job.view.replicas
         self._held: dict[int, HeldRows] = {}
+        self._view: int | None = None
         self._ahead: _KerasWorkers | None = None
         self._ended = False
 
@@ -243,8 +274,9 @@ class _Pass:
         job = self._reader.job
         for done in [other for other in self._held if other < step]:
             del self._held[done]
-        if step % self._cycle == 0 and self._division.calls(step // self._cycle, job.view):
-            job.exchange(partial(self._hand_over, step), catching_up)
+        begins = step % self._cycle == 0 or self._view != job.view.number
+        if begins and self._division.calls(step // self._cycle, job.view):
+            job.exchange(partial(self._hand_over, step, []), catching_up)
         held = self._held.get(step)
         if held is None or _changed(held.state, self._division.state):
             alone = len(job.view.workers) == 1 and not job.joins
@@ -269,28 +301,71 @@ class _Pass:
             held = self._held[step] = self._made(step)
         return held.read(rows)
 
-    def _hand_over(self, first: int, view: View, communicator: Communicator) -> None:
-        """Make this worker's batches of the cycle that begins with step `first`, and hand over rows."""
-        members, worker = len(view.workers), self._reader.job.worker
-        if members == 1:
+    def _hand_over(
+        self, first: int, begun: "list[_HandOver]", view: View, communicator: Communicator
+    ) -> None:
+        """Hand over rows of the batches from step `first` to the end of its cycle, after making them.
+
+        What `begun` keeps was agreed in an earlier view, which has ended since: that call is complete.
+        """
+        worker = self._reader.job.worker
+        if len(view.workers) == 1:
             return
-        position, what = view.workers.index(worker), f"the batches from step {first + 1} of the pass on"
-        if not self._division.divides(first // self._cycle, view, communicator, what):
-            return
-        plan = _Plan(first, position, members, self._cycle)
-        last = first + self._cycle if self.count is None else min(first + self._cycle, self.count)
-        for step in plan.steps(last):
-            if step not in self._held:
+        what = f"the batches from step {first + 1} of the pass on"
+        last = (first // self._cycle + 1) * self._cycle
+        steps = range(first, last if self.count is None else min(last, self.count))
+        if not begun:
+            begun.append(self._begun(steps, view, communicator, what))
+        agreed = begun[0]
+        if self._division.divides:
+            makers = agreed.makers_in(view)
+            for step in [step for step in steps if makers.get(step) == worker and not self._holds(step)]:
                 # A batch that fails now is made by every worker in its own step, and fails there.
                 with suppress(Exception):
-                    self._held[step] = self._made(step, plan)
-        own = {step: self._held[step] for step in plan.steps(last) if step in self._held}
-        parts = [
-            [] if other == worker else self._encoded(own, view.replicas_of(other), view.replicas)
-            for other in view.workers
-        ]
-        for part in communicator.all_to_all(parts, what=what):
-            self._held |= decoded(part, self._division.state)
+                    self._held[step] = self._made(step, agreed.plan if view.number == agreed.view else None)
+            batches = {
+                step: self._held[step] for step in steps if makers.get(step) == worker and self._holds(step)
+            }
+            parts = [
+                [] if other == worker else self._encoded(batches, view.replicas_of(other), view.replicas)
+                for other in view.workers
+            ]
+            for part in communicator.all_to_all(parts, what=what):
+                found = decoded(part, self._division.state)
+                self._held |= {step: held for step, held in found.items() if not self._holds(step)}
+        self._view = agreed.view
+
+    def _begun(self, steps: range, view: View, communicator: Communicator, what: str) -> "_HandOver":
+        """Agree on the member that hands over each batch.
+
+        Members hold batches of `steps` only in a new view, in which they also decide whether to divide them.
+        """
+        cycle, place = divmod(steps.start, self._cycle)
+        undecided = self._division.is_undecided(cycle, view)
+        holders: dict[int, int] = {}
+        if undecided or self._view != view.number:
+            worker = self._reader.job.worker
+            pays = view.chief == worker and self._division.pays
+            own = worker, pays, [step for step in steps if self._holds(step)]
+            found = communicator.gather(msgspec.msgpack.encode(own), what=what)
+            told = [msgspec.msgpack.decode(blob, type=tuple[int, bool, list[int]]) for blob in found]
+            if undecided:
+                self._division.decide(view, told[0][1])
+            holders = {step: member for member, _, held in reversed(told) for step in held}
+        plan = None
+        if not holders and not place:
+            position = view.workers.index(self._reader.job.worker)
+            plan = _Plan(steps.start, position, len(view.workers), self._cycle)
+        return _HandOver(view.number, steps, with_makers(steps, holders, view.workers), plan)
+
+    def _holds(self, step: int) -> bool:
+        """Whether this worker holds all rows of the batch of a step."""
+        held = self._held.get(step)
+        return (
+            held is not None
+            and held.cover(slice(0, held.examples))
+            and not _changed(held.state, self._division.state)
+        )
 
     def _encoded(self, batches: Mapping[int, "HeldRows"], owned: range, replicas: int) -> list[Bytes]:
         """Return the rows of the `owned` replicas, without batches that have no form to hand over."""
@@ -308,8 +383,9 @@ class _Pass:
 
     def _made(self, step: int, plan: "_Plan | None" = None) -> "HeldRows":
         """Make a batch: by Keras's workers if there is a plan for them and the dataset has some."""
-        division, state = self._division, self._division.state
+        division = self._division
         if plan is not None and division.reads_ahead and not self._ended:
+            state = division.state
             data = self._checked(step, self._read_ahead(step, plan, state))
         else:
             data = division.made(self._number, step, self._index(step))
@@ -323,6 +399,9 @@ class _Pass:
         if ahead is None or not ahead.continues(step, plan, state):
             if ahead is not None:
                 ahead.stop()
+                self._ahead = None
+            if plan.step(0) != step:  # They begin again with the next cycle.
+                return _Fetched(None, failed=True)
             own = _OwnBatches(self._division, self._number, self._order, plan, self.count)
             ahead = self._ahead = _KerasWorkers(own, plan, state)
         return ahead.take()
@@ -420,7 +499,7 @@ class _OwnBatches(keras.utils.PyDataset):  # type: ignore[misc]
         try:
             if self.use_multiprocessing:
                 (data,) = self._draws.read(
-                    self._number, {step: index}, lambda items: [self._inner[item] for item in items]
+                    self._number, (step,), [index], lambda items: [self._inner[item] for item in items]
                 )
                 return _Fetched(data)
             before = random_states()
@@ -476,9 +555,9 @@ class _KerasWorkers:
             stopping.join()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class HeldPart:
-    """Rows of one part of a batch.
+    """Rows of one part of a batch. Immutable by convention: creating a frozen object takes longer.
 
     Attributes:
         array: the rows.
@@ -495,23 +574,29 @@ class HeldPart:
         """The shape of the rows: a part is a leaf of a nest."""
         return self.array.shape
 
+    def cut(self, rows: slice, examples: int) -> "HeldPart":
+        """Return the part's share in some of the `examples` rows of the batch; see `in_proportion`."""
+        cut = in_proportion(rows, examples, self.count)
+        return HeldPart(self.array[cut.start - self.start : cut.stop - self.start], cut.start, self.count)
 
+
+@dataclass(eq=False, slots=True)
 class HeldRows:
     """Rows of a batch that this worker holds: all, or those of its replicas.
 
-    Args:
-        nest: of parts.
+    Attributes:
+        parts: of the batch; None for a missing one.
+        pack: packs parts, or what replaces them, in the structure of the batch.
         examples: the number of rows of the whole batch.
         rows: those held.
         state: of the dataset when the batch was made or handed over.
     """
 
-    def __init__(self, nest: Any, examples: int, rows: slice, state: Mapping[str, Any]) -> None:
-        self.nest = nest
-        self.examples = examples
-        self.rows = rows
-        self.state = state
-        self.parts, self._pack = parts_of(nest)
+    parts: list[HeldPart | None]
+    pack: Callable[[Sequence[Any]], Any]
+    examples: int
+    rows: slice
+    state: Mapping[str, Any]
 
     @classmethod
     def whole(cls, data: Any, step: int, state: Mapping[str, Any]) -> Self:
@@ -521,16 +606,17 @@ class HeldRows:
             DataError: it has none.
         """
         leaves, pack = parts_of(data)
-        arrays = [None if leaf is None else on_host(leaf) for leaf in leaves]
-        known = [array for array in arrays if array is not None]
-        if not known or not known[0].shape or not known[0].shape[0]:
+        parts: list[HeldPart | None] = []
+        for leaf in leaves:
+            if leaf is None:
+                parts.append(None)
+                continue
+            array = on_host(leaf)
+            parts.append(HeldPart(array, 0, len(array) if array.shape else 0))
+        examples = next((part.count for part in parts if part is not None), 0)
+        if not examples:
             raise DataError(f"batch {step + 1} of the input has no rows")
-        parts = [
-            None if array is None else HeldPart(array, 0, len(array) if array.shape else 0)
-            for array in arrays
-        ]
-        examples = known[0].shape[0]
-        return cls(pack(parts), examples, slice(0, examples), state)
+        return cls(parts, pack, examples, slice(0, examples), state)
 
     def cover(self, rows: slice) -> bool:
         """Whether these are among the rows held."""
@@ -542,16 +628,14 @@ class HeldRows:
         Raises:
             DataError: parts of the batch cannot be split in proportion.
         """
-        return self._pack([None if part is None else self._cut(part, rows).array for part in self.parts])
+        return self.pack(
+            [None if part is None else part.cut(rows, self.examples).array for part in self.parts]
+        )
 
     def cut(self, rows: slice) -> Self:
         """Return some of the rows held; see `read`."""
-        parts = [None if part is None else self._cut(part, rows) for part in self.parts]
-        return type(self)(self._pack(parts), self.examples, rows, self.state)
-
-    def _cut(self, part: HeldPart, rows: slice) -> HeldPart:
-        cut = in_proportion(rows, self.examples, part.count)
-        return HeldPart(part.array[cut.start - part.start : cut.stop - part.start], cut.start, part.count)
+        parts = [None if part is None else part.cut(rows, self.examples) for part in self.parts]
+        return type(self)(parts, self.pack, self.examples, rows, self.state)
 
 
 class _OpaqueError(Exception):
@@ -573,7 +657,7 @@ def encoded(batches: Mapping[int, HeldRows]) -> list[Bytes]:
     arrays: list[Bytes] = []
     for step, held in batches.items():
         parts: list[HeldPart] = []
-        structure = _structure_of(held.nest, parts)
+        structure = _structure_of(held.pack(held.parts), parts)
         forms = [(_name_of(p.array.dtype), list(p.array.shape), p.start, p.count) for p in parts]
         described.append((step, held.examples, held.rows.start, held.rows.stop, structure, forms))
         arrays += (np.ascontiguousarray(part.array).reshape(-1).view(np.uint8) for part in parts)
@@ -600,8 +684,8 @@ def decoded(sent: Bytes, state: Mapping[str, Any]) -> dict[int, HeldRows]:
             nbytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
             parts.append(HeldPart(sent[start : start + nbytes].view(dtype).reshape(shape), begin, rows))
             start += _padded(nbytes)
-        nest = _nest_of(structure, iter(parts))
-        batches[step] = HeldRows(nest, examples, slice(first, stop), state)
+        leaves, pack = parts_of(_nest_of(structure, iter(parts)))
+        batches[step] = HeldRows(leaves, pack, examples, slice(first, stop), state)
     return batches
 
 

@@ -11,10 +11,10 @@ from lockstep.errors import DataError
 from lockstep.keras.input.distributed_dataset import DistributedDataset
 from lockstep.keras.input.loader_reading import is_loader, loader_reading
 from lockstep.keras.input.pipelines import Pipelines
-from lockstep.keras.input.readings import ReadingWorker, explain_reading, note_once
+from lockstep.keras.input.readings import Reading, ReadingWorker, explain_reading, note_once
 from lockstep.keras.input.shards import policy_of, shard_pipelines
 from lockstep.keras.input.sources import DividedSource, GlobalBatchSource, Source
-from lockstep.keras.input.streams import array_of, host_nest, spec_of
+from lockstep.keras.input.streams import array_of, host_nest, is_tensorflow, spec_of
 from lockstep.keras.per_replica import KnownValues, Spec, ValueStore
 from lockstep.keras.replica_run.runner import Runner
 from lockstep.worker.job import Job
@@ -31,7 +31,8 @@ def distribute(
     Args:
         job: of the replicas.
         runner: gives each replica its values.
-        seed: returns the seed of shards, or of the random numbers of items; called only for them.
+        seed: returns the seed of shards, or of the random numbers of items; called only for `tf.data` and a
+            `DataLoader`.
         call: returns the number of the call in progress.
         dataset: a `tf.data.Dataset`, a PyTorch `DataLoader`, a `keras.utils.PyDataset`, or any iterable of
             nests of arrays, all with the examples along their first axis.
@@ -53,10 +54,15 @@ def distribute(
 
 def _divided(job: Job, dataset: Any, seed: Callable[[], int], call: Callable[[], int]) -> Source | None:
     """Return the source of a dataset of which each worker reads the rows of its replicas; None for others."""
-    if not is_loader(dataset):
+    if not (is_loader(dataset) or is_tensorflow(dataset)):
         return None
     reader = ReadingWorker(job, seed(), call=call)
-    reading = loader_reading(dataset, reader, host_nest)
+    if is_loader(dataset):
+        reading: Reading | str = loader_reading(dataset, reader, host_nest)
+    else:
+        from lockstep.keras.input.tf_reading import tf_reading
+
+        reading = tf_reading(dataset, reader, weighed=False)
     if isinstance(reading, str):
         return GlobalBatchSource(dataset, job.view.replicas, reading)
     return DividedSource(dataset, reader, reading)

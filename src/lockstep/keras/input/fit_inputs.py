@@ -41,11 +41,11 @@ from lockstep.keras.input.readings import (
     Reading,
     ReadingWorker,
     Way,
-    compared_rows,
+    joint_batch,
     whole_batch,
 )
 from lockstep.keras.input.shards import shard_pipelines
-from lockstep.keras.input.sources import DividedPass, Element, Source
+from lockstep.keras.input.sources import DividedSource, Element, GlobalBatchPass, GlobalBatchSource, Source
 from lockstep.keras.input.stored_arrays import StoredArray, stored
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import OrderSeed, ReorderedDataset, draw_as_a_loader, visits
@@ -316,13 +316,6 @@ class DatasetInput(GlobalInput):
             self._division.note_epoch()
 
 
-def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
-    """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
-    if reader is None:
-        return whole_batch(data, step)
-    return whole_batch(data, step, compared_rows(reader.checks, number, step))
-
-
 class JointReading:
     """The `Reading` of a dataset of which every worker reads everything.
 
@@ -408,14 +401,56 @@ class StreamInput(GlobalInput):
         return first.read(slice(0, first.examples))
 
 
-class DistributedInput(GlobalInput):
-    """A dataset that the program has distributed; elements are `(x, y, sample_weight)` or its first parts.
+class DistributedInput(StreamInput):
+    """A dataset of global batches that the program has distributed, which is visited like the dataset itself.
 
     Args:
-        source: of global batches, or with a pipeline per replica.
+        source: elements are `(x, y, sample_weight)` or its first parts.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: GlobalBatchSource) -> None:
+        size, reading = _DistributedSize(source), _SourceReading(source)
+        super().__init__(size, "a distributed dataset", reading, unsplit=False)
+        self._source = source
+
+    def first(self) -> Any:
+        """Return an element to build a model with."""
+        _draw_for(self._source)
+        return _as_tuple(self._source.sample())
+
+
+class _SourceReading:
+    """The `Reading` of a source of global batches."""
+
+    def __init__(self, source: GlobalBatchSource) -> None:
+        self._source = source
+        self.way = source.way
+
+    def begin(self) -> Iterator[GlobalBatch]:
+        """Begin the next pass when Keras would begin one over the dataset itself; yield its batches."""
+        if isinstance(self._source, DividedSource):
+            return map(_as_tuples, iter(self._source.begin().batch, None))
+        _draw_for(self._source)
+        if _begins_at_once(self._source.stream.dataset):
+            return self._batches(self._source.begin())
+        return self._lazily()
+
+    def _lazily(self) -> Iterator[GlobalBatch]:
+        yield from self._batches(self._source.begin())
+
+    def _batches(self, begun: GlobalBatchPass) -> Iterator[GlobalBatch]:
+        for step, element in enumerate(iter(lambda: next(begun, None), None)):
+            yield whole_batch(_as_tuple(element.nest), step)
+
+
+class PipelinesInput(GlobalInput):
+    """Datasets of replicas that the program has distributed; elements are `(x, y, sample_weight)` or less.
+
+    Args:
+        source: the datasets.
+    """
+
+    def __init__(self, source: Pipelines) -> None:
         super().__init__(_DistributedSize(source), unsplit=False)
         self._source = source
 
@@ -425,21 +460,8 @@ class DistributedInput(GlobalInput):
         return self._source.way
 
     def batches(self) -> Iterator[GlobalBatch]:
-        """Yield the global batches of the next pass."""
-        if isinstance(self._source, Pipelines):
-            yield from self._joined(self._source)
-            return
+        """Yield the global batches of the next pass, which begins with the first one."""
         current = self._source.begin()
-        if isinstance(current, DividedPass):
-            yield from map(_as_tuples, iter(current.batch, None))
-            return
-        step = 0
-        while (element := next(current, None)) is not None:
-            yield whole_batch(_as_tuple(element.nest), step)
-            step += 1
-
-    def _joined(self, source: Pipelines) -> Iterator[GlobalBatch]:
-        current = source.begin()
         while (counts := current.counts()) is not None:
             element = current.element()
             if any(counts):
@@ -483,6 +505,18 @@ def _part_reader(element: Element) -> Callable[[int], Any]:
         return _as_tuple(nest)
 
     return read
+
+
+def _draw_for(source: GlobalBatchSource) -> None:
+    """Draw the random numbers that Keras draws at the start of a pass; a `DataLoader` draws them itself."""
+    if not is_torch_dataloader(source.stream.dataset):
+        draw_as_a_loader()
+
+
+def _begins_at_once(dataset: Any) -> bool:
+    """Whether Keras begins a pass over a dataset before it needs the first batch, as over a backend's own."""
+    own = {"tensorflow": is_tf_dataset, "torch": is_torch_dataloader}.get(keras.backend.backend())
+    return own is not None and bool(own(dataset))
 
 
 def _as_tuples(batch: GlobalBatch) -> GlobalBatch:
@@ -534,6 +568,9 @@ def global_input(
                 "with a distributed dataset, targets and weights come from the dataset itself: let its "
                 "elements be (x, y) or (x, y, sample_weight), and give no class_weight"
             )
+        if isinstance(x.source, Pipelines):
+            return PipelinesInput(x.source)
+        assert isinstance(x.source, GlobalBatchSource)
         return DistributedInput(x.source)
     if x is not None and can_convert_arrays((x, y, sample_weight)):
         inner = ArrayDataAdapter(
@@ -552,7 +589,7 @@ def global_input(
                 return get_data_adapter(shard, class_weight=class_weight).get_tf_dataset()
 
             if source := shard_pipelines(reader.job, x, lambda: reader.seed, weighted):
-                return DistributedInput(source)
+                return PipelinesInput(source)
         reading: Reading = JointReading(inner, reader)
         if reader is not None and not unsplit:
             reading = _reading(x, inner, reader, weighed=class_weight is not None)

@@ -11,7 +11,7 @@ and TensorFlow's eager operations. The states of the program stay as they are.
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -45,41 +45,56 @@ class ItemDraws:
         drawn: whether an item has drawn random numbers.
     """
 
+    _kept: "_Draws | None" = None
+
     def __init__(self, seed: int) -> None:
         self._seed = seed
         self.drawn = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_kept"}
+
     def read(
-        self, number: int, items: Mapping[int, Item], fetch: Callable[[list[Item]], Sequence[Result]]
+        self,
+        number: int,
+        positions: Iterable[int],
+        items: list[Item],
+        fetch: Callable[[list[Item]], Sequence[Result]],
     ) -> list[Result]:
         """Return what `fetch` returns for the items, in their order.
 
         Args:
             number: of the pass, from 0.
-            items: by their positions in the pass, from 0.
+            positions: of the items in the pass, from 0; may be iterated more than once.
+            items: to read.
             fetch: returns a result for each of the items that it gets; is called again for each item alone
                 if one of them draws, and again if one of them imports a framework, which could not be seeded
                 before.
         """
         while True:
             known = imported_frameworks()
-            results = self._read(number, items, fetch)
+            results = self._read(number, positions, items, fetch)
             if imported_frameworks() == known:
                 return results
 
     def _read(
-        self, number: int, items: Mapping[int, Item], fetch: Callable[[list[Item]], Sequence[Result]]
+        self,
+        number: int,
+        positions: Iterable[int],
+        items: list[Item],
+        fetch: Callable[[list[Item]], Sequence[Result]],
     ) -> list[Result]:
+        apart = self._kept = self._kept or _Draws()
         if not self.drawn:
-            with _apart() as draws:
-                results = list(fetch(list(items.values())))
-                self.drawn = draws.drawn()
+            with apart:
+                results = list(fetch(items))
+                self.drawn = apart.drawn()
             if not self.drawn:
                 return results
         results = []
-        with _apart() as draws:
-            for position, item in items.items():
-                draws.seed(xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._seed, number, position)))
+        with apart:
+            for position, item in zip(positions, items, strict=True):
+                apart.seed(xxhash.xxh3_64_intdigest(struct.pack("<3Q", self._seed, number, position)))
                 results.extend(fetch([item]))
         return results
 
@@ -94,21 +109,6 @@ def states_kept() -> Iterator[dict[str, Any]]:
         restore_states(_after_imports(before))
 
 
-@contextmanager
-def _apart() -> Iterator["_Draws"]:
-    """Keep the program's random states; return those within the block."""
-    before = current_states()
-    draws = _Draws(before)
-    try:
-        with draws.tensorflow():
-            yield draws
-    finally:
-        if draws.changed:
-            restore_states(_after_imports(before))
-        else:
-            draws.leave()
-
-
 def _after_imports(before: dict[str, Any]) -> dict[str, Any]:
     """Return states with those of frameworks that were imported since, as they were after the import."""
     if TENSORFLOW in sys.modules and "tensorflow" not in before:
@@ -120,51 +120,50 @@ def _after_imports(before: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Draws:
-    """The random states while items are read: those of the program, until they are seeded.
+    """The random states in a block in which items are read: those of the program, until they are seeded.
 
-    Attributes:
-        changed: whether the program's states may have changed.
+    After the block, the program's states are as they were. An object serves one block after the other.
     """
 
-    def __init__(self, before: Mapping[str, Any]) -> None:
-        self._before = before
+    def __init__(self) -> None:
+        self._before: dict[str, Any] = {}
+        self._changed = True
         self._keras = OperationNumbers()
-        self._operation_seeds: _OperationSeeds | None = None
-        self._eager: Any = None
-        self.changed = True
+        self._operations: _Operations | None = None
+
+    def __enter__(self) -> None:
+        self._before = current_states()
+        self._changed = True
+        if TENSORFLOW in sys.modules:
+            self._operations = self._operations or _Operations()
+            self._operations.begin()
+        self._keras.draws = 0
         set_global_generator(self._keras)
 
-    @contextmanager
-    def tensorflow(self) -> Iterator[None]:
-        """Replace TensorFlow's operations within the block by ones that these states determine."""
-        if TENSORFLOW not in sys.modules:
-            yield
+    def __exit__(self, *raised: object) -> None:
+        before = self._before
+        if "tensorflow" in before and self._operations is not None:
+            self._operations.end()
+        if self._changed:
+            restore_states(_after_imports(before))
             return
-        from lockstep.keras.tf_random_ops import EagerDraws, drawn_from
-
-        self._eager, self._operation_seeds = EagerDraws(0), _OperationSeeds(0)
-        tensorflow_context()._rng = self._operation_seeds
-        with drawn_from(self._eager):
-            yield
+        # Takes less time than comparing all states once more.
+        set_global_generator(before["keras"][1])
+        if "tensorflow" in before:
+            tensorflow_context()._rng = before["tensorflow"][1]
 
     def drawn(self) -> bool:
         """Whether numbers have been drawn from states that are not seeded."""
-        self.changed = self._differ()
-        return self.changed
-
-    def leave(self) -> None:
-        """Give the program its generators if nothing else has changed, which is faster than restoring."""
-        set_global_generator(self._before["keras"][1])
-        if self._eager is not None:
-            tensorflow_context()._rng = self._before["tensorflow"][1]
+        self._changed = self._differ()
+        return self._changed
 
     def _differ(self) -> bool:
+        before = self._before
         if self._keras.draws:
             return True
-        seeds = self._operation_seeds
-        if seeds is not None and (self._eager.used or seeds.draws or tensorflow_context()._rng is not seeds):
+        if "tensorflow" in before and (self._operations is None or self._operations.used):
             return True
-        before, now = self._before, current_states()
+        now = current_states()
         return not (
             (now["python"] is before["python"] or now["python"] == before["python"])
             and (now["numpy"] is before["numpy"] or _same(now["numpy"], before["numpy"]))
@@ -180,11 +179,44 @@ class _Draws:
             torch.default_generator.manual_seed(seed)
         self._keras.seed(seed)
         set_global_generator(self._keras)
-        if self._operation_seeds is not None:
-            self._eager.reset(seed)
-            self._operation_seeds.seed(seed)
-            context = tensorflow_context()
-            context._seed, context._rng = seed, self._operation_seeds
+        if "tensorflow" in self._before and self._operations is not None:
+            self._operations.seed(seed)
+
+
+class _Operations:
+    """TensorFlow's operations in a block: others replace them, which draw from the states of the block."""
+
+    def __init__(self) -> None:
+        from lockstep.keras import tf_random_ops
+
+        self._draw_from = tf_random_ops.draw_from
+        self._eager = tf_random_ops.EagerDraws(0)
+        self._seeds = _OperationSeeds(0)
+        self._outside: tf_random_ops.Draws | None = None
+
+    def begin(self) -> None:
+        """Begin a block."""
+        if self._eager.used:
+            self._eager.reset(0)
+        self._seeds.draws = 0
+        self._outside = self._draw_from(self._eager)
+        tensorflow_context()._rng = self._seeds
+
+    def end(self) -> None:
+        """End the block."""
+        self._draw_from(self._outside)
+
+    @property
+    def used(self) -> bool:
+        """Whether an operation has drawn, or the program has set TensorFlow's seed."""
+        return bool(self._eager.used or self._seeds.draws or tensorflow_context()._rng is not self._seeds)
+
+    def seed(self, seed: int) -> None:
+        """Set the states to ones derived from 64 bits."""
+        self._eager.reset(seed)
+        self._seeds.seed(seed)
+        context = tensorflow_context()
+        context._seed, context._rng = seed, self._seeds
 
 
 class _OperationSeeds(random.Random):

@@ -10,7 +10,7 @@ import copy
 import struct
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -44,8 +44,20 @@ _JOINT = "read it whole on every worker: lockstep run --input joint"
 
 Convert = Callable[[Any], Any]
 
-Items = Mapping[int, Any]
-"""Indices of a dataset by their positions in the pass."""
+_Form = tuple[tuple[np.dtype[Any], tuple[int, ...]] | None, ...]
+"""Everything but the number of rows: the dtype and the shape of a row of each part of a batch."""
+
+
+class _Items(NamedTuple):
+    """Items of a dataset.
+
+    Attributes:
+        positions: of the items in the pass.
+        indices: of the items in the dataset.
+    """
+
+    positions: Sequence[int]
+    indices: list[Any]
 
 
 def is_loader(dataset: Any) -> bool:
@@ -130,7 +142,7 @@ class _ReplicaItems(NamedTuple):
 
     number: int
     step: int
-    items: dict[int, Items]
+    items: dict[int, _Items]
 
 
 class _ReplicaSource:
@@ -162,10 +174,11 @@ class _ReplicaSource:
         """
         number, groups = asked.number, list(asked.items.values())
         if not hasattr(self._dataset, "__getitems__"):
-            groups = [{place: index for items in groups for place, index in items.items()}]
+            positions = [position for items in groups for position in items.positions]
+            groups = [_Items(positions, [index for items in groups for index in items.indices])]
         samples = iter([sample for items in groups for sample in self.samples(number, items)])
         return {
-            replica: self.collated(number, items, list(islice(samples, len(items))))
+            replica: self.collated(number, items, list(islice(samples, len(items.indices))))
             for replica, items in asked.items.items()
         }
 
@@ -173,11 +186,11 @@ class _ReplicaSource:
         """Return a source of which no item is known to draw."""
         return _ReplicaSource(self._dataset, self._collate, self._seed)
 
-    def samples(self, number: int, items: Items) -> list[Any]:
+    def samples(self, number: int, items: _Items) -> list[Any]:
         """Return items of pass `number`."""
-        return self._draws.read(number, items, self._fetch)
+        return self._draws.read(number, items.positions, items.indices, self._fetch)
 
-    def collated(self, number: int, items: Items, samples: list[Any]) -> Any:
+    def collated(self, number: int, items: _Items, samples: list[Any]) -> Any:
         """Return what the collate function makes of the samples of some items.
 
         Raises:
@@ -187,7 +200,7 @@ class _ReplicaSource:
             return self._collate(samples)
         draws = ItemDraws(self._seed)
         (batch,) = draws.read(
-            number, {min(items): samples}, lambda groups: [self._collate(group) for group in groups]
+            number, items.positions[:1], [samples], lambda groups: [self._collate(group) for group in groups]
         )
         if draws.drawn:
             raise DataError(
@@ -203,8 +216,7 @@ class _ReplicaSource:
         return samples
 
 
-@dataclass(frozen=True)
-class _SampledBatch:
+class _SampledBatch(NamedTuple):
     """A batch as the batch sampler gives it.
 
     Attributes:
@@ -215,11 +227,12 @@ class _SampledBatch:
 
     step: int
     first: int
-    indices: Sequence[Any]
+    indices: list[Any]
 
-    def items(self, rows: slice) -> Items:
+    def items(self, rows: slice) -> _Items:
         """Return the items of some rows."""
-        return {self.first + row: self.indices[row] for row in range(rows.start, rows.stop)}
+        positions = range(self.first + rows.start, self.first + rows.stop)
+        return _Items(positions, self.indices[rows.start : rows.stop])
 
     @property
     def identity(self) -> bytes:
@@ -327,7 +340,7 @@ class _LoaderPass:
             self._processes = _ReadAhead(self, batch)
         return next(self._processes)
 
-    def read_now(self, batch: _SampledBatch, missing: dict[int, Items]) -> dict[int, Any]:
+    def read_now(self, batch: _SampledBatch, missing: dict[int, _Items]) -> dict[int, Any]:
         """Return at least the rows of replicas that were not read ahead.
 
         In a new view, the processes read ahead anew from this batch on.
@@ -343,13 +356,13 @@ class _LoaderPass:
 
     def replicas_to_read(self, batch: _SampledBatch) -> list[int]:
         """Return the replicas with rows in a batch that this worker computes or compares in this view."""
-        examples, replicas = len(batch.indices), self.reader.job.view.replicas
-        own = self.reader.own_rows(examples)
+        view = self.reader.job.view
+        own = view.replicas_of(self.reader.job.worker)
         compared = self.reader.checks.replica(self.number, batch.step)
         return [
             replica
-            for replica in range(min(replicas, examples))
-            if own.start <= replica_rows(examples, replica, replicas).start < own.stop or replica == compared
+            for replica in range(min(view.replicas, len(batch.indices)))
+            if replica in own or replica == compared
         ]
 
 
@@ -416,8 +429,8 @@ class _BatchRows:
         self._batch = batch
         self._examples = len(batch.indices)
         self._replicas = current.reader.job.view.replicas
-        self._parts: dict[int, Any] = {}
-        self._form = ""
+        self._parts: dict[int, tuple[list[Any], Callable[[Sequence[Any]], Any]]] = {}
+        self._form: _Form = ()
         self._asked = False
 
     def read(self, rows: slice) -> Any:
@@ -426,7 +439,7 @@ class _BatchRows:
         self._need(range(first, last + 1))
         taken = []
         for replica in range(first, last + 1):
-            leaves, pack = parts_of(self._parts[replica])
+            leaves, pack = self._parts[replica]
             own = self._rows(replica)
             start, stop = max(rows.start, own.start) - own.start, min(rows.stop, own.stop) - own.start
             if stop - start < own.stop - own.start:
@@ -445,7 +458,7 @@ class _BatchRows:
     def form(self) -> bytes:
         """Describe the rows that this worker reads in this step, or those of replica 0 if there are none."""
         self._need(self._pass.replicas_to_read(self._batch) or [0])
-        return self._form.encode()
+        return _text(self._form).encode()
 
     def _need(self, replicas: Sequence[int]) -> None:
         """Read the rows of replicas with examples, unless that was done.
@@ -471,14 +484,14 @@ class _BatchRows:
 
     def _add(self, replica: int, rows: Any) -> None:
         own = self._rows(replica)
-        part = checked_part(self._pass.convert(rows), own.stop - own.start)
-        form = _form(part)
+        part = parts_of(checked_part(self._pass.convert(rows), own.stop - own.start))
+        form = tuple(None if leaf is None else (leaf.dtype, leaf.shape[1:]) for leaf in part[0])
         if self._parts and form != self._form:
             raise DataError(
-                f"batch {self._batch.step + 1} of the DataLoader has rows of {self._form}, and rows of "
-                f"{form} for replica {replica}: the items have different forms, or the collate_fn makes rows "
-                "that depend on the other rows, such as padding to the longest; give all rows one form, or "
-                f"{_JOINT}"
+                f"batch {self._batch.step + 1} of the DataLoader has rows of {_text(self._form)}, and rows "
+                f"of {_text(form)} for replica {replica}: the items have different forms, or the collate_fn "
+                "makes rows that depend on the other rows, such as padding to the longest; give all rows one "
+                f"form, or {_JOINT}"
             )
         self._parts[replica], self._form = part, form
 
@@ -555,7 +568,7 @@ class _TwiceRead:
     """
 
     replicas: int
-    indices: Sequence[Any]
+    indices: list[Any]
 
     def read(self, source: _ReplicaSource) -> _FirstItems:
         """Read the items with equal random states."""
@@ -604,11 +617,10 @@ def _same_rows(joint: Any, examples: int, rows: slice | range, part: Any) -> boo
 
 def keras_batch(batch: Any) -> Any:
     """Return a batch of a loader in the form in which Keras gives it to a step, on the host."""
+    leaves, pack = parts_of(batch)
     if keras.backend.backend() == "torch":
-        return tuple(keras.tree.map_structure(lambda leaf: None if leaf is None else on_host(leaf), batch))
-    return tuple(
-        keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf.cpu()), batch)
-    )
+        return tuple(pack([None if leaf is None else on_host(leaf) for leaf in leaves]))
+    return tuple(pack([None if leaf is None else np.asarray(leaf.cpu()) for leaf in leaves]))
 
 
 def checked_part(part: Any, items: int) -> Any:
@@ -627,16 +639,10 @@ def checked_part(part: Any, items: int) -> Any:
     return part
 
 
-def _form(part: Any) -> str:
-    """Describe the rows of a part: everything but their number."""
-    leaves = parts_of(part)[0]
-    return ", ".join("None" if leaf is None else _row(leaf.dtype, leaf.shape[1:]) for leaf in leaves)
-
-
 @lru_cache
-def _row(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
-    """Describe a row; cached, since formatting a dtype takes longer than hashing the row."""
-    return f"{dtype}{list(shape)}"
+def _text(form: _Form) -> str:
+    """Describe rows; cached, since formatting a dtype takes longer than hashing a row."""
+    return ", ".join("None" if leaf is None else f"{leaf[0]}{list(leaf[1])}" for leaf in form)
 
 
 def _sampled(loader: Any) -> Iterator[Any]:

@@ -8,6 +8,7 @@ What identifies a batch travels with each reduce as a hash. The rows themselves 
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -113,7 +114,7 @@ class ReadingWorker:
         view = self.job.view
         return owned_rows(examples, view.replicas_of(self.job.worker), view.replicas)
 
-    @property
+    @cached_property
     def checks(self) -> SpotChecks:
         """The steps in which workers compare rows."""
         return SpotChecks(self.seed, self.job.view.replicas)
@@ -211,6 +212,13 @@ def whole_batch(data: Any, step: int = 0, compared: Callable[[int], slice] | Non
         return digest_arrays(hashed, struct.pack("<2q", step, examples))
 
     return GlobalBatch(examples, read, computed_once(check))
+
+
+def joint_batch(data: Any, reader: ReadingWorker | None, number: int, step: int) -> GlobalBatch:
+    """Wrap a batch of pass `number` that every worker holds; without `reader`, all its rows are compared."""
+    if reader is None:
+        return whole_batch(data, step)
+    return whole_batch(data, step, compared_rows(reader.checks, number, step))
 
 
 def compared_rows(checks: SpotChecks, number: int, step: int) -> Callable[[int], slice]:

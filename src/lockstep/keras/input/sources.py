@@ -122,6 +122,11 @@ class GlobalBatchSource:
         """The dataset's own."""
         return self.stream.length
 
+    @property
+    def in_tensors(self) -> Any:
+        """The `tf.data.Dataset` whose elements are split; None if the dataset is of another kind."""
+        return self.stream.dataset if self.stream.is_tensorflow else None
+
 
 class GlobalBatchPass:
     """One pass over a dataset of global batches."""
@@ -182,10 +187,17 @@ class DividedSource(GlobalBatchSource):
     def begin(self) -> "DividedPass":  # type: ignore[override]
         """Begin a pass."""
         begun, self._begun = self._begun, None
-        return begun or DividedPass(self._reading.begin(), self._reader)
+        declared = self.stream.known_form() if self.stream.is_tensorflow else None
+        return begun or DividedPass(self._reading.begin(), self._reader, declared)
+
+    @property
+    def in_tensors(self) -> None:
+        """None: no `tf.data.Dataset` yields the elements as they are divided."""
 
     def form(self) -> Form:
         """Return the form of the elements, of which the next pass still yields the first."""
+        if self.stream.is_tensorflow:
+            return self.stream.form()
         self._begun = self._begun or self.begin()
         return self._begun.form()
 
@@ -201,16 +213,21 @@ class DividedPass:
     Args:
         batches: of the pass.
         reader: this worker.
+        declared: the form of the elements, if it is known without reading.
     """
 
-    def __init__(self, batches: Iterator[GlobalBatch], reader: ReadingWorker) -> None:
+    def __init__(
+        self, batches: Iterator[GlobalBatch], reader: ReadingWorker, declared: Form | None = None
+    ) -> None:
         self._batches = batches
         self._reader = reader
+        self._declared = declared
         self._ahead: list[GlobalBatch] = []
         self._taken = 0
 
     def __next__(self) -> Element:
-        values = ShareValues(self.batch(), self._reader, f"batch {self._taken} of the dataset")
+        batch = self.batch()
+        values = ShareValues(batch, self._reader, f"batch {self._taken} of the dataset", self._declared)
         return Element(values.form.nest, values)
 
     def batch(self) -> GlobalBatch:
@@ -237,6 +254,8 @@ class DividedPass:
         Raises:
             DataError: there is none.
         """
+        if self._declared is not None:
+            return self._declared
         first = self._first()
         if first is None:
             raise DataError("the dataset is empty, so the structure of its elements is unknown")
@@ -260,10 +279,14 @@ class ShareValues:
         batch: the global batch.
         reader: this worker.
         what: names the batch in messages.
+        declared: the form of the batch, if it is known without reading.
     """
 
-    def __init__(self, batch: GlobalBatch, reader: ReadingWorker, what: str) -> None:
+    def __init__(
+        self, batch: GlobalBatch, reader: ReadingWorker, what: str, declared: Form | None = None
+    ) -> None:
         self._batch = batch
+        self._declared = declared
         self._reader = reader
         self._replicas = reader.job.view.replicas
         self._what = what
@@ -271,6 +294,8 @@ class ShareValues:
     @cached_property
     def form(self) -> Form:
         """The form of the batch, from rows of this worker's replicas if it has some here."""
+        if self._declared is not None:
+            return self._declared
         own = self._reader.job.view.replicas_of(self._reader.job.worker)
         sample = own[0] if own and self.examples(own[0]) else 0
         nest = self._batch.share(sample, self._replicas).data()

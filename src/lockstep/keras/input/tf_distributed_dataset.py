@@ -58,10 +58,8 @@ class TensorFlowDataset(DistributedDataset, tf.distribute.DistributedDataset):  
 
     @property
     def in_tensors(self) -> Any:
-        """The `tf.data.Dataset` whose elements are split; None if the dataset is of another kind."""
-        if isinstance(self.source, GlobalBatchSource) and self.source.stream.is_tensorflow:
-            return self.source.stream.dataset
-        return None
+        """The `tf.data.Dataset` whose elements are split; None if they do not come from one."""
+        return self.source.in_tensors if isinstance(self.source, GlobalBatchSource) else None
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Return the last state of a pass in which `reduce_func(state, element)` returns the next state."""

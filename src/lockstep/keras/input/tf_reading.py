@@ -5,8 +5,9 @@ global batches of unmapped rows, which identify a batch. It feeds its own rows t
 applies the same traced functions ahead of time. Later it also feeds those rows of others that it needs, so
 that no row is read again from the source.
 
-A map that draws random numbers is traced again, with stateless operations. Their numbers are a function of
-the seed, the pass and the row's place in it.
+A map that draws random numbers, with TensorFlow's operations or from Keras's generators, is traced again,
+with stateless operations. Their numbers are a function of the seed, the pass and the row's place in it. If
+maps of whole batches draw, every worker maps all rows; the numbers follow from the place of the batch.
 
 This uses private parts of `tf.data`: the classes of its operations, and the functions that it has traced.
 """
@@ -14,7 +15,7 @@ This uses private parts of `tf.data`: the classes of its operations, and the fun
 import re
 import struct
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +48,8 @@ from tensorflow.python.ops import gen_dataset_ops
 from lockstep.data.batch import GlobalBatch, replica_rows
 from lockstep.data.digest import digest_arrays
 from lockstep.errors import DataError, ModelError
-from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way
+from lockstep.keras.backends.state_changes import KERAS_SEED
+from lockstep.keras.input.readings import NOTHING_TO_DIVIDE, PassNumbers, ReadingWorker, Way, joint_batch
 from lockstep.keras.input.streams import easily_freed, host_nest, on_host
 from lockstep.keras.input.visits import draw_as_a_loader
 from lockstep.keras.nests import Nest, parts_of
@@ -102,10 +104,12 @@ def tf_reading(dataset: Any, reader: ReadingWorker, *, weighed: bool) -> "Mapped
     parts = _cut(dataset)
     if isinstance(parts, str):
         return parts
-    if not _dense(parts.maps[-1].element_spec):
-        return "the pipeline has ragged or sparse tensors: make them dense in .map"
+    if not _dense(parts.every_map[-1].element_spec):
+        return parts.why_joint or "the pipeline has ragged or sparse tensors: make them dense in .map"
     maps = _prepared(parts)
-    return maps if isinstance(maps, str) else MappedReading(parts, maps, weigh, reader)
+    if isinstance(maps, str):
+        return parts.why_joint or maps
+    return MappedReading(parts, maps, weigh, reader)
 
 
 @dataclass(frozen=True)
@@ -115,16 +119,25 @@ class _Parts:
     Attributes:
         rows: the dataset of unmapped rows.
         maps: the operations that map single rows, the first one first.
+        batch_maps: the operations that map whole batches and draw random numbers, the first one first.
         batches: the dataset of batches of unmapped rows.
         options: of the pipeline.
         ahead: the number of batches that the pipeline itself reads ahead.
+        why_joint: why every worker maps all rows; empty if rows are divided.
     """
 
     rows: Any
     maps: Sequence[Any]
+    batch_maps: Sequence[Any]
     batches: Any
     options: Any
     ahead: int
+    why_joint: str
+
+    @property
+    def every_map(self) -> Sequence[Any]:
+        """All maps, in the order in which they are applied."""
+        return (*self.maps, *self.batch_maps)
 
 
 def _cut(dataset: Any) -> _Parts | str:
@@ -132,15 +145,18 @@ def _cut(dataset: Any) -> _Parts | str:
     if dataset.options().deterministic is False or _any_order(dataset):
         return "the pipeline does not keep the order of its elements: remove deterministic=False"
     above: list[Any] = []
+    batch_maps: list[Any] = []
     operation = dataset
-    while isinstance(operation, (*_COUNTS, *_UNSEEN)):
-        above.append(operation)
+    while isinstance(operation, (*_MAPS, *_COUNTS, *_UNSEEN)):
+        (batch_maps if isinstance(operation, _MAPS) else above).append(operation)
         operation = operation._input_dataset
     batch = operation
+    why_joint = _above_batch(batch_maps[0]) if batch_maps else ""
     if not isinstance(batch, _BATCHES):
-        return _above_batch(batch)
+        return why_joint or _above_batch(batch)
     maps: list[Any] = []
     moved: list[Any] = []
+    found: list[Any] = []
     operation = batch._input_dataset
     while isinstance(operation, (*_MAPS, *_COUNTS, *_UNSEEN)):
         if isinstance(operation, _MAPS):
@@ -149,17 +165,20 @@ def _cut(dataset: Any) -> _Parts | str:
         elif isinstance(operation, _COUNTS):
             moved.append(operation)
         operation = operation._input_dataset
-    if not maps:
+    if batch_maps and not any(_draws(operation._map_func) for operation in maps):
+        maps, found = [], []
+    if not (maps or batch_maps):
         return _below_batch(operation)
-    rows = _rebuilt(maps[-1]._input_dataset, found)
-    if not _fixed(rows.element_spec):
-        return (
+    rows = _rebuilt(maps[-1]._input_dataset if maps else batch._input_dataset, found)
+    if not (_fixed(rows.element_spec) if maps else _dense(rows.element_spec)):
+        return why_joint or (
             "the elements before .map are not dense tensors of fixed shapes, so they cannot be read in "
             "batches: let the source yield what .map then reads and decodes, such as names of files"
         )
     batches = _rebuilt(rows.batch(batch._batch_size, batch._drop_remainder), above)
     buffers = [int(op._buffer_size) for op in above if isinstance(op, prefetch_op._PrefetchDataset)]
-    return _Parts(rows, maps[::-1], batches, dataset.options(), max([0, *buffers]))
+    ahead = max([0, *buffers])
+    return _Parts(rows, maps[::-1], batch_maps[::-1], batches, dataset.options(), ahead, why_joint)
 
 
 def _rebuilt(dataset: Any, operations: Sequence[Any]) -> Any:
@@ -226,7 +245,7 @@ def _name(operation: Any) -> str:
 
 @dataclass(frozen=True)
 class _Map:
-    """A map of single rows.
+    """A map of rows, or of batches.
 
     Attributes:
         operation: as the program has made it.
@@ -302,29 +321,34 @@ class _Mapped(dataset_ops.UnaryDataset):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class _Maps:
-    """The maps of single rows.
+    """The maps of a pipeline.
 
     Attributes:
-        steps: in the order in which they are applied.
-        draw: whether they draw random numbers; the first argument of the first one is then the seed of a row.
+        steps: those of single rows, in the order in which they are applied.
+        batch_steps: those of whole batches.
+        draw: whether they draw random numbers; the first argument of each is then the seed of a row, or those
+            of the rows of a batch. All but the last one return it.
     """
 
     steps: Sequence[_Map]
+    batch_steps: Sequence[_Map]
     draw: bool
 
 
 def _prepared(parts: _Parts) -> _Maps | str:
     """Return the maps of a pipeline, traced again if they draw random numbers, or why they stay joint."""
-    functions = [operation._map_func for operation in parts.maps]
+    functions = [operation._map_func for operation in parts.every_map]
     refusals = [_refusal(function) for function in functions]
     for refusal in refusals:
         if refusal:
             return refusal
     if not any(_draws(function) for function in functions):
-        return _Maps([_Map(*pair) for pair in zip(parts.maps, functions, strict=True)], draw=False)
+        if parts.batch_maps:
+            return parts.why_joint
+        return _Maps([_Map(*pair) for pair in zip(parts.maps, functions, strict=True)], (), draw=False)
     before = random_states()
     try:
-        for operation, function in zip(parts.maps, functions, strict=True):
+        for operation, function in zip(parts.every_map, functions, strict=True):
             if _draws(function) and not _same_graph(function, _plainly_traced(operation)):
                 return (
                     "a map that draws random numbers is another one when it is traced again: let it use only "
@@ -340,10 +364,12 @@ def _prepared(parts: _Parts) -> _Maps | str:
     for step in steps:
         if left := _operations(step.function, counts_its_runs):
             return f"a map draws with the operation {left[0]}, which no stateless operation replaces"
+        if refusal := _kept_state(step.function):
+            return refusal
     last, given = steps[-1].function.output_structure, functions[-1].output_structure
     if last != given:
         return f"a map that draws random numbers returns {last}, not {given}, when it is traced again"
-    return _Maps(steps, draw=True)
+    return _Maps(steps[: len(parts.maps)], steps[len(parts.maps) :], draw=True)
 
 
 def _refusal(function: Any) -> str:
@@ -355,10 +381,22 @@ def _refusal(function: Any) -> str:
             "a map calls Python code, which may keep a state: if its results depend only on its arguments, "
             "declare that by tf.numpy_function(..., stateful=False)"
         )
+    return "" if _generators_only(function) else _kept_state(function)
+
+
+def _generators_only(function: Any) -> bool:
+    """Whether a map uses variables, and all of them hold the states of Keras's generators."""
+    variables = function.function.graph.variables
+    return bool(variables) and all(KERAS_SEED in variable.name for variable in variables)
+
+
+def _kept_state(function: Any) -> str:
+    """Return which state a map uses that may differ from row to row; empty if there is none."""
     if variables := [variable.name for variable in function.function.graph.variables]:
         return (
-            f"a map uses the variable {variables[0]}: instead of random layers and generators, use "
-            "tf.image.random_* or tf.random.uniform; instead of variables that are only read, constants"
+            f"a map uses the variable {variables[0]}: instead of tf.random.Generator, use "
+            "keras.layers.Random*, tf.image.random_* or tf.random.uniform; instead of variables that are "
+            "only read, constants"
         )
     if stateful := _operations(function, _keeps_state):
         return f"a map has the operation {stateful[0]}, whose result may depend on earlier ones"
@@ -399,7 +437,10 @@ def _described(function: Any) -> list[bytes]:
 
 
 def _draws(function: Any) -> bool:
-    return bool(_operations(function, counts_its_runs))
+    """Whether a map draws random numbers, which depend on how often it has run."""
+    return isinstance(function.function, ConcreteFunction) and (
+        _generators_only(function) or bool(_operations(function, counts_its_runs))
+    )
 
 
 def _keeps_state(node: Any) -> bool:
@@ -427,23 +468,33 @@ def _traced_again(parts: _Parts) -> list[_Map]:
     status = ag_ctx.control_status_ctx()
     seeded = (_SEED, parts.rows.element_spec)
     steps: list[_Map] = []
-    for number, operation in enumerate(parts.maps):
-        last = number == len(parts.maps) - 1
+    counts: Counter[int] = Counter()
+    for number, operation in enumerate(parts.every_map):
+        if number == len(parts.maps):
+            seeded = (_SEED._batch(None), operation._map_func._input_structure)
+        last = number == len(parts.every_map) - 1
+        drawing = _drawing(operation._map_func, number, counts, status, last)
         function = structured_function.StructuredFunctionWrapper(
-            _drawing(operation._map_func, number, status, last), "Dataset.map()", input_structure=seeded
+            drawing, "Dataset.map()", input_structure=seeded
         )
         seeded = function.output_structure
         steps.append(_Map(operation, function))
     return steps
 
 
-def _drawing(given: Any, number: int, status: Any, last: bool) -> Callable[[Any, Any], Any]:
-    """Return the function of map `number` with a row's seed as its first argument, which it passes on."""
+def _drawing(
+    given: Any, number: int, counts: Counter[int], status: Any, last: bool
+) -> Callable[[Any, Any], Any]:
+    """Return the function of map `number` with a row's seed as its first argument, which it passes on.
+
+    The seed of a batch is that of its first row.
+    """
 
     def drawing(seed: Any, row: Any) -> Any:
         if _draws(given):
             function = autograph.tf_convert(given._func, status)
-            with drawn_from(ElementDraws(seed, number)):
+            own = seed if seed.shape.rank == 1 else seed[0]
+            with drawn_from(ElementDraws(own, number, counts)):
                 mapped = function(*row) if type(row) is tuple else function(row)
         else:
             tensors = given.function(*structure.to_tensor_list(given._input_structure, row))
@@ -462,7 +513,7 @@ class MapStage:
     Args:
         maps: applied to single rows.
         specs: of the tensors of a row.
-        weigh: applied to groups of mapped rows; None for nothing.
+        group_maps: applied to groups of mapped rows.
         size: the number of rows of a group.
         options: of the pipeline.
 
@@ -471,7 +522,7 @@ class MapStage:
     """
 
     def __init__(
-        self, maps: Sequence[_Map], specs: Sequence[Any], weigh: _Map | None, size: int, options: Any
+        self, maps: Sequence[_Map], specs: Sequence[Any], group_maps: Sequence[_Map], size: int, options: Any
     ) -> None:
         self.failed = False
         self._queue = queue = tf.queue.FIFOQueue(_QUEUE_CAPACITY, [spec.dtype for spec in specs])
@@ -479,17 +530,19 @@ class MapStage:
         def take(_: Any) -> Any:
             tensors = queue.dequeue() if len(specs) > 1 else [queue.dequeue()]
             return tuple(
-                tf.ensure_shape(tensor, (None, *spec.shape))
+                tf.ensure_shape(tensor, (size, *spec.shape))
                 for tensor, spec in zip(tensors, specs, strict=True)
             )
 
         one = tf.data.Dataset.from_tensors(0).repeat()
-        dataset = unbatch_op._UnbatchDataset(map_op._MapDataset(one, take, preserve_cardinality=False))
-        for step in maps:
+        dataset = map_op._MapDataset(one, take, preserve_cardinality=False)
+        if maps:
+            dataset = unbatch_op._UnbatchDataset(dataset)
+            for step in maps:
+                dataset = step.apply(dataset)
+            dataset = dataset.batch(size, drop_remainder=True)
+        for step in group_maps:
             dataset = step.apply(dataset)
-        dataset = dataset.batch(size, drop_remainder=True)
-        if weigh is not None:
-            dataset = weigh.apply(dataset)
         self._mapped = [iter(easily_freed(dataset.with_options(options)).prefetch(1))]
         self._waiting: deque[MappedRows] = deque()
         weakref.finalize(self, _free, queue, self._mapped)
@@ -577,6 +630,11 @@ class UnmappedBatch:
         first = (on_host(_slice(tensor, slice(0, 1))) for tensor in numbers)
         return digest_arrays(first, struct.pack("<3q", self.step, self.place, self.examples))
 
+    def whole(self) -> Nest:
+        """Wait for a batch all of whose rows have been fed at once; return it mapped."""
+        ((_, rows),) = self._fed
+        return rows.result()
+
     def feed(self, rows: slice, feed: Callable[[slice], MappedRows]) -> None:
         """Feed those of some rows that have not been fed."""
         for gap in self._gaps(rows):
@@ -620,6 +678,7 @@ class MappedPass:
         reader: this worker.
         number: of the pass.
         draw: whether the maps draw random numbers.
+        whole: whether every worker maps all rows.
         ahead: the number of batches to map ahead.
     """
 
@@ -628,13 +687,16 @@ class MappedPass:
         feed: Callable[[int, Sequence[Any]], MappedRows],
         reader: ReadingWorker,
         number: int,
+        *,
         draw: bool,
+        whole: bool,
         ahead: int,
     ) -> None:
         self._feed_rows = feed
         self._reader = reader
         self._number = number
         self._key = signed(seed_of(reader.seed, number)) if draw else None
+        self._whole = whole
         self._ahead = ahead
         self._following: deque[UnmappedBatch] = deque()
 
@@ -651,7 +713,14 @@ class MappedPass:
                 step, place = step + 1, place + batch.examples
             if not self._following:
                 return
-            yield self._global(self._following.popleft())
+            batch = self._following.popleft()
+            yield self._mapped_by_all(batch) if self._whole else self._global(batch)
+
+    def _mapped_by_all(self, batch: UnmappedBatch) -> GlobalBatch:
+        """Map a whole batch: only then is known how many rows the maps return."""
+        for following in (batch, *self._following):
+            following.feed(slice(0, following.examples), partial(self._feed, following))
+        return joint_batch(batch.whole(), self._reader, self._number, batch.step)
 
     def _global(self, batch: UnmappedBatch) -> GlobalBatch:
         def read(rows: slice) -> Nest:
@@ -694,11 +763,11 @@ def _slice(tensor: Any, rows: slice) -> Any:
 
 
 class MappedReading:
-    """The `Reading` of a pipeline whose maps each worker computes for its own rows.
+    """The `Reading` of a pipeline whose maps each worker computes: for its own rows, if they map single ones.
 
     Args:
         parts: of the pipeline.
-        maps: of single rows.
+        maps: of the pipeline.
         weigh: Keras's map of whole batches that adds the weights of classes; None without them.
         reader: this worker.
     """
@@ -706,11 +775,16 @@ class MappedReading:
     def __init__(self, parts: _Parts, maps: _Maps, weigh: Any, reader: ReadingWorker) -> None:
         self._parts = parts
         self._maps = maps
-        self._weigh = None if weigh is None else _weighing(weigh, maps.steps[-1].function.output_structure)
+        self._group_maps = list(maps.batch_steps)
+        if weigh is not None:
+            self._group_maps.append(_weighing(weigh, parts))
         self._reader = reader
         self._batches = easily_freed(parts.batches.with_options(parts.options)).prefetch(1)
         self._stages: dict[int, MapStage] = {}
         self._numbers = PassNumbers(reader)
+        if parts.why_joint:
+            self.way = Way.joint(parts.why_joint)
+            return
         names = "maps" if len(maps.steps) > 1 else "map"
         drawn = ", with random numbers by the place of a row in its pass" if maps.draw else ""
         self.way = Way.by_rows(f"the last {names} before .batch{drawn}")
@@ -729,7 +803,14 @@ class MappedReading:
         ahead = max(self._parts.ahead, READ_AHEAD)
         # A pass that has ended early leaves groups, and perhaps errors, that the next one does not need.
         self._stages = {size: stage for size, stage in self._stages.items() if stage.idle}
-        following = MappedPass(self._feed, self._reader, self._numbers.next(), self._maps.draw, ahead)
+        following = MappedPass(
+            self._feed,
+            self._reader,
+            self._numbers.next(),
+            draw=self._maps.draw,
+            whole=bool(self._parts.batch_maps),
+            ahead=ahead,
+        )
         yield from following.batches(rows)
 
     def _feed(self, size: int, tensors: Sequence[Any]) -> MappedRows:
@@ -738,14 +819,16 @@ class MappedReading:
         if stage is None or stage.failed:
             specs = structure.get_flat_tensor_specs(self._parts.rows.element_spec)
             specs = [_SEED, *specs] if self._maps.draw else specs
-            stage = MapStage(self._maps.steps, specs, self._weigh, size, self._parts.options)
+            stage = MapStage(self._maps.steps, specs, self._group_maps, size, self._parts.options)
             self._stages[size] = stage
         return stage.feed(tensors)
 
 
-def _weighing(operation: Any, row: Any) -> _Map:
-    """Return a map of batches, traced again for any number of rows like `row`."""
-    batch = tf.nest.map_structure(lambda spec: spec._batch(None), row)
+def _weighing(operation: Any, parts: _Parts) -> _Map:
+    """Return Keras's map of batches, traced again for any number of mapped rows."""
+    batch = parts.every_map[-1].element_spec
+    if not parts.batch_maps:
+        batch = tf.nest.map_structure(lambda spec: spec._batch(None), batch)
     function = structured_function.StructuredFunctionWrapper(
         operation._map_func._func, "Dataset.map()", input_structure=batch
     )

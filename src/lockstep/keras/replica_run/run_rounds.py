@@ -101,7 +101,7 @@ class RunRounds:
 
     def agree(self, what: str, facts: Facts) -> None:
         """Check that every worker calls this with equal facts; see `lockstep.keras.worker_exchange.agree`."""
-        self._exchange(lambda view, communicator: gather(view, communicator, what, facts, b""))
+        self._exchange(lambda _, communicator: gather(self._job.worker, communicator, what, facts, b""))
 
     def _exchange(
         self,

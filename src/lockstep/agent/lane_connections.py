@@ -1,0 +1,61 @@
+"""The connections that workers of other hosts open to workers of this one."""
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.greeting import ConnectionKind, Greeting
+
+Deliver = Callable[[Greeting, socket.socket], str | None]
+"""Gives a connection of the current view to a worker; returns why it is refused, None if it is not."""
+
+
+def _refuse(greeting: Greeting, connection: socket.socket) -> str:
+    return "no view has begun on this host"
+
+
+@dataclass
+class LaneConnections:
+    """Keeps connections of views that have not begun on this host.
+
+    A listener admits only connections of this job, one for each lane of a view, so their number is bounded.
+    """
+
+    _view: int = 0
+    _deliver: Deliver = _refuse
+    _early: list[tuple[Greeting, socket.socket]] = field(default_factory=list)
+
+    def admit(self, greeting: Greeting, connection: socket.socket, peer: str) -> str | None:
+        """Take a connection, or return why it is refused; see `lockstep.transport.listener.Admit`."""
+        if greeting.kind is not ConnectionKind.LANE:
+            return "this process does not coordinate a job"
+        if greeting.view > self._view:
+            self._early.append((greeting, connection))
+            return None
+        return self._deliver(greeting, connection)
+
+    def begin(self, view: int, deliver: Deliver) -> None:
+        """Begin a view: give its connections to `deliver` from now on."""
+        self._view, self._deliver = view, deliver
+        early, self._early = self._early, []
+        for greeting, connection in early:
+            if greeting.view < view or self.admit(greeting, connection, "") is not None:
+                connection.close()
+
+
+@dataclass(frozen=True)
+class HostNetwork:
+    """How the workers of a host reach those of other hosts.
+
+    Attributes:
+        job: the id of the job.
+        credentials: of the workers.
+        connections: those that workers of other hosts have opened.
+        enter: tells the listener of a job, a term and a view that begins; it refuses earlier views.
+    """
+
+    job: bytes
+    credentials: Credentials
+    connections: LaneConnections
+    enter: Callable[[bytes, int, int], None]

@@ -1,0 +1,107 @@
+"""What the hosts of a job must have in common, and the threads that all of them can give to a replica."""
+
+import platform
+import secrets
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import metadata
+from itertools import islice
+
+from lockstep.errors import ConfigError, LockstepError
+from lockstep.protocol.host import HostFacts, Prepare
+from lockstep.protocol.job_spec import JobHost
+from lockstep.system.environment import usable_cores
+from lockstep.topology import place_on_hosts
+from lockstep.worker.program_sources import file_hash
+from lockstep.worker.script import Script
+
+_LIBRARIES = ("keras-lockstep", "keras", "numpy", "ml-dtypes")
+_OF_BACKEND = {
+    "jax": ("jax", "jaxlib"),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly"),
+    "torch": ("torch",),
+}
+
+
+def own_facts(prepare: Prepare, address: str, port: int, problem: str = "") -> HostFacts:
+    """Return the facts of this host for the job that `prepare` describes; imports no framework.
+
+    Args:
+        prepare: from the coordinator.
+        address: at which this process accepts connections of other hosts.
+        port: its port.
+        problem: why this host cannot run the job, if that is known.
+    """
+    script, digest = Script(prepare.target, prepare.module, prepare.arguments), ""
+    try:
+        script.check()
+        source = script.source()
+        digest = file_hash(source) or "" if source is not None else ""
+    except LockstepError as error:
+        problem = problem or str(error)
+    return HostFacts(
+        name=socket.gethostname(),
+        python=platform.python_version(),
+        machine=platform.machine(),
+        libraries=_versions(prepare.backend),
+        cores=usable_cores(),
+        script=digest,
+        address=address,
+        port=port,
+        incarnation=secrets.randbits(63),
+        problem=problem,
+    )
+
+
+def _versions(backend: str | None) -> dict[str, str]:
+    found = {}
+    for name in (*_LIBRARIES, *_OF_BACKEND.get(backend or "", ())):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def check_facts(hosts: Sequence[JobHost], facts: Sequence[HostFacts], target: str) -> None:
+    """Check that the hosts can compute equal bits from the same program.
+
+    Raises:
+        ConfigError: a host cannot run the program, or hosts differ; names the hosts and what differs.
+    """
+    names = [host.name for host in hosts]
+    for name, own in zip(names, facts, strict=True):
+        if own.problem:
+            raise ConfigError(f"host {name}: {own.problem}")
+    libraries = sorted({library for own in facts for library in own.libraries})
+    looks: dict[str, Callable[[HostFacts], str]] = {
+        "kinds of processor": lambda own: own.machine,
+        "versions of Python": lambda own: own.python,
+    }
+    for library in libraries:
+        looks[f"versions of {library}"] = lambda own, name=library: own.libraries.get(name, "none")  # type: ignore[misc]
+    for what, look in looks.items():
+        if len(groups := _groups(names, map(look, facts))) > 1:
+            raise ConfigError(f"the hosts have different {what}: {_text(groups)}; install the same on all")
+    if len(groups := _groups(names, (own.script for own in facts))) > 1:
+        parts = " and ".join(", ".join(there) for there in groups.values())
+        raise ConfigError(f"{target} differs between {parts}; copy the same file to all hosts")
+
+
+def threads_for_all(hosts: Sequence[JobHost], facts: Sequence[HostFacts], replicas: int) -> int:
+    """Return the threads that each replica can have on every host, if all compute at the same time."""
+    ids = iter(range(sum(host.workers for host in hosts)))
+    view = place_on_hosts(replicas, tuple(tuple(islice(ids, host.workers)) for host in hosts))
+    there = [sum(len(view.replicas_of(worker)) for worker in workers) for workers in view.hosts]
+    return max(1, min(own.cores // count for own, count in zip(facts, there, strict=True)))
+
+
+def _groups(names: Sequence[str], values: Iterable[str]) -> Mapping[str, list[str]]:
+    groups: dict[str, list[str]] = {}
+    for name, value in zip(names, values, strict=False):
+        groups.setdefault(value, []).append(name)
+    return groups
+
+
+def _text(groups: Mapping[str, list[str]]) -> str:
+    return ", ".join(f"{value} on {' and '.join(names)}" for value, names in groups.items())

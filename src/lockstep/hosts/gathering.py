@@ -1,0 +1,117 @@
+"""Waits until the agents of all hosts have described their hosts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from lockstep.errors import UnfitError
+from lockstep.protocol.channel import Channel, PeerGone, Unreadable
+from lockstep.protocol.host import (
+    ALIVE_EVERY,
+    HostFacts,
+    KeepAlive,
+    Prepare,
+    RemoteInstruction,
+    RemoteReport,
+    Stop,
+)
+from lockstep.system.clock import Clock
+from lockstep.system.event_loop import EventLoop
+
+SAY_EVERY = 5.0
+"""Seconds between two notes on the hosts that are missing."""
+
+
+class Stopped(Exception):
+    """The user has stopped the job before its hosts were complete.
+
+    Attributes:
+        signal: the signal; 0 if the command has ended.
+    """
+
+    def __init__(self, signal: int) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
+@dataclass(frozen=True)
+class AwaitedHost:
+    """A host whose agent has not described it yet.
+
+    Attributes:
+        name: of the host.
+        channel: to its agent.
+        why_lost: says why the channel has ended.
+    """
+
+    name: str
+    channel: Channel[RemoteInstruction, RemoteReport]
+    why_lost: Callable[[], str]
+
+
+def gather_facts(
+    hosts: Mapping[int, AwaitedHost],
+    prepare: Prepare,
+    command: Channel[Stop, Stop],
+    *,
+    loop: EventLoop,
+    clock: Clock,
+    patience: float,
+    say: Callable[[str], None],
+) -> dict[int, HostFacts]:
+    """Send each agent what the job will run, and return the facts of each host.
+
+    Args:
+        hosts: by their index in the job.
+        prepare: the first message to each agent.
+        command: the channel over which the job is stopped.
+        loop: serves the channels.
+        clock: for deadlines.
+        patience: seconds until this gives up.
+        say: shows a note.
+
+    Raises:
+        UnfitError: an agent ends or does not answer; names its host.
+        Stopped: the user has stopped the job.
+    """
+    facts: dict[int, HostFacts] = {}
+    begun, due = clock.now(), clock.now() + SAY_EVERY
+    alive_due = begun + ALIVE_EVERY
+    for host in hosts.values():
+        host.channel.send(prepare)
+        loop.watch(host.channel.fileno(), lambda: None)
+    loop.watch(command.fileno(), lambda: None)
+    try:
+        while len(facts) < len(hosts):
+            for index, host in hosts.items():
+                match host.channel.receive():
+                    case HostFacts() as found:
+                        facts[index] = found
+                    case PeerGone():
+                        raise UnfitError(f"host {host.name} cannot take part: {host.why_lost()}")
+                    case Unreadable(error):
+                        raise UnfitError(
+                            f"host {host.name} sent an invalid message ({error}); install the same version "
+                            "of Lockstep on all hosts"
+                        )
+            match command.receive():
+                case Stop(signal):
+                    raise Stopped(signal)
+                case PeerGone():
+                    raise Stopped(0)
+            missing = " and ".join(host.name for index, host in hosts.items() if index not in facts)
+            if (now := clock.now()) - begun >= patience and missing:
+                raise UnfitError(f"no answer from the agent of {missing} within {patience:g} s")
+            if now >= due and missing:
+                due = now + SAY_EVERY
+                say(f"waiting for the agent of {missing}, {now - begun:.0f} s")
+            if now >= alive_due:
+                alive_due = now + ALIVE_EVERY
+                for host in hosts.values():
+                    host.channel.send(KeepAlive())
+            if missing:
+                loop.turn(max(0.0, min(due, alive_due, begun + patience) - now))
+    finally:
+        for host in hosts.values():
+            loop.unwatch(host.channel.fileno())
+        loop.unwatch(command.fileno())
+    return facts

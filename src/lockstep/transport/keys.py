@@ -1,0 +1,222 @@
+"""The key of a job over several hosts, and the credentials that every holder of it can make.
+
+From the key's 32 random bytes and its expiry, every holder derives the same certificate authority and the
+same key for greetings, so nothing but the key is distributed. The authority has an Ed25519 key, whose
+signatures are deterministic, so its certificate is the same for all holders.
+"""
+
+import contextlib
+import datetime
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lockstep.errors import ConfigError, UnfitError
+from lockstep.protocol.credentials import Credentials
+from lockstep.system.files import open_regular
+
+MODE = 0o600
+"""The mode of a key file."""
+
+_BYTES = 32
+_DAY = 24 * 3600
+_TIME = "%Y-%m-%dT%H:%M:%SZ"
+_LINE = re.compile(r"lockstep-key 1 (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ) ([0-9a-f]{64})\n?", re.ASCII)
+_VERSION = re.compile(r"lockstep-key (\d{1,9}) ", re.ASCII)
+_MOST_TEXT = 4096
+_BEGINNING = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+"""When every certificate becomes valid: the clocks of hosts differ."""
+
+
+@dataclass(frozen=True)
+class JobKey:
+    """The key of a job. A process that holds it can join the job, and act as any of its hosts.
+
+    Attributes:
+        secret: the random bytes.
+        expires: seconds since 1970, after which no connection is accepted.
+    """
+
+    secret: bytes = field(repr=False)
+    expires: int
+
+    @classmethod
+    def generate(cls, days: float = 30.0, now: Callable[[], float] = time.time) -> "JobKey":
+        """Return a new key that is valid for `days`."""
+        return cls(secrets.token_bytes(_BYTES), int(now() + days * _DAY))
+
+    @classmethod
+    def parse(cls, text: str, source: str, now: Callable[[], float] = time.time) -> "JobKey":
+        """Return the key in a line; see `text`.
+
+        Args:
+            text: the line.
+            source: names the text in messages.
+            now: the wall clock.
+
+        Raises:
+            ConfigError: it is not a key, or has expired.
+        """
+        found = _LINE.fullmatch(text)
+        if found is None:
+            version = _VERSION.match(text)
+            if version is not None and version[1] != "1":
+                raise ConfigError(
+                    f"{source} contains a key of format {version[1]}, which this version of Lockstep does "
+                    "not know; install the version that made it"
+                )
+            raise ConfigError(f"{source} does not contain a key; make one with lockstep key FILE")
+        try:
+            expires = datetime.datetime.strptime(found[1], _TIME).replace(tzinfo=datetime.UTC)
+        except ValueError:
+            raise ConfigError(f"{source} contains a key whose expiry, {found[1]}, is not a time") from None
+        key = cls(bytes.fromhex(found[2]), int(expires.timestamp()))
+        if now() >= key.expires:
+            raise ConfigError(
+                f"the key in {source} expired on {key.expiry}; make another with lockstep key FILE, and copy "
+                "it to all hosts"
+            )
+        return key
+
+    @classmethod
+    def read(cls, path: Path, now: Callable[[], float] = time.time) -> "JobKey":
+        """Return the key in a file.
+
+        Raises:
+            ConfigError: the file cannot be read, others may use it, it contains no key, or the key has
+                expired.
+        """
+        try:
+            with os.fdopen(open_regular(path), "rb") as file:
+                status = os.fstat(file.fileno())
+                text = file.read(_MOST_TEXT).decode(errors="replace")
+        except OSError as error:
+            raise ConfigError(f"the key file {path} cannot be read: {error.strerror}") from None
+        if status.st_uid not in (os.geteuid(), 0):
+            raise ConfigError(
+                f"the key file {path} belongs to another user (id {status.st_uid}), who can replace it"
+            )
+        if (mode := stat.S_IMODE(status.st_mode)) & 0o077:
+            raise ConfigError(
+                f"other users may use the key file {path} (mode {mode:o}); run chmod 600 {path}, and make "
+                "another key if others may have read it"
+            )
+        return cls.parse(text, str(path), now)
+
+    def write(self, path: Path) -> None:
+        """Write the key to a new file that only this user may read.
+
+        Raises:
+            ConfigError: the file exists, or cannot be written.
+        """
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, MODE)
+        except FileExistsError:
+            raise ConfigError(
+                f"{path} exists; give the name of a new file, or delete this one first"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"the key file {path} cannot be written: {error.strerror}") from None
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                os.fchmod(descriptor, MODE)
+                file.write(self.text)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise ConfigError(f"the key file {path} cannot be written: {error.strerror}") from None
+
+    @property
+    def text(self) -> str:
+        """The key as the line of a file; secret."""
+        return f"lockstep-key 1 {self._expiry.strftime(_TIME)} {self.secret.hex()}\n"
+
+    @property
+    def expiry(self) -> str:
+        """When the key expires, for users."""
+        return self._expiry.strftime("%Y-%m-%d %H:%M UTC")
+
+    @property
+    def _expiry(self) -> datetime.datetime:
+        return datetime.datetime.fromtimestamp(self.expires, datetime.UTC)
+
+    def mint(self, *, encrypted: bool = True) -> Credentials:
+        """Return new credentials, which expire with the key.
+
+        Args:
+            encrypted: whether connections are encrypted; otherwise the credentials only sign greetings.
+
+        Raises:
+            UnfitError: the package cryptography is not installed.
+        """
+        try:
+            from cryptography import x509
+            from cryptography.hazmat.primitives import hashes, serialization
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+            from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+        except ImportError:
+            raise UnfitError(
+                "jobs over several hosts need the package cryptography, which is not installed: "
+                "pip install 'keras-lockstep[hosts]'"
+            ) from None
+
+        def derive(purpose: str) -> bytes:
+            # Includes the expiry: with another one, the key is a different key.
+            info = f"lockstep 1 {purpose} {self.expires}".encode()
+            return HKDF(hashes.SHA256(), length=_BYTES, salt=None, info=info).derive(self.secret)
+
+        greeting_key = derive("greetings")
+        if not encrypted:
+            return Credentials(greeting_key, self.expires)
+        authority = Ed25519PrivateKey.from_private_bytes(derive("authority"))
+        identifier = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
+        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"lockstep {identifier.digest.hex()}")])
+        issued_by = x509.AuthorityKeyIdentifier.from_issuer_subject_key_identifier(identifier)
+
+        def certify(owner: Ed25519PrivateKey, subject: x509.Name, serial: int) -> x509.CertificateBuilder:
+            return (
+                x509.CertificateBuilder()
+                .subject_name(subject)
+                .issuer_name(issuer)
+                .public_key(owner.public_key())
+                .serial_number(serial)
+                .not_valid_before(_BEGINNING)
+                .not_valid_after(self._expiry)
+            )
+
+        def usage(*, signs: bool, certifies: bool) -> x509.KeyUsage:
+            return x509.KeyUsage(signs, False, False, False, False, certifies, False, False, False)
+
+        root = (
+            certify(authority, issuer, 1)
+            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+            .add_extension(usage(signs=False, certifies=True), critical=True)
+            .add_extension(identifier, critical=False)
+            .sign(authority, None)
+        )
+        own = Ed25519PrivateKey.generate()
+        name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "lockstep process")])
+        purposes = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+        leaf = (
+            certify(own, name, x509.random_serial_number())
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(usage(signs=True, certifies=False), critical=True)
+            .add_extension(x509.ExtendedKeyUsage(purposes), critical=False)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(own.public_key()), critical=False)
+            .add_extension(issued_by, critical=False)
+            .sign(authority, None)
+        )
+        pem = serialization.Encoding.PEM
+        return Credentials(
+            greeting_key,
+            self.expires,
+            root.public_bytes(pem),
+            leaf.public_bytes(pem),
+            own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        )

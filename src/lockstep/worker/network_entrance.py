@@ -1,0 +1,252 @@
+"""How a worker enters the exchange of a view whose members are on several hosts."""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from lockstep.collectives.contract import WaitObserver, WaitPolicy
+from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
+from lockstep.collectives.network.lane import Link
+from lockstep.collectives.network.last_call import LastCall
+from lockstep.collectives.network.memory import NetworkBuffers
+from lockstep.collectives.plan import HostPlan
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
+from lockstep.errors import LockstepError, PeerStuckError
+from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.greeting import ConnectionKind, Greeting
+from lockstep.protocol.worker import AgentMessage, HostMembers, NetworkEndpoint, PeerConnected
+from lockstep.system.environment import WorkerConfig
+from lockstep.topology import View
+from lockstep.transport.addresses import join_address
+from lockstep.transport.dial import accept, dial
+from lockstep.worker.agent_client import AgentClient
+
+_LOOK_EVERY = 0.2
+_SAY_EVERY = 5.0
+_SECOND_THOUGHTS = 15.0
+"""Seconds after a connection fails in which the agent may end the view: that is the usual cause."""
+
+
+class _Abandoned(Exception):
+    """The view has ended before the connections were complete."""
+
+
+class NetworkEntrance:
+    """Enters the exchanges of a job over hosts, one after another, and keeps what outlives them.
+
+    Args:
+        config: of this worker.
+        job: the id of the job.
+        credentials: of this worker.
+        pool: the memory that all workers on this host share.
+        client: the connection to the agent.
+        policy: how this worker waits for others.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        job: bytes,
+        credentials: Credentials,
+        pool: SharedPool,
+        client: AgentClient,
+        policy: WaitPolicy,
+    ) -> None:
+        self._config = config
+        self._job = job
+        self._credentials = credentials
+        self._client = client
+        self._policy = policy
+        self._buffers = NetworkBuffers(pool)
+        self._last = LastCall()
+        if not config.joins:
+            self._last.number = 0
+
+    def enter(
+        self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment, observe: WaitObserver
+    ) -> NetworkCommunicator | AgentMessage:
+        """Return this worker's end of the exchange of `view`.
+
+        Returns:
+            Or the message with which the agent ends the view before all connections are complete.
+
+        Raises:
+            NetworkError: another host cannot be reached.
+            PeerStuckError: a worker on another host has not connected in time.
+        """
+        plan = HostPlan.of(view, endpoint.here)
+        position = plan.own.index(self._config.worker)
+        links: Mapping[int, Link] = {}
+        if position < plan.lanes:
+            connected = LaneConnector(
+                self._job,
+                self._credentials,
+                endpoint,
+                view.number,
+                position,
+                self._client.connections(view.number),
+                self._client.receive_any,
+                self._client.waiting,
+                self._policy.timeout,
+            ).connect()
+            if not isinstance(connected, Mapping):
+                return connected
+            links = connected
+        of_job = ViewOfJob(
+            self._job,
+            endpoint.term,
+            view.number,
+            tuple(host.incarnation for host in endpoint.hosts),
+            tuple(host.name for host in endpoint.hosts),
+        )
+        return NetworkCommunicator(
+            segment, self._buffers, self._last, position, plan, of_job, links, self._policy, observe
+        )
+
+
+@dataclass
+class LaneConnector:
+    """Opens the connections of one worker in one view.
+
+    Attributes:
+        job: the id of the job.
+        credentials: of this worker.
+        endpoint: of the view.
+        view: its number.
+        lane: the lane of this worker.
+        arrived: the connections of the view that have arrived.
+        receive: waits for a message of the agent, for a number of seconds at most.
+        observe: told of a long wait: for what, for which workers, and its seconds.
+        patience: seconds until this gives up.
+    """
+
+    job: bytes
+    credentials: Credentials
+    endpoint: NetworkEndpoint
+    view: int
+    lane: int
+    arrived: Sequence[PeerConnected]
+    receive: Callable[[float], AgentMessage | None]
+    observe: Callable[[str, tuple[int, ...], float], None]
+    patience: float
+    _results: "queue.SimpleQueue[tuple[int, bool, socket.socket | LockstepError]]" = field(
+        default_factory=queue.SimpleQueue
+    )
+    _abandoned: bool = False
+
+    def connect(self) -> Mapping[int, Link] | AgentMessage:
+        """Return the connections to each other host, by its position in the view.
+
+        Returns:
+            Or the message with which the agent ends the view before they are complete.
+
+        Raises:
+            NetworkError: another host cannot be reached.
+            PeerStuckError: a worker on another host has not connected in time.
+        """
+        hosts, here = self.endpoint.hosts, self.endpoint.here
+        ends: dict[int, dict[bool, socket.socket]] = {at: {} for at, _ in enumerate(hosts) if at != here}
+        for at in ends:
+            self._start(self._dial, at, hosts[at])
+        for connected in self.arrived:
+            self._take(connected)
+        begun = said = time.monotonic()
+        refusal: tuple[float, LockstepError] | None = None
+        try:
+            while missing := [at for at, found in ends.items() if len(found) < 2]:
+                message = self.receive(_LOOK_EVERY)
+                if isinstance(message, PeerConnected):
+                    self._take(message)
+                elif message is not None:
+                    self._abandon(ends)
+                    return message
+                while not self._results.empty():
+                    at, outgoing, result = self._results.get()
+                    if isinstance(result, LockstepError):
+                        refusal = refusal or (time.monotonic(), result)
+                    else:
+                        ends[at][outgoing] = result
+                now = time.monotonic()
+                if refusal is not None and now - refusal[0] > _SECOND_THOUGHTS:
+                    raise refusal[1]
+                self._check_wait(missing, now - begun)
+                if now - said >= _SAY_EVERY:
+                    said = now
+                    self._report(missing, ends, now - begun)
+        except BaseException:
+            self._abandon(ends)
+            raise
+        return {at: Link(outgoing=found[True], incoming=found[False]) for at, found in ends.items()}
+
+    def _take(self, connected: PeerConnected) -> None:
+        if connected.view == self.view:
+            hosts = enumerate(self.endpoint.hosts)
+            at = next(at for at, host in hosts if host.host == connected.host)
+            self._start(self._accept, at, socket.socket(fileno=connected.connection.take()))
+
+    def _start(self, act: Callable[..., None], *arguments: object) -> None:
+        threading.Thread(target=act, args=arguments, name="connect", daemon=True).start()
+
+    def _dial(self, at: int, host: HostMembers) -> None:
+        own = self.endpoint.hosts[self.endpoint.here]
+        greeting = Greeting(
+            ConnectionKind.LANE,
+            self.job,
+            self.endpoint.term,
+            self.view,
+            own.incarnation,
+            own.host,
+            self.lane,
+        )
+        address = join_address((host.address, host.port))
+        self._finish(at, True, lambda: dial(address, greeting, self.credentials, self.patience, self._check))
+
+    def _accept(self, at: int, connection: socket.socket) -> None:
+        self._finish(at, False, lambda: accept(connection, self.credentials, self.patience, self._check))
+
+    def _finish(self, at: int, outgoing: bool, connect: Callable[[], socket.socket]) -> None:
+        try:
+            connection = connect()
+        except LockstepError as error:
+            self._results.put((at, outgoing, error))
+        except _Abandoned:
+            pass
+        else:
+            self._results.put((at, outgoing, connection))
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise _Abandoned
+
+    def _abandon(self, ends: Mapping[int, Mapping[bool, socket.socket]]) -> None:
+        self._abandoned = True
+        for found in ends.values():
+            for connection in found.values():
+                connection.close()
+
+    def _check_wait(self, missing: list[int], waited: float) -> None:
+        if waited >= self.patience:
+            names = " and ".join(self.endpoint.hosts[at].name for at in missing)
+            raise PeerStuckError(f"no connection to {names} within {self.patience:.0f} s")
+
+    def _report(
+        self, missing: list[int], ends: Mapping[int, Mapping[bool, socket.socket]], waited: float
+    ) -> None:
+        workers = []
+        places = []
+        for at in missing:
+            host = self.endpoint.hosts[at]
+            workers.append(host.workers[self.lane])
+            if True not in ends[at]:
+                places.append(f"{host.name} at {join_address((host.address, host.port))}")
+        own = self.endpoint.hosts[self.endpoint.here]
+        what = (
+            f"a connection from {own.name} to {' and '.join(places)}"
+            if places
+            else f"connections to {own.name}"
+        )
+        self.observe(what, tuple(workers), waited)
