@@ -16,6 +16,7 @@ from stepping_job import CHAOS, HERE
 from lockstep.protocol.host import HostOffer
 from lockstep.protocol.rendezvous import Arrival, Task
 from lockstep.rendezvous.over_hosts import missing_tasks, objection
+from lockstep.system.environment import usable_cores
 from lockstep.transport.keys import JobKey
 
 FILES = (
@@ -165,3 +166,62 @@ def test_missing_tasks_and_objections() -> None:
     assert "this job follows TF_CONFIG" in objects(None)
     assert "runs Lockstep 2, but the job uses 1" in objects(arrival(2, version="2"))
     assert "worker 1 (node2:2222) is on two hosts, 10.0.0.2 and 10.0.0.9" in objects(arrival(1))
+
+
+EXAMPLES = HERE.parents[1] / "examples"
+THREADS = str(max(1, usable_cores()))
+"""Of a replica: on each host, one replica has all cores."""
+
+
+def printed(text: str, label: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(label)]
+    return line
+
+
+def test_the_example_with_a_metric_trains_on_two_hosts(
+    start: Start, hosts: Sequence[Host], lean: Callable[..., dict[str, str]]
+) -> None:
+    """On TensorFlow, such a program with its own strategy hung on two hosts: TensorFlow's issue 33531."""
+    script = EXAMPLES / "two_hosts.py"
+    variables = {**lean(script, "tensorflow"), "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    cluster = {"worker": ["node1:2222", "node2:2222"]}
+    for host in hosts:
+        shutil.copy(script, host.work / "stepping_by_hand.py")
+    workers = [start(node, node - 1, cluster=cluster, **variables) for node in (1, 2)]
+    command = "run -n 2 --backend tensorflow --threads-per-worker"
+    alone = hosts[2].lockstep(*command.split(), THREADS, "stepping_by_hand.py", **variables)
+    for one in (*workers, alone):
+        assert one.end() == 0, one.err
+        assert float(printed(one.out, "accuracy: ").split()[1]) > 0.9
+    assert len({printed(one.out, "digest: ") for one in (*workers, alone)}) == 1
+
+
+@pytest.mark.slow
+def test_the_unchanged_tutorial_trains_in_two_pods(
+    hosts: Sequence[Host], start: Start, environment: dict[str, str]
+) -> None:
+    """A program for `tf.distribute` alone, with the bits of two workers on one machine."""
+    pytest.importorskip("tensorflow")
+    short = {"KERAS_MAX_EPOCHS": "1", "KERAS_MAX_STEPS_PER_EPOCH": "2"}
+    stand_in = str(HERE.parent / "training" / "stand_in")
+    variables = {**short, "PYTHONPATH": stand_in, "LOCKSTEP_KEY_FILE": "job.key", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    options = f"--tf-distribute --backend jax --run-dir run --threads-per-worker {THREADS}".split()
+    for host in hosts[:3]:
+        for file in ("main.py", "mnist.py"):
+            shutil.copy(EXAMPLES / "tutorial" / file, host.work)
+    cluster = {"worker": ["node1:2222", "node2:2222"]}
+    pods = [
+        host.lockstep(
+            "run",
+            "--tf-config",
+            *options,
+            "main.py",
+            **variables,
+            TF_CONFIG=json.dumps({"cluster": cluster, "task": {"type": "worker", "index": index}}),
+        )
+        for index, host in enumerate(hosts[:2])
+    ]
+    assert [pod.end() for pod in pods] == [0, 0], [pod.err for pod in pods]
+    alone = hosts[2].lockstep("run", "-n", "2", *options, "main.py", **variables)
+    assert alone.end() == 0, alone.err
+    assert len({printed(one.out, "digest: ") for one in (*pods, alone)}) == 1
