@@ -57,5 +57,5 @@ def test_equal_bits(train: Train, backend: str) -> None:
     "options", ["--hosts node2:2", "--hosts node3:2,node2 --plain", "--hosts node4,node1,node3,node2 -n 5"]
 )
 def test_equal_sums(hosts: Sequence[Host], options: str) -> None:
-    """Any hosts, in any order, have the sums and the bytes of one process, also if the command is elsewhere."""
+    """Any hosts, in any order, have the sums of one process, also if the command is elsewhere."""
     SteppingJob(hosts, options, 20).finish()
