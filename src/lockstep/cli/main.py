@@ -11,7 +11,8 @@ from lockstep.cli.run import PARTS, run
 from lockstep.errors import LockstepError
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.notes import note
-from lockstep.system.standard_streams import discard_stdout
+from lockstep.system.standard_streams import discard_stdout, fill_standard_descriptors
+from lockstep.transport.addresses import split_address, with_port
 
 
 def main() -> None:
@@ -100,13 +101,60 @@ def scale(job: str, workers: int) -> None:
     )
 
 
-@cli.command(hidden=True)
-@click.option("--stdio", is_flag=True, required=True, help="Take instructions from stdin.")
-def agent(stdio: bool) -> None:
-    """Run the workers of this host for a job on several hosts; `lockstep run --hosts` starts it."""
-    from lockstep.hosts.agent_command import run_over_pipes
+@cli.command()
+@click.option(
+    "--join",
+    "coordinator",
+    metavar="HOST:PORT",
+    help="Where the job waits: the address of lockstep run --listen.",
+)
+@click.option(
+    "-n",
+    "--workers",
+    type=PARTS,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Number of workers that this host offers; the job uses fewer if it needs fewer.",
+)
+@click.option(
+    "--listen",
+    metavar="ADDRESS[:PORT]",
+    help="Address of this host at which workers of other hosts connect.  [default: that from which it "
+    "reaches the job, and any free port]",
+)
+@click.option("--plain", is_flag=True, help="Do not encrypt connections, as lockstep run --plain does.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    default=600.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long to try to reach the job.",
+)
+@click.option("--stdio", is_flag=True, hidden=True, help="Take instructions from stdin.")
+def agent(
+    coordinator: str | None, workers: int, listen: str | None, plain: bool, timeout: float, stdio: bool
+) -> None:
+    """Run workers of this host for a job that waits on another one.
 
-    sys.exit(run_over_pipes())
+    \b
+    lockstep run --listen 10.0.0.1:7000 -n 3 train.py    # on 10.0.0.1: one worker there
+    lockstep agent --join 10.0.0.1:7000 -n 2             # on another host: two workers
+
+    Run it in the folder of the script. Both hosts need the same key file (see lockstep key). The exit status
+    is that of the job.
+    """
+    from lockstep.hosts.agent_command import AgentOptions, join_and_run, run_over_pipes
+
+    if stdio:
+        sys.exit(run_over_pipes())
+    if coordinator is None:
+        raise click.UsageError("give --join HOST:PORT, the address of lockstep run --listen")
+    split_address(coordinator)
+    fill_standard_descriptors()
+    own = with_port(listen) if listen else ""
+    sys.exit(join_and_run(AgentOptions(coordinator, workers, own, not plain, timeout)))
 
 
 @cli.command()

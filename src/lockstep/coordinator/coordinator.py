@@ -436,7 +436,7 @@ class Coordinator:
             case StartCancelled(worker, number):
                 self._decide(run_events.WorkerExited(worker, -number))
             case ProcessArrived():
-                self._decide(job_events.WorkerArrived())
+                self._decide(job_events.WorkerArrived(host))
             case NotUnderstood(worker, error):
                 self.events.publish(run_events.MessageMisunderstood(worker, error))
             case StateHeld(view, whole, failure):
@@ -572,7 +572,7 @@ class Coordinator:
 
     def _conclude(self, outcome: actions.JobOutcome) -> int:
         normal = self.state.stage is Stage.FINISHED and not self._killed
-        ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers))
+        ended = self._end_hosts(EndHost(_LEAVE_GRACE if normal else 0.0, outcome.workers, outcome.status))
         # No process is left: `lockstep stop` need not wait until a slow terminal has taken the output.
         self._close_admin()
         self.console.end_lines()

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 
 from lockstep.errors import UnfitError
 from lockstep.protocol.channel import Channel, PeerGone, Unreadable
-from lockstep.protocol.host import HostFacts, Prepare, RemoteInstruction, RemoteReport, Stop
+from lockstep.protocol.host import (
+    ALIVE_EVERY,
+    HostFacts,
+    KeepAlive,
+    Prepare,
+    RemoteInstruction,
+    RemoteReport,
+    Stop,
+)
 from lockstep.system.clock import Clock
 from lockstep.system.event_loop import EventLoop
 
@@ -67,6 +75,7 @@ def gather_facts(
     """
     facts: dict[int, HostFacts] = {}
     begun, due = clock.now(), clock.now() + SAY_EVERY
+    alive = begun
     for host in hosts.values():
         host.channel.send(prepare)
         loop.watch(host.channel.fileno(), lambda: None)
@@ -95,8 +104,12 @@ def gather_facts(
             if now >= due and missing:
                 due = now + SAY_EVERY
                 say(f"waiting for the agent of {missing}, {now - begun:.0f} s")
+            if now >= alive:
+                alive = now + ALIVE_EVERY
+                for host in hosts.values():
+                    host.channel.send(KeepAlive())
             if missing:
-                loop.turn(max(0.0, min(due, begun + patience) - now))
+                loop.turn(max(0.0, min(due, alive, begun + patience) - now))
     finally:
         for host in hosts.values():
             loop.unwatch(host.channel.fileno())

@@ -7,6 +7,7 @@ there. They work in the same way in one process and on different hosts.
 import msgspec
 
 from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
 
 ALIVE_EVERY = 1.0
@@ -15,10 +16,31 @@ ALIVE_EVERY = 1.0
 SILENCE = 10.0
 """Seconds without a message after which the other host counts as lost."""
 
+MOST_QUEUED = 1 << 32
+"""Bytes that coordinator and agent keep for each other: a state must fit. Silence ends the wait."""
+
 STATE_PART = 256 * 1024
 """Bytes of a part of a state."""
 
 # Between the coordinator and the agent of another host, before the job begins.
+
+
+class HostOffer(msgspec.Struct, frozen=True, tag="offer"):
+    """The first message of an agent that joins a coordinator; sent again when something in it changes.
+
+    The coordinator answers with `KeepWaiting`, with `Rejected`, or, once its hosts are complete, with
+    `Prepare`.
+
+    Attributes:
+        workers: the number of workers that the host can run.
+        first: the first process that a user has started on the host by hand; its tasks have their addresses
+            as places. None if the agent starts the workers.
+        slots: the tasks of which a process waits on the host.
+    """
+
+    workers: int
+    first: Arrival | None = None
+    slots: tuple[int, ...] = ()
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
@@ -204,6 +226,12 @@ class PauseOutput(msgspec.Struct, frozen=True, tag="pause output"):
     pauses: bool
 
 
+class ShowNote(msgspec.Struct, frozen=True, tag="note"):
+    """Show a note to the users of the host."""
+
+    text: str
+
+
 class ReportAll(msgspec.Struct, frozen=True, tag="report all"):
     """Report every message that workers have sent so far, then `AllReported`."""
 
@@ -214,10 +242,12 @@ class EndHost(msgspec.Struct, frozen=True, tag="end"):
     Attributes:
         grace: seconds that they have to exit on their own.
         evidence: workers whose log and stack the agent reports.
+        status: the exit status of the job.
     """
 
     grace: float
     evidence: tuple[int, ...] = ()
+    status: int = 0
 
 
 # From an agent to the coordinator.
@@ -370,6 +400,7 @@ Instruction = (
     | EndExchange
     | KeepAlive
     | PauseOutput
+    | ShowNote
     | ReportAll
     | EndHost
 )
@@ -390,8 +421,8 @@ HostReport = (
     | HostEnded
 )
 
-RemoteInstruction = Prepare | BeginJob | Instruction
+RemoteInstruction = KeepWaiting | Rejected | Prepare | BeginJob | Instruction
 """What an agent on another host receives."""
 
-RemoteReport = HostFacts | HostReport
+RemoteReport = HostOffer | HostFacts | HostReport
 """What an agent on another host sends."""
