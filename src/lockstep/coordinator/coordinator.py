@@ -497,8 +497,8 @@ class Coordinator:
                 self._publish_and_decide(run_events.JoinRequested(worker, whole))
             case WaitReport(what, workers, seconds):
                 self._publish_and_decide(run_events.WaitReported(worker, what, workers, seconds))
-            case FileOpened(path, line):
-                self._tell_of_file(worker, path, line)
+            case FileOpened():
+                self._tell_of_file(worker, message)
             case Failed(status, summary, traceback, blames, prints):
                 self.events.publish(run_events.ScriptFailed(worker, summary, traceback))
                 if not prints and self.agents[self.state.workers[worker].host].remote:
@@ -556,10 +556,11 @@ class Coordinator:
             waits = f"has waited {seconds:.0f} s" if seconds >= _DOWNLOAD_REPEAT else "waits"
             self.console.say(f"worker {worker} {waits} for {of} to download {file}")
 
-    def _tell_of_file(self, worker: int, path: str, line: str) -> None:
+    def _tell_of_file(self, worker: int, file: FileOpened) -> None:
         """Warn of a file that several workers write."""
-        if text := self._writers.opened(worker, path, line, self.state.running):
-            self.events.publish(run_events.ConflictingWrite(worker, path, line))
+        host = None if file.shared else self.state.workers[worker].host
+        if text := self._writers.opened(worker, file.path, file.line, self.state.running, host):
+            self.events.publish(run_events.ConflictingWrite(worker, file.path, file.line))
             self.console.say(text)
 
     def _tell_of_backend(self, worker: int, backend: str) -> None:

@@ -188,7 +188,7 @@ class ScriptCheckpoints:
             claim.acquire()
             if newest := Store(folder).newest(notes.append):
                 path, contents = newest
-                facts = job_facts(path, contents)
+                facts = job_facts(path, contents.manifest)
                 refuse_different_job(path, facts, self._snapshots.facts())
                 notes += filter(
                     None,

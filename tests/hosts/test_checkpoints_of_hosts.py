@@ -1,0 +1,61 @@
+"""Without a shared file system, a job resumes from the newest checkpoint of all hosts, with the same bits."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from host_network import Host, Running
+
+SCRIPT = Path(__file__).parent / "keeping_on_hosts.py"
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> Start:
+    """Start the training at the command of a host."""
+    for host in hosts:
+        shutil.copy(SCRIPT, host.work)
+
+    def run(at: int, *arguments: str) -> Running:
+        options = ("--backend", "jax", "--replicas", "2", "--threads-per-worker", "1", "--tee", "all")
+        command = ("run", *options, *arguments)
+        return hosts[at].lockstep(*command, **lean(SCRIPT, "jax"))
+
+    return run
+
+
+def digest(job: Running) -> str:
+    assert job.end() == 0, job.err
+    (found,) = {line.split()[-1] for line in job.out.splitlines() if "digest " in line}
+    return found
+
+
+def newest(host: Host, folder: str = "kept") -> int:
+    """The step of the newest checkpoint on a host; 0 if it has none."""
+    return max((int(path.name[5:]) for path in (host.work / folder).glob("step-*")), default=0)
+
+
+def failed(job: Running) -> str:
+    assert job.end() == 1, job.err
+    assert "epoch" in job.err
+    return job.err
+
+
+def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start) -> None:
+    """The chief's host loses its workers; then the hosts are in another order, and others."""
+    wanted = digest(start(0, "-n", "2", SCRIPT.name))
+    kept = ("--checkpoint", "kept", "--checkpoint-every", "2", "--max-restarts", "0")
+    failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "die:0:1", "fail:3"))
+    first, second = newest(hosts[0]), newest(hosts[1])
+    assert 0 < first < second
+    told = failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "fail:4"))
+    assert f"the newest checkpoint, after {second} steps, is on node2; copying it to this host\n" in told
+    third = newest(hosts[0])
+    assert third > second
+    assert newest(hosts[1]) == second
+    last = start(0, "--hosts", "node3,node2", *kept, SCRIPT.name)
+    assert digest(last) == wanted
+    assert f"{third} steps, is on this host; copying it to node3 and node2\n" in last.err
+    assert newest(hosts[2]) == 24
