@@ -59,3 +59,17 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start)
     assert digest(last) == wanted
     assert f"{third} steps, is on this host; copying it to node3 and node2\n" in last.err
     assert newest(hosts[2]) == 24
+
+
+def test_a_callback_resumes_from_the_newest_checkpoint_of_all_hosts(
+    hosts: Sequence[Host], start: Start
+) -> None:
+    wanted = digest(start(0, "-n", "2", SCRIPT.name))
+    script = ("--max-restarts", "0", SCRIPT.name, "checkpoint:kept")
+    failed(start(0, "--hosts", "node1,node2", *script, "die:0:1", "fail:3"))
+    first, second = newest(hosts[0]), newest(hosts[1])
+    assert 0 < first < second
+    last = start(0, "--hosts", "node1,node2", *script)
+    assert digest(last) == wanted
+    assert f"the newest checkpoint, after {second} steps, is on node2; copying it to node1\n" in last.err
+    assert newest(hosts[0]) == 24
