@@ -1,11 +1,12 @@
 """A training with checkpoints, in which workers end as the arguments say; prints the digest of the model.
 
-    keeping_on_hosts.py [die:WORKER:EPOCH] [fail:EPOCH] [checkpoint:FOLDER]
+    keeping_on_hosts.py [die:WORKER:EPOCH] [fail:EPOCH] [checkpoint:FOLDER] [csv] [backup] [import]
 
 `die` kills a worker at the end of an epoch, `fail` raises in all of them, and `checkpoint` saves checkpoints
-with a callback.
+with a callback. `csv` writes log.csv, `backup` saves backups, and `import` imports the module `own`.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -42,6 +43,12 @@ def main() -> None:
         if argument.startswith("checkpoint:"):
             folder = argument.partition(":")[2]
             callbacks.append(lockstep.callbacks.Checkpoint(folder, every=2))
+    if "csv" in sys.argv:
+        callbacks.append(keras.callbacks.CSVLogger("log.csv"))
+    if "backup" in sys.argv:
+        callbacks.append(keras.callbacks.BackupAndRestore("backup"))
+    if "import" in sys.argv:
+        importlib.import_module("own")
     model.fit(x, y, batch_size=16, epochs=6, verbose=0, callbacks=callbacks)
     print("digest", lockstep.digest(model))
 

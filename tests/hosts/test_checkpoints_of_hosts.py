@@ -43,19 +43,34 @@ def failed(job: Running) -> str:
     return job.err
 
 
+def rows(host: Host) -> list[int]:
+    """The epochs in the log of a callback."""
+    header, *lines = (host.work / "log.csv").read_text().splitlines()
+    assert header.startswith("epoch,")
+    return [int(line.partition(",")[0]) for line in lines]
+
+
 def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start) -> None:
     """The chief's host loses its workers; then the hosts are in another order, and others."""
-    wanted = digest(start(0, "-n", "2", SCRIPT.name))
+    wanted = digest(start(0, "-n", "2", SCRIPT.name, "csv"))
+    (hosts[0].work / "log.csv").unlink()
+    (hosts[1].work / "log.csv").write_text("epoch,loss\n0,of another training\n")
     kept = ("--checkpoint", "kept", "--checkpoint-every", "2", "--max-restarts", "0")
-    failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "die:0:1", "fail:3"))
+    moved = failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "csv", "die:0:1", "fail:3"))
+    assert "what callbacks have written so far is on node1, and what follows is on node2: " in moved
+    assert f"{hosts[0].here}/work/log.csv" in moved
+    assert rows(hosts[0]) == [0]
+    assert rows(hosts[1]) == [1, 2]
     first, second = newest(hosts[0]), newest(hosts[1])
     assert 0 < first < second
-    told = failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "fail:4"))
+    told = failed(start(0, "--hosts", "node1,node2", *kept, SCRIPT.name, "csv", "fail:4"))
+    assert "log.csv lacks the rows that another host has written\n" in told
+    assert rows(hosts[0]) == [0, 3]
     assert f"the newest checkpoint, after {second} steps, is on node2; copying it to this host\n" in told
     third = newest(hosts[0])
     assert third > second
     assert newest(hosts[1]) == second
-    last = start(0, "--hosts", "node3,node2", *kept, SCRIPT.name)
+    last = start(0, "--hosts", "node3,node2", *kept, SCRIPT.name, "csv")
     assert digest(last) == wanted
     assert f"{third} steps, is on this host; copying it to node3 and node2\n" in last.err
     assert newest(hosts[2]) == 24
@@ -73,3 +88,20 @@ def test_a_callback_resumes_from_the_newest_checkpoint_of_all_hosts(
     assert digest(last) == wanted
     assert f"the newest checkpoint, after {second} steps, is on node2; copying it to node1\n" in last.err
     assert newest(hosts[0]) == 24
+
+
+REFUSED = {
+    "backup": "keras.callbacks.BackupAndRestore reads its folder on each host",
+    "import": "own.py differs between node1 and node2; copy the same file to all hosts",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_files_that_must_be_equal_on_all_hosts(hosts: Sequence[Host], start: Start, what: str) -> None:
+    for host in hosts:
+        (host.work / "own.py").write_text(f"NAME = {host.name!r}\n")
+    (hosts[1].work / "backup").mkdir()
+    (hosts[1].work / "backup/latest.weights.h5").write_text("of another training")
+    job = start(0, "--hosts", "node1,node2", SCRIPT.name, what)
+    assert job.end() == 1
+    assert REFUSED[what] in job.err

@@ -55,7 +55,18 @@ _ORDER = (
     "the workers have drawn different random numbers, and the order of the examples depends on them: give "
     "code that runs on some workers only a generator of its own, as in numpy.random.default_rng(0)"
 )
-_ADVICE = {"data": _DATA, "order": _ORDER, "validation": _DATA, "variable": _MODEL, "setting": _SETTING}
+_BACKUP = (
+    "keras.callbacks.BackupAndRestore reads its folder on each host, and the chief has written it on its "
+    "own: copy it to all hosts, or remove it on all; lockstep run --checkpoint copies checkpoints itself"
+)
+_ADVICE = {
+    "backup": _BACKUP,
+    "data": _DATA,
+    "order": _ORDER,
+    "validation": _DATA,
+    "variable": _MODEL,
+    "setting": _SETTING,
+}
 
 
 def agree(job: Job, what: str, facts: Facts) -> None:
