@@ -19,7 +19,10 @@ _EXAMPLES = _HERE.parent / "examples"
 _BACKENDS = ("jax", "tensorflow", "torch")
 _OPTIONAL = ("sklearn", "IPython", *_BACKENDS)
 """Packages that Keras or a backend imports if they are installed, even if they are not needed."""
-_QUICK = "--xla_backend_optimization_level=1 --xla_cpu_use_fusion_emitters=false"
+_QUICK = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

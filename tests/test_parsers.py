@@ -30,6 +30,8 @@ from lockstep.protocol import rendezvous as rendezvous_messages
 from lockstep.protocol import worker as worker_messages
 from lockstep.protocol.channel import Attachment
 from lockstep.system import environment, invocation
+from lockstep.transport.addresses import split_address
+from lockstep.transport.keys import JobKey
 from lockstep.transport.packet_channel import PacketDecoder
 from lockstep.transport.state_memory import MemoryTransport
 
@@ -214,6 +216,14 @@ def ask_slurm(given: dict[str, str]) -> None:
         resolver.get_task_info()
 
 
+keys = st.text() | st.builds(
+    "lockstep-key {} {} {}\n".format,
+    st.sampled_from(["1", "2", "\u0661", "9" * 5000]),
+    st.sampled_from(
+        ["2100-01-01T00:00:00Z", "2100-02-30T00:00:00Z", "0000-01-01T00:00:00Z", "9999-12-31T24:61:00Z"]
+    ),
+    st.sampled_from(["0" * 64, "\u0660" * 64, "f" * 63]),
+)
 lengths = st.integers(0, 2**64 - 1).map(lambda length: length.to_bytes(8, "little"))
 CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] = {
     "TF_CONFIG": (texts | clusters, tf_config.parse, (ConfigError,)),
@@ -236,6 +246,8 @@ CASES: dict[str, tuple[Any, Callable[[Any], Any], tuple[type[Exception], ...]]] 
     "upbringings": (texts, fork_messages.ForkServerSetup.read, (ConfigError,)),
     "parcels": (packets | st.builds(bytes.__add__, lengths, packets), unpack, (CheckpointError,)),
     "Slurm": (st.dictionaries(st.sampled_from(SLURM), variable_texts), ask_slurm, (ConfigError, ValueError)),
+    "keys": (keys, lambda text: JobKey.parse(text, "stdin"), (ConfigError,)),
+    "addresses": (words | st.text("0123456789.:[]a"), split_address, (ConfigError,)),
     "numbers": (
         st.text() | st.integers().map(str) | st.just("9" * 5000),
         lambda text: PARTS.convert(text, None, None),

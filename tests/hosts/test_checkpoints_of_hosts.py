@@ -74,6 +74,17 @@ def test_the_newest_checkpoint_of_all_hosts(hosts: Sequence[Host], start: Start)
     assert digest(last) == wanted
     assert f"{third} steps, is on this host; copying it to node3 and node2\n" in last.err
     assert newest(hosts[2]) == 24
+    # A folder that the hosts share.
+    shared = hosts[0].here.parent / "shared"
+    shutil.copytree(hosts[1].work / "kept" / f"step-{second:012}", shared / f"step-{second:012}")
+    try:
+        options = ("--checkpoint", str(shared), "--checkpoint-every", "2")
+        job = start(0, "--hosts", "node2,node1", *options, SCRIPT.name, "csv")
+        assert digest(job) == wanted
+        assert "copying" not in job.err
+        assert newest(hosts[0], str(shared)) == 24
+    finally:
+        shutil.rmtree(shared)
 
 
 def test_a_callback_resumes_from_the_newest_checkpoint_of_all_hosts(

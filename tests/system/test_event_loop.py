@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -65,6 +66,25 @@ def test_a_descriptor_that_is_unwatched_in_the_same_turn_is_not_served(
         os.write(writing, b"x")
     loop.turn(None)
     assert len(seen) == 1
+
+
+def test_actions_before_each_wait_limit_it(loop: EventLoop) -> None:
+    seen: list[float | None] = []
+    limits: list[float | None] = [None, 7.0, 3.0]
+    for limit in limits:
+        loop.before_each_wait(lambda limit=limit: limit)  # type: ignore[misc]
+
+    def select(seconds: float | None) -> list[Any]:
+        seen.append(seconds)
+        return []
+
+    loop._selector.select = select  # type: ignore[method-assign]
+    loop.turn(None)
+    loop.turn(5.0)
+    loop.turn(1.0)
+    loop.before_each_wait(lambda: -1.0)
+    loop.turn(5.0)
+    assert seen == [3.0, 3.0, 1.0, 0.0]
 
 
 def test_an_action_before_each_wait_may_watch_descriptors(loop: EventLoop, pipes: tuple[Pipe, Pipe]) -> None:

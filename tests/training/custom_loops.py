@@ -276,7 +276,7 @@ def through() -> Any:
         gradients = [gradient(lambda w, loss=loss: loss(x, w), weight.value + 0) for loss in losses]
         optimizer.apply([sum(ops.stop_gradient(one) for one in gradients)], [weight])
 
-    for batch in context.batches(6, 24):
+    for batch in context.batches(6, 12):
         context.strategy.run(train, args=batch)
     return [weight, optimizer], []
 

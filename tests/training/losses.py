@@ -47,7 +47,7 @@ def weighted() -> tuple[keras.Model, Any, Any, Any]:
     model = keras.Sequential([layers.Input((7,)), layers.Dense(4, activation="tanh"), layers.Dense(1)])
     model.compile("adam", keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"))
     tokens, targets = sentences()
-    return model, tokens.astype("float32"), targets[:, 0], np.linspace(0.1, 3, 90).astype("float32")
+    return model, tokens.astype("float32") / 20, targets[:, 0], np.linspace(0.1, 3, 90).astype("float32")
 
 
 def main() -> None:

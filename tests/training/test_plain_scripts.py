@@ -16,7 +16,7 @@ from lockstep.keras.fit.exactness import introduction, per_replica_parts
 from lockstep.topology import place
 
 README = Path(__file__).parents[2] / "README.md"
-STAND_IN = Path(__file__).parent / "stand_in"
+LEAN = Path(__file__).parents[1] / "lean"
 X = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
 Y = X[:, :1]
 
@@ -48,7 +48,8 @@ def test_the_program_of_the_readme_trains(environment: dict[str, str], tmp_path:
     program = re.search("```python\n(import keras\n.*?)```", README.read_text(), re.DOTALL)
     assert program is not None
     (tmp_path / "train.py").write_text(program[1])
-    variables = environment | {"PYTHONPATH": str(STAND_IN), "KERAS_BACKEND": "jax", "NPROC": "2"}
+    variables = environment | {"PYTHONPATH": str(LEAN), "HIDDEN_PACKAGES": "tensorflow,torch,IPython"}
+    variables |= {"KERAS_BACKEND": "jax", "NPROC": "2"}
     weights = {}
     for how in ("", "-m lockstep run -n 1 --threads-per-worker 2", "-m lockstep run -n 2"):
         command = [sys.executable, *how.split(), "train.py"]

@@ -18,7 +18,9 @@ BACKENDS = ["tensorflow", "jax", pytest.param("torch", marks=pytest.mark.slow)]
 
 
 @pytest.fixture
-def tutorial(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[list[str]]]:
+def tutorial(
+    environment: dict[str, str], lean: Callable[..., dict[str, str]], tmp_path: Path
+) -> Callable[..., list[list[str]]]:
     """Run a `main.py` for a few steps; return the last lines of each worker."""
     short = {"KERAS_MAX_EPOCHS": "2", "KERAS_MAX_STEPS_PER_EPOCH": "3", "PYTHONPATH": str(STAND_IN)}
 
@@ -27,7 +29,7 @@ def tutorial(environment: dict[str, str], tmp_path: Path) -> Callable[..., list[
         command = [sys.executable, "-m", "lockstep", "run", "--backend", backend, "--run-dir", str(folder)]
         done = subprocess.run(
             [*command, *options, str(script)],
-            env=environment | short,
+            env=environment | lean(tmp_path, backend) | short,
             capture_output=True,
             text=True,
             timeout=1200,

@@ -192,8 +192,8 @@ def key(file: Path, days: int) -> None:
     made = JobKey.generate(days)
     made.write(file)
     click.echo(
-        f"{file} contains a key that expires on {made.expiry}; copy it to each host, readable for you alone "
-        f"(mode 600), and set {KEY_FILE} to its path there"
+        f"{click.format_filename(file)} contains a key that expires on {made.expiry}; copy it to each host, "
+        f"readable for you alone (mode 600), and set {KEY_FILE} to its path there"
     )
 
 

@@ -47,6 +47,7 @@ from lockstep.system.run_folder import (
     fresh_folder,
     gone_if_refused,
     leave_folder,
+    remove_unused,
 )
 from lockstep.system.standard_streams import fill_standard_descriptors
 from lockstep.topology import place
@@ -279,6 +280,7 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     if existed:
         claim_folder(folder, *_OF_CHECKPOINTS)
     spec = replace(_spec(options), inherited=inherited or ())
+    created = options["run_dir"] is None or not options["run_dir"].exists()
     with gone_if_refused(folder if folder is not None and not existed else None):
         if folder is not None and not existed:
             claim_folder(folder, *_OF_CHECKPOINTS)
@@ -305,6 +307,8 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
     else:
         status = run_in_job_process(lambda command: _serve(spec, resumed, command), spec.grace)
     leave_folder(spec.run_dir)
+    if created:
+        remove_unused(spec.run_dir)
     sys.exit(status)
 
 
@@ -495,7 +499,8 @@ def _checkpoints(
     if resume is not None:
         asked = {name: options[name] for name in ("replicas", "seed", "threads")}
         refuse_another_job(resume, past, asked | {"input": options["reading"]})
-    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
+    given = os.fspath(options["checkpoint"])
+    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume, given), past
 
 
 def _past_reading(past: Mapping[str, Any]) -> str:

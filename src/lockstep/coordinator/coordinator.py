@@ -94,6 +94,8 @@ _LAST_FLUSH = 0.5
 _DOWNLOAD_REPEAT = 20.0
 _REPORT_PATIENCE = 5.0
 """Seconds that the agent has for `AllReported`; a stop does not wait longer for it."""
+_REPORTS_PER_TURN = 64
+"""The number of reports of one agent that one turn of the loop takes: workers may print without end."""
 _END_PATIENCE = 20.0
 """Seconds beyond the grace that the agent has to end all processes; it kills them for 5 seconds."""
 
@@ -413,7 +415,9 @@ class Coordinator:
 
     def _hear_agent(self, host: int) -> None:
         agent = self.agents[host]
-        while agent.ended is None and (report := agent.channel.receive()) is not None:
+        for _ in range(_REPORTS_PER_TURN):
+            if agent.ended is not None or (report := agent.channel.receive()) is None:
+                return
             agent.heard = self.clock.now()
             self._take(host, report)
 

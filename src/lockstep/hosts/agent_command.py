@@ -168,6 +168,9 @@ def _run(serve: Callable[[Channel[Stop, Stop], Path], int]) -> int:
         except CoordinatorGone as gone:
             note(str(gone))
             return 1
+        finally:
+            # Also if the process that watches this one was killed.
+            shutil.rmtree(folder, ignore_errors=True)
 
     with _folder() as folder:
         return run_in_job_process(serve_in_folder, 0.0)

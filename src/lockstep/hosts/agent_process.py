@@ -41,7 +41,7 @@ from lockstep.protocol.host import (
 from lockstep.protocol.rendezvous import KeepWaiting, Rejected
 from lockstep.system.clock import Clock
 from lockstep.system.descendants import LinuxDescendants
-from lockstep.system.environment import take_environment, visible_gpus
+from lockstep.system.environment import shared_variables, take_environment, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
 from lockstep.system.output import Sink
@@ -54,7 +54,7 @@ _BEHIND = 1 << 20
 
 _REFUSED = (
     "the coordinator closed the connection after the greeting: it has another key or another version of "
-    "Lockstep, or has just ended; its terminal says which"
+    "Lockstep, only one side has --plain, or it has just ended; its terminal says which"
 )
 _PLAIN = "; use one version of Lockstep on all hosts, and --plain for all commands of the job or for none"
 
@@ -92,7 +92,7 @@ class StartedWorkers:
     def facts(self, prepare: Prepare, address: str, port: int) -> HostFacts:
         """Take the environment and the folder of the job, and return the facts of this host."""
         problem = ""
-        take_environment(prepare.environment)
+        take_environment({**dict.fromkeys(shared_variables()), **prepare.environment})
         try:
             if prepare.folder:
                 os.chdir(prepare.folder)
@@ -125,6 +125,24 @@ class StartedWorkers:
 
 
 @dataclass
+class _Silence:
+    """Notices that nothing arrives from the coordinator any more."""
+
+    channel: StreamChannel[RemoteReport, RemoteInstruction]
+    clock: Clock
+    _received: int = -1
+    _heard: float = 0.0
+
+    def check(self) -> None:
+        """Raise CoordinatorGone if the coordinator has been silent for too long."""
+        now = self.clock.now()
+        if self.channel.received != self._received:
+            self._received, self._heard = self.channel.received, now
+        elif now - self._heard > SILENCE:
+            raise CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
+
+
+@dataclass
 class AgentProcess:
     """Serves one job on this host.
 
@@ -136,8 +154,7 @@ class AgentProcess:
         listen: returns where this process accepts connections of workers of other hosts.
         workers: of this host.
         folder: for what the workers of this host share; exists.
-        joined: whether this agent has joined the coordinator over the network; then both send signs of life
-            from the beginning.
+        joined: whether this agent has joined the coordinator over the network.
         waits: called with what the coordinator waits for.
         say: shows a note to the users of this host.
         begun: whether the job has begun.
@@ -180,7 +197,7 @@ class AgentProcess:
         """Wait for a message, until the coordinator or this process's command ends."""
         self.loop.watch(self.channel.fileno(), lambda: None)
         self.loop.watch(self.command.fileno(), lambda: None)
-        heard, received, due = self.clock.now(), 0, self.clock.now()
+        silence, due = _Silence(self.channel, self.clock), self.clock.now()
         try:
             while True:
                 match self.channel.receive():
@@ -205,16 +222,11 @@ class AgentProcess:
                         return message
                 if self.command.receive() is not None:
                     raise CoordinatorGone("this agent was stopped")
-                if self.joined and (now := self.clock.now()) >= due:
+                if (now := self.clock.now()) >= due:
                     due = now + ALIVE_EVERY
                     self.channel.send(KeepAlive())
-                    heard, received = (
-                        heard if self.channel.received == received else now,
-                        self.channel.received,
-                    )
-                    if now - heard > SILENCE:
-                        raise CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
-                self.loop.turn(max(0.0, due - self.clock.now()) if self.joined else None)
+                    silence.check()
+                self.loop.turn(max(0.0, due - now))
         finally:
             self.loop.unwatch(self.channel.fileno())
             self.loop.unwatch(self.command.fileno())
@@ -226,7 +238,7 @@ class AgentProcess:
         output = ForwardedOutput(coordinator, lambda: channel.queued > _BEHIND)
         local = self.workers.begin(begin, output)
         agent = Agent(
-            job=self.folder.name,
+            job=begin.spec.run_dir.name,
             coordinator=coordinator,
             loop=loop,
             starter=local.starter,
@@ -240,7 +252,7 @@ class AgentProcess:
             say=self.say,
         )
         with contextlib.closing(agent):
-            due, received, heard = clock.now(), 0, clock.now()
+            due, silence = clock.now(), _Silence(channel, clock)
             while not agent.ended:
                 loop.turn(max(0.0, due - clock.now()))
                 if self.command.receive() is not None:
@@ -249,9 +261,7 @@ class AgentProcess:
                     continue
                 due = now + ALIVE_EVERY
                 channel.send(KeepAlive())
-                received, heard = channel.received, heard if channel.received == received else now
-                if now - heard > SILENCE:
-                    raise CoordinatorGone(f"the coordinator has been silent for {SILENCE:g} s")
+                silence.check()
             if output.console is not None:
                 output.console.end_lines()
                 output.console.flush()

@@ -53,7 +53,6 @@ class AgentServer:
     Args:
         credentials: of the job.
         judge: returns why an agent with this offer cannot take part; empty if it can.
-        changed: called when an agent has come, has made another offer, or has gone.
         say: shows a note.
         loop: serves the agents.
         clock: for deadlines.
@@ -66,7 +65,6 @@ class AgentServer:
         self,
         credentials: Credentials,
         judge: Callable[[JoiningAgent, HostOffer], str],
-        changed: Callable[[], None],
         say: Callable[[str], None],
         *,
         loop: EventLoop,
@@ -75,7 +73,6 @@ class AgentServer:
         self.agents: list[JoiningAgent] = []
         self._credentials = credentials
         self._judge = judge
-        self._changed = changed
         self._say = say
         self._loop = loop
         self._clock = clock
@@ -150,7 +147,6 @@ class AgentServer:
             self._silent.remove(agent)
             self.agents.append(agent)
         agent.offer = offer
-        self._changed()
 
     def _reject(self, agent: JoiningAgent, reason: str) -> None:
         self._say(f"the agent of {agent.peer} cannot join: {reason}")
@@ -158,7 +154,6 @@ class AgentServer:
         self._rejected[agent.channel.fileno()] = agent, self._clock.now() + _FAREWELL
         if agent in self.agents:
             self.agents.remove(agent)
-            self._changed()
         else:
             self._silent.remove(agent)
 
@@ -172,7 +167,6 @@ class AgentServer:
             return
         self.agents.remove(agent)
         self._say(f"the agent of {agent.peer} has left")
-        self._changed()
 
     def _tend(self) -> float | None:
         """Tell the agents that this process lives, and drop silent ones."""

@@ -75,7 +75,7 @@ def gather_facts(
     """
     facts: dict[int, HostFacts] = {}
     begun, due = clock.now(), clock.now() + SAY_EVERY
-    alive = begun
+    alive_due = begun + ALIVE_EVERY
     for host in hosts.values():
         host.channel.send(prepare)
         loop.watch(host.channel.fileno(), lambda: None)
@@ -83,7 +83,7 @@ def gather_facts(
     try:
         while len(facts) < len(hosts):
             for index, host in hosts.items():
-                match host.channel.receive() if index not in facts else None:
+                match host.channel.receive():
                     case HostFacts() as found:
                         facts[index] = found
                     case PeerGone():
@@ -104,12 +104,12 @@ def gather_facts(
             if now >= due and missing:
                 due = now + SAY_EVERY
                 say(f"waiting for the agent of {missing}, {now - begun:.0f} s")
-            if now >= alive:
-                alive = now + ALIVE_EVERY
+            if now >= alive_due:
+                alive_due = now + ALIVE_EVERY
                 for host in hosts.values():
                     host.channel.send(KeepAlive())
             if missing:
-                loop.turn(max(0.0, min(due, alive, begun + patience) - now))
+                loop.turn(max(0.0, min(due, alive_due, begun + patience) - now))
     finally:
         for host in hosts.values():
             loop.unwatch(host.channel.fileno())

@@ -17,7 +17,7 @@ from lockstep.transport.addresses import resolve_host, split_address
 from lockstep.transport.keys import JobKey
 from lockstep.transport.listener import PATIENCE, Admit, Listener
 
-WITHOUT_KEY = Credentials(b"")
+WITHOUT_KEY = Credentials(b"", expires=2**62)
 """The credentials of a job on the loopback device that has no key."""
 
 

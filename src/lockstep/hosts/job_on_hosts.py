@@ -14,7 +14,7 @@ from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import LocalOutput
 from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.host_listener import HostListener
@@ -38,6 +38,7 @@ from lockstep.protocol.host import (
     Stop,
 )
 from lockstep.protocol.job_spec import JobSpec
+from lockstep.protocol.rendezvous import Rejected
 from lockstep.supervisor.state import JobSize, State, TimeLimits
 from lockstep.system.clock import SystemClock
 from lockstep.system.descendants import LinuxDescendants
@@ -85,7 +86,7 @@ def first_message(spec: JobSpec, *, key: str = "", encrypted: bool, folder: str 
         backend=spec.backend,
         folder=folder,
         environment=shared_variables(),
-        checkpoints=str(spec.checkpoints.folder) if spec.checkpoints is not None else "",
+        checkpoints=spec.checkpoints.given if spec.checkpoints is not None else "",
     )
 
 
@@ -174,22 +175,28 @@ def run_on_hosts(
         UnfitError: a host was lost.
         Stopped: the user has stopped the job before all hosts have answered.
     """
-    facts = gather_facts(
-        others, prepare, command, loop=loop, clock=SystemClock(), patience=_PATIENCE, say=console.say
-    )
-    if here is not None:
-        facts[here.host] = here.facts
-    all_facts = [facts[host] for host in range(len(spec.hosts))]
-    check_facts(spec.hosts, all_facts, spec.target)
     if spec.checkpoints is not None:
-        assert resumed is not None
         sign_claim(spec.checkpoints.folder, prepare.job.hex())
-        shared = SharedCheckpoints(
-            spec.checkpoints, here is not None, others, facts, command, loop, SystemClock(), console.say
+    try:
+        facts = gather_facts(
+            others, prepare, command, loop=loop, clock=SystemClock(), patience=_PATIENCE, say=console.say
         )
-        if (newest := shared.choose()) is not None:
-            spec = resumed(spec, newest)
-            shared.hand_over(newest)
+        if here is not None:
+            facts[here.host] = here.facts
+        all_facts = [facts[host] for host in range(len(spec.hosts))]
+        check_facts(spec.hosts, all_facts, spec.target)
+        if spec.checkpoints is not None:
+            assert resumed is not None
+            shared = SharedCheckpoints(
+                spec.checkpoints, here is not None, others, facts, command, loop, SystemClock(), console.say
+            )
+            if (newest := shared.choose()) is not None:
+                spec = resumed(spec, newest)
+                shared.hand_over(newest)
+    except LockstepError as error:
+        for agent in others.values() if notifies else ():
+            agent.channel.send(Rejected(str(error)))
+        raise
     spec = replace(spec, threads=spec.threads or threads_for_all(spec.hosts, all_facts, spec.replicas))
     paths = RunPaths(spec.run_dir.absolute())
     remote = {}
@@ -262,10 +269,14 @@ def _this_host(
 
 
 def _is_here(name: str) -> bool:
-    """Whether a name is one of this host; a name with a user is always for `ssh`."""
+    """Whether a name is one of this host; a name with a user, or unknown here, is for `ssh`."""
     if "@" in name:
         return False
-    family, place = resolve_host(name, 0, _RESOLVE)
+    try:
+        family, place = resolve_host(name, 0, _RESOLVE)
+    except NetworkError:
+        # It may be a name in the user's configuration of `ssh`.
+        return False
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         try:
             probe.bind(place)

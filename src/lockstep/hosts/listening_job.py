@@ -190,9 +190,7 @@ class _Gate:
         def judge(agent: JoiningAgent, offer: HostOffer) -> str:
             return objection(agent, offer, server.agents, own)
 
-        server = AgentServer(
-            credentials, judge, lambda: None, self.console.say, loop=self.loop, clock=self.clock
-        )
+        server = AgentServer(credentials, judge, self.console.say, loop=self.loop, clock=self.clock)
         listener = self.retried(
             lambda: HostListener.open(
                 self.listening.address,

@@ -1,9 +1,13 @@
 """The credentials with which a process proves that it belongs to a job."""
 
 import os
-import ssl
+from typing import TYPE_CHECKING
 
 import msgspec
+
+if TYPE_CHECKING:
+    # Every agent and worker imports this module, and few of them connect to another host.
+    import ssl
 
 _UNKNOWN_KEY = (
     "UNKNOWN_CA",
@@ -15,12 +19,15 @@ _UNKNOWN_KEY = (
 _EXPIRED = 10
 """OpenSSL's code of a certificate that has expired."""
 
+KEY_EXPIRED = "the key of the job has expired: make another with lockstep key FILE, and copy it to all hosts"
+
 
 class Credentials(msgspec.Struct, frozen=True):
     """What an agent gives to its workers instead of the key of the job; nothing else can be derived from it.
 
     Attributes:
         greeting_key: signs greetings.
+        expires: seconds since 1970, after which no new connection is accepted.
         authority: the certificate of the job's certificate authority, as PEM; empty if connections are not
             encrypted.
         certificate: the certificate of this holder, as PEM.
@@ -28,30 +35,37 @@ class Credentials(msgspec.Struct, frozen=True):
     """
 
     greeting_key: bytes
+    expires: int
     authority: bytes = b""
     certificate: bytes = b""
     private_key: bytes = b""
 
     def __repr__(self) -> str:
-        return f"Credentials(encrypted={self.encrypted})"
+        return f"Credentials(expires={self.expires}, encrypted={self.encrypted})"
+
+    def __rich_repr__(self) -> list[tuple[str, object]]:
+        return [("expires", self.expires), ("encrypted", self.encrypted)]
 
     @property
     def encrypted(self) -> bool:
         """Whether connections are encrypted."""
         return bool(self.authority)
 
-    def server_context(self) -> ssl.SSLContext:
+    def server_context(self) -> "ssl.SSLContext":
         """Return the context of the end that accepts connections."""
-        context = self._context(ssl.PROTOCOL_TLS_SERVER)
-        # A ticket that a one-way connection never reads would make the kernel reset it when it is closed.
-        context.num_tickets = 0
-        return context
+        import ssl
 
-    def client_context(self) -> ssl.SSLContext:
+        return self._context(ssl.PROTOCOL_TLS_SERVER)
+
+    def client_context(self) -> "ssl.SSLContext":
         """Return the context of the end that opens connections."""
+        import ssl
+
         return self._context(ssl.PROTOCOL_TLS_CLIENT)
 
-    def _context(self, protocol: int) -> ssl.SSLContext:
+    def _context(self, protocol: int) -> "ssl.SSLContext":
+        import ssl
+
         context = ssl.SSLContext(protocol)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         # The authority belongs to this job alone, so names have no meaning.
@@ -68,15 +82,17 @@ class Credentials(msgspec.Struct, frozen=True):
         return context
 
 
-def describe_tls_error(error: ssl.SSLError) -> str:
+def describe_tls_error(error: "ssl.SSLError") -> str:
     """Say why the other end of an encrypted connection is not trusted, or does not trust this one."""
+    import ssl
+
     reason = error.reason or ""
     if isinstance(error, ssl.SSLCertVerificationError):
         expired = error.verify_code == _EXPIRED
     else:
         expired = "CERTIFICATE_EXPIRED" in reason
     if expired:
-        return "the key of the job has expired; make another with lockstep key FILE, and copy it to all hosts"
+        return KEY_EXPIRED
     if isinstance(error, ssl.SSLCertVerificationError) or any(sign in reason for sign in _UNKNOWN_KEY):
         return "its key is not the key of this job"
     return f"it does not encrypt the connection as this version of Lockstep does ({reason or error})"

@@ -48,6 +48,7 @@ class Checkpoints:
         seconds: the interval in seconds; None if it is a number of steps.
         keep: number of checkpoints to keep.
         resume: the one to resume from; None to start from the beginning.
+        given: the folder as the user wrote it.
     """
 
     folder: Path
@@ -55,6 +56,7 @@ class Checkpoints:
     seconds: float | None
     keep: int
     resume: Path | None = None
+    given: str = ""
 
 
 @dataclass(frozen=True)

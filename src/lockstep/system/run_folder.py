@@ -14,6 +14,8 @@ from lockstep.system.files import FOLDER_MODE, open_own, read_regular
 from lockstep.system.locks import try_lock
 from lockstep.system.paths import RunPaths
 
+_HOLDER = ".lockstep-job"
+"""The name of a file with the id of the job over hosts that holds the lock of a folder."""
 _SIGNS_WITHIN = 2.0
 _LOOK_EVERY = 0.05
 _RECORD = re.compile("[0-9a-f]{32}")
@@ -85,7 +87,7 @@ def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:
             descriptor = claim_folder(folder, what, option)
         except ConfigError:
             with contextlib.suppress(OSError):
-                if read_regular(RunPaths(folder).lock) == job.encode():
+                if read_regular(folder / _HOLDER) == job.encode():
                     return None
             # Another host of the job may have taken the lock just now.
             if time.monotonic() >= give_up:
@@ -97,11 +99,10 @@ def claim_for_job(folder: Path, job: str, what: str, option: str) -> int | None:
 
 
 def sign_claim(folder: Path, job: str) -> None:
-    """Let other hosts of a job find that the job holds the lock of a folder, for the holder."""
+    """Let other hosts of a job that share a folder find that the job holds its lock; for the holder."""
     with contextlib.suppress(OSError):
-        descriptor = open_own(RunPaths(folder).lock, os.O_WRONLY)
+        descriptor = open_own(folder / _HOLDER, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         try:
-            os.ftruncate(descriptor, 0)
             os.write(descriptor, job.encode())
         finally:
             os.close(descriptor)
@@ -122,6 +123,7 @@ def gone_if_refused(folder: Path | None) -> Iterator[None]:
         for each in missing:
             with contextlib.suppress(OSError):
                 RunPaths(each).lock.unlink(missing_ok=True)
+                (each / _HOLDER).unlink(missing_ok=True)
                 each.rmdir()
         raise
 
@@ -152,6 +154,16 @@ def leave_folder(folder: Path) -> None:
         # A file with contents belongs to the user.
         if paths.lock.lstat().st_size == 0:
             paths.lock.unlink()
+
+
+def remove_unused(folder: Path) -> None:
+    """Remove the folder of a run that was refused before it began; for the command that created it."""
+    paths = RunPaths(folder)
+    if not paths.events.exists():
+        with contextlib.suppress(OSError):
+            paths.sources.rmdir()
+            folder.rmdir()
+            folder.parent.rmdir()
 
 
 def _unusable(what: str, folder: Path, option: str, error: OSError) -> ConfigError:

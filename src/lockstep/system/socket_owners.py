@@ -1,10 +1,12 @@
-"""The owner of a Unix socket: of the other end of a connection, or of an abstract name."""
+"""The owner of a socket: of the other end of a connection on this host, or of an abstract name."""
 
 import contextlib
 import os
 import pwd
 import socket
 import struct
+from pathlib import Path
+from typing import Any
 
 _SOCK_DIAG = 4
 """The netlink family that lists sockets."""
@@ -34,6 +36,26 @@ def peer(connection: socket.socket) -> tuple[int, int]:
 def is_of_this_user(connection: socket.socket) -> bool:
     """Whether the process at the other end has the same user; root gets no exception."""
     return peer(connection)[1] == os.geteuid()
+
+
+def user_of_connection(connection: socket.socket, proc: Path = Path("/proc/net")) -> int | None:
+    """Return the id of the user at the other end of a TCP connection within this host; None if unknown."""
+    with contextlib.suppress(OSError):
+        own, other = _listed(connection.getsockname()), _listed(connection.getpeername())
+        table = proc / ("tcp" if connection.family == socket.AF_INET else "tcp6")
+        with table.open() as sockets:
+            for line in sockets:
+                fields = line.split()
+                if fields[1:3] == [other, own]:
+                    return int(fields[7])
+    return None
+
+
+def _listed(place: tuple[Any, ...]) -> str:
+    """Return an address as the kernel lists it: in words with the byte order of this machine."""
+    host = str(place[0]).partition("%")[0]
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    return "".join(f"{word:08X}" for (word,) in struct.iter_unpack("=I", packed)) + f":{place[1]:04X}"
 
 
 def user_of(name: bytes) -> int | None:

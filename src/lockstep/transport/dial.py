@@ -16,12 +16,12 @@ from collections.abc import Callable
 import msgspec
 
 from lockstep.errors import NetworkError
-from lockstep.protocol.credentials import Credentials, describe_tls_error
+from lockstep.protocol.credentials import KEY_EXPIRED, Credentials, describe_tls_error
 from lockstep.protocol.greeting import NONCE, Greeting, encode_greeting
 from lockstep.transport.addresses import join_address, resolve_host, split_address
 
 _ACCEPTED = b"\x06"
-"""Sent by the worker that accepts, when it has checked the certificate of the other."""
+"""What the worker that accepts sends first, after it has checked the certificate of the other."""
 _SLICE = 0.2
 
 
@@ -43,34 +43,41 @@ def connect(
         greeting: its nonce does not matter.
         credentials: sign the greeting; None if the job has no key.
         patience: seconds until this gives up.
-        check: called at least every 0.2 s; what it raises ends the wait.
+        check: called at least every 0.2 s, except while a name is resolved; what it raises ends the wait.
 
     Raises:
         ConfigError: the address is malformed.
-        NetworkError: the host cannot be reached; the message says what a firewall must allow.
+        NetworkError: the host cannot be reached, and the message says what firewalls must allow; or the key
+            has expired.
     """
     until = time.monotonic() + patience
     host, port = split_address(address)
+    key = b""
+    if credentials is not None:
+        key = credentials.greeting_key
+        if time.time() >= credentials.expires:
+            raise NetworkError(f"cannot connect to {address}: {KEY_EXPIRED}")
     family, place = resolve_host(host, port, patience)
+    firewall = f"; firewalls between the hosts must let TCP connections to port {port} through"
     with contextlib.ExitStack() as undo:
         try:
             connection = undo.enter_context(socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with contextlib.suppress(BlockingIOError):
                 connection.connect(place)
-            _wait(connection, select.POLLOUT, until, check, f"{address} does not answer{_firewall(port)}")
+            late = f"{address} did not answer within {patience:g} s{firewall}"
+            _wait(connection, select.POLLOUT, until, check, late)
             if failure := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                raise OSError(failure, "")
-            key = credentials.greeting_key if credentials is not None else b""
+                raise OSError(failure, os.strerror(failure))
             greeting = msgspec.structs.replace(greeting, nonce=secrets.token_bytes(NONCE))
+            # It fits into the buffer of a new connection.
             connection.send(encode_greeting(greeting, key))
         except ConnectionRefusedError:
             raise NetworkError(
-                f"{address} refuses the connection: nothing listens there, or a firewall rejects it"
-                f"{_firewall(port)}"
+                f"{address} refuses connections: nothing listens there, or a firewall rejects them{firewall}"
             ) from None
         except OSError as error:
-            raise NetworkError(f"cannot connect to {address}: {_text(error)}{_firewall(port)}") from None
+            raise NetworkError(f"cannot connect to {address}: {error.strerror}{firewall}") from None
         connection.setblocking(True)
         undo.pop_all()
     return connection
@@ -90,29 +97,25 @@ def dial(
         greeting: its nonce does not matter.
         credentials: of this worker; None if the job has no key.
         patience: seconds until this gives up.
-        check: called at least every 0.2 s; what it raises ends the wait.
+        check: as in `connect`.
 
     Returns:
         A blocking socket without a timeout; an `ssl.SSLSocket` if the credentials encrypt.
 
     Raises:
         ConfigError: the address is malformed.
-        NetworkError: the host cannot be reached, or its worker refuses the connection or does not accept it
-            in time.
+        NetworkError: as in `connect`; or the worker refuses the connection, or does not accept it in time.
     """
     until = time.monotonic() + patience
-    connection = connect(address, greeting, credentials, patience, check)
+    late = f"{address} is connected, but its worker did not accept the connection within {patience:g} s"
+    with contextlib.closing(connect(address, greeting, credentials, patience, check)) as greeted:
+        connection = _secure(greeted, address, credentials, False, until, check, late)
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: connection.close())
-        connection.setblocking(False)
-        late = f"{address} is connected, but its worker did not accept the connection within {patience:g} s"
-        if credentials is not None and credentials.encrypted:
-            connection = credentials.client_context().wrap_socket(connection, do_handshake_on_connect=False)
-            _shake_hands(connection, address, until, check, late)
+        undo.enter_context(connection)
         while (answer := _received(connection, address)) is None:
             _wait(connection, select.POLLIN, until, check, late)
         if answer != _ACCEPTED:
-            raise NetworkError(_closed(address))
+            raise NetworkError(explain_refusal(address))
         connection.setblocking(True)
         undo.pop_all()
     return connection
@@ -127,10 +130,10 @@ def accept(
     """Complete a connection that a listener admitted; the other worker has called `dial`.
 
     Args:
-        connection: from the listener; it now belongs to this function.
+        connection: from the listener; this function closes it, or returns it.
         credentials: of this worker; None if the job has no key.
         patience: seconds until this gives up.
-        check: called at least every 0.2 s; what it raises ends the wait.
+        check: as in `connect`.
 
     Returns:
         A blocking socket without a timeout; an `ssl.SSLSocket` if the credentials encrypt.
@@ -139,44 +142,59 @@ def accept(
         NetworkError: the other worker closed the connection, is not of this job, or did not respond in time.
     """
     until = time.monotonic() + patience
-    with contextlib.ExitStack() as undo:
-        undo.callback(lambda: connection.close())
+    with contextlib.closing(connection):
         try:
             peer = join_address(connection.getpeername())
-            connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if credentials is not None and credentials.encrypted:
-                context = credentials.server_context()
-                connection = context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-                late = f"{peer} did not complete the handshake of encryption within {patience:g} s"
-                _shake_hands(connection, peer, until, check, late)
-            connection.send(_ACCEPTED)
-        except OSError as error:
-            raise NetworkError(f"the connection from another worker broke: {_text(error)}") from None
-        connection.setblocking(True)
-        undo.pop_all()
-    return connection
+        except OSError:
+            raise NetworkError("another worker closed its connection before it was accepted") from None
+        late = f"{peer} did not complete the handshake of encryption within {patience:g} s"
+        accepted = _secure(connection, peer, credentials, True, until, check, late)
+    try:
+        accepted.send(_ACCEPTED)
+    except OSError:
+        accepted.close()
+        raise NetworkError(f"{peer} closed the connection before it was accepted") from None
+    accepted.setblocking(True)
+    return accepted
 
 
-def _shake_hands(
-    connection: socket.socket, peer: str, until: float, check: Callable[[], None], late: str
-) -> None:
-    assert isinstance(connection, ssl.SSLSocket)
-    while True:
+def _secure(
+    connection: socket.socket,
+    peer: str,
+    credentials: Credentials | None,
+    accepted: bool,
+    until: float,
+    check: Callable[[], None],
+    late: str,
+) -> socket.socket:
+    """Return a non-blocking socket in place of `connection`, encrypted if the credentials say so."""
+    connection.setblocking(False)
+    if credentials is None or not credentials.encrypted:
+        return socket.socket(fileno=connection.detach())
+    context = credentials.server_context() if accepted else credentials.client_context()
+    with contextlib.ExitStack() as undo:
         try:
-            connection.do_handshake()
-        except ssl.SSLWantReadError:
-            _wait(connection, select.POLLIN, until, check, late)
-        except ssl.SSLWantWriteError:
-            _wait(connection, select.POLLOUT, until, check, late)
+            # `wrap_socket` does not close the connection if the peer has reset it.
+            connection.getpeername()
+            secured = context.wrap_socket(connection, server_side=accepted, do_handshake_on_connect=False)
+            undo.enter_context(secured)
+            while True:
+                try:
+                    secured.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    _wait(secured, select.POLLIN, until, check, late)
+                except ssl.SSLWantWriteError:
+                    _wait(secured, select.POLLOUT, until, check, late)
         except ssl.SSLEOFError:
-            raise NetworkError(_closed(peer)) from None
+            raise NetworkError(explain_refusal(peer)) from None
         except ssl.SSLError as error:
             raise NetworkError(f"{peer} is refused: {describe_tls_error(error)}") from None
         except OSError:
-            raise NetworkError(_closed(peer)) from None
-        else:
-            return
+            raise NetworkError(explain_refusal(peer)) from None
+        undo.pop_all()
+    return secured
 
 
 def _received(connection: socket.socket, peer: str) -> bytes | None:
@@ -205,16 +223,9 @@ def _wait(connection: socket.socket, event: int, until: float, check: Callable[[
             raise NetworkError(late)
 
 
-def _closed(peer: str) -> str:
+def explain_refusal(peer: str) -> str:
+    """Say why the listener at the address `peer` may have closed a connection after the greeting."""
     return (
         f"{peer} closed the connection after the greeting: its job, its key or its version of Lockstep is "
         "another one, or its view has ended; the log of its host says why"
     )
-
-
-def _firewall(port: int) -> str:
-    return f"; a firewall between the hosts must let TCP connections to port {port} through"
-
-
-def _text(error: OSError) -> str:
-    return error.strerror or (os.strerror(error.errno) if error.errno else str(error))

@@ -35,7 +35,7 @@ _BEGINNING = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
 
 @dataclass(frozen=True)
 class JobKey:
-    """The key of a job. Who holds it can join the job, and read what its hosts send each other.
+    """The key of a job. A process that holds it can join the job, and act as any of its hosts.
 
     Attributes:
         secret: the random bytes.
@@ -173,7 +173,7 @@ class JobKey:
 
         greeting_key = derive("greetings")
         if not encrypted:
-            return Credentials(greeting_key)
+            return Credentials(greeting_key, self.expires)
         authority = Ed25519PrivateKey.from_private_bytes(derive("authority"))
         identifier = x509.SubjectKeyIdentifier.from_public_key(authority.public_key())
         issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"lockstep {identifier.digest.hex()}")])
@@ -215,6 +215,7 @@ class JobKey:
         pem = serialization.Encoding.PEM
         return Credentials(
             greeting_key,
+            self.expires,
             root.public_bytes(pem),
             leaf.public_bytes(pem),
             own.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),

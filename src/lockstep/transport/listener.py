@@ -3,19 +3,21 @@
 import contextlib
 import errno
 import ipaddress
+import itertools
+import os
 import select
 import socket
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from lockstep.errors import ConfigError, NetworkError
-from lockstep.protocol.credentials import Credentials
+from lockstep.protocol.credentials import KEY_EXPIRED, Credentials
 from lockstep.protocol.greeting import SIZE, ConnectionKind, Greeting, decode_greeting, may_begin
 from lockstep.system.clock import Clock
 from lockstep.system.environment import KEY_FILE
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.prose import count
+from lockstep.system.socket_owners import describe, user_of_connection
 from lockstep.transport.addresses import join_address, resolve_host, split_address
 
 Admit = Callable[[Greeting, socket.socket, str], str | None]
@@ -37,6 +39,9 @@ QUIET = 5.0
 _BACKLOG = 1024
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _PAUSE = 0.5
+_MOST_HOSTS = 8
+_OTHERS = "other hosts"
+_UNKNOWN = "an unknown address"
 
 
 class Listener:
@@ -52,7 +57,7 @@ class Listener:
     def __init__(
         self,
         listening: socket.socket,
-        key: bytes,
+        credentials: Credentials | None,
         admit: Admit,
         report: Callable[[str], None],
         loop: EventLoop,
@@ -60,7 +65,7 @@ class Listener:
     ) -> None:
         self.address = join_address(listening.getsockname())
         self._listening = listening
-        self._key = key
+        self._credentials = credentials
         self._admit = admit
         self._loop = loop
         self._clock = clock
@@ -92,7 +97,8 @@ class Listener:
         Args:
             address: a host of this machine and a port, such as 10.0.0.1:12345 or [::1]:0; port 0 means any
                 free one.
-            credentials: with which greetings are checked; None only on the loopback device.
+            credentials: with which greetings are checked. None is possible on the loopback device; then only
+                processes of this user are accepted.
             admit: takes the connections of this job.
             report: called with a line about refused connections, at most one in `QUIET` seconds.
             loop: serves the listener.
@@ -122,8 +128,7 @@ class Listener:
             except OSError as error:
                 raise _cannot_listen(address, error) from None
             undo.pop_all()
-        key = credentials.greeting_key if credentials is not None else b""
-        return cls(listening, key, admit, report, loop, clock)
+        return cls(listening, credentials, admit, report, loop, clock)
 
     def enter(self, job: bytes, term: int, view: int) -> None:
         """Refuse, from now on, connections of workers in other jobs or in earlier views.
@@ -150,7 +155,7 @@ class Listener:
         if self._events.closed:
             return None
         now = self._clock.now()
-        for pending in list(self._pending.values())[:PER_TURN]:
+        for pending in list(itertools.islice(self._pending.values(), PER_TURN)):
             if pending.until > now:
                 break
             self._refuse(pending, f"it did not send a greeting within {PATIENCE:g} s")
@@ -192,13 +197,17 @@ class Listener:
 
     def _make_room(self, error: OSError) -> None:
         """Pause after running out of descriptors; otherwise the loop would try again at once, forever."""
+        reason = f"this process cannot open more connections ({error.strerror})"
+        now = self._clock.now()
         if self._pending:
-            self._evict(f"this process cannot open more connections ({error.strerror})")
+            self._evict(reason)
+        else:
+            self._refusals.add(_UNKNOWN, _UNKNOWN, reason, now)
         self._events.modify(self._listening, 0)
-        self._resumes = self._clock.now() + _PAUSE
+        self._resumes = now + _PAUSE
 
     def _evict(self, reason: str) -> None:
-        """Refuse the oldest connection of the address that has most connections without a greeting."""
+        """Refuse the oldest connection of the host that has most connections without a greeting."""
         hosts: dict[str, list[_Pending]] = {}
         for pending in self._pending.values():
             hosts.setdefault(pending.host, []).append(pending)
@@ -218,8 +227,7 @@ class Listener:
             self._refuse(pending, "it is not a process of Lockstep")
         elif len(pending.data) == SIZE:
             try:
-                greeting = decode_greeting(bytes(pending.data), self._key)
-                self._check(greeting)
+                greeting = self._checked(pending)
             except ValueError as error:
                 self._refuse(pending, str(error))
                 return
@@ -227,7 +235,23 @@ class Listener:
             if refusal := self._admit(greeting, pending.connection, pending.peer):
                 self._close(pending, refusal)
 
-    def _check(self, greeting: Greeting) -> None:
+    def _checked(self, pending: "_Pending") -> Greeting:
+        """Return the greeting of a connection; raise ValueError if it is refused."""
+        data = bytes(pending.data)
+        if self._credentials is None:
+            greeting = decode_greeting(data, b"")
+            if (user := user_of_connection(pending.connection)) != os.geteuid():
+                raise ValueError(
+                    f"it is {describe(user)}, and a job without a key accepts only processes of its own user"
+                )
+        else:
+            greeting = decode_greeting(data, self._credentials.greeting_key)
+            if self._clock.wall() >= self._credentials.expires:
+                raise ValueError(KEY_EXPIRED)
+        self._remember(greeting)
+        return greeting
+
+    def _remember(self, greeting: Greeting) -> None:
         """Remember a greeting; raise ValueError if it is not for this view, or was here before."""
         view = greeting.term, greeting.view
         if greeting.kind == ConnectionKind.CONTROL:
@@ -258,7 +282,7 @@ class Listener:
 
     def _close(self, pending: "_Pending", reason: str) -> None:
         pending.connection.close()
-        self._refusals.add(pending, reason, self._clock.now())
+        self._refusals.add(pending.host, pending.peer, reason, self._clock.now())
 
 
 @dataclass
@@ -281,20 +305,19 @@ class _Refusals:
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
         self._quiet_until: float | None = None
-        self._since = 0.0
         self._counts: dict[str, int] = {}
-        self._last: deque[tuple[str, str]] = deque(maxlen=1)
+        self._reasons: dict[str, str] = {}
 
-    def add(self, pending: _Pending, reason: str, now: float) -> None:
-        """Count a refused connection."""
+    def add(self, host: str, peer: str, reason: str, now: float) -> None:
+        """Count a connection that was refused, from the address `peer` of `host`."""
         if self._quiet_until is None:
             self._quiet_until = now + QUIET
-            self._report(f"refused a connection from {pending.peer}: {reason}")
+            self._report(f"refused a connection from {peer}: {reason}")
             return
-        # Of a flood from many addresses, the first are named.
-        host = pending.host if pending.host in self._counts or len(self._counts) < _MOST_HOSTS else _OTHERS
-        self._counts[host] = self._counts.get(host, 0) + 1
-        self._last.append((pending.peer, reason))
+        # Of a flood from many hosts, the first are named.
+        named = host if host in self._counts or len(self._counts) < _MOST_HOSTS else _OTHERS
+        self._counts[named] = self._counts.get(named, 0) + 1
+        self._reasons[named] = reason
 
     def show(self, now: float) -> float | None:
         """Report what is due; return the time of the next report, if there will be one."""
@@ -308,18 +331,11 @@ class _Refusals:
             self._quiet_until = None
             return
         self._quiet_until = now + QUIET
-        ((peer, reason),) = self._last
-        total = sum(self._counts.values())
-        counts = sorted(self._counts.items(), key=lambda item: -item[1])
-        hosts = ", ".join(f"{host} ({number})" for host, number in counts)
-        self._report(
-            f"refused {count(total, 'more connection')} from {hosts}; the last, from {peer}: {reason}"
-        )
+        hosts = [f"{number} from {host} ({self._reasons[host]})" for host, number in self._counts.items()]
+        total = count(sum(self._counts.values()), "more connection")
+        self._report(f"refused {total}: {', '.join(hosts)}")
         self._counts.clear()
-
-
-_MOST_HOSTS = 8
-_OTHERS = "other addresses"
+        self._reasons.clear()
 
 
 def _cannot_listen(address: str, error: OSError) -> Exception:

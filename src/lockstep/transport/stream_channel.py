@@ -210,19 +210,12 @@ class StreamChannel(Generic[Out, In]):
 
     def _read(self) -> bool:
         """Read what has arrived; return whether there may be more."""
-        for _ in range(2):
-            try:
-                data = os.read(self._reading, _CHUNK)
-                break
-            except BlockingIOError:
-                return False
-            except ConnectionResetError:
-                # The peer closed its end with unread messages. This error occurs once, before its messages.
-                continue
-            except OSError:
-                data = b""
-                break
-        else:
+        try:
+            data = os.read(self._reading, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            # The peer ended without reading everything; what it wrote has been read before this error.
             data = b""
         if not data:
             self._ended = True

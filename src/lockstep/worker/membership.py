@@ -3,16 +3,11 @@
 import os
 import sys
 import traceback
-from collections.abc import Mapping
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from lockstep.checkpoint.checkpoint_files import Contents
 from lockstep.collectives.contract import Communicator, PeerWait, WaitPolicy
-from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
-from lockstep.collectives.network.lane import Link
-from lockstep.collectives.network.last_call import LastCall
-from lockstep.collectives.network.memory import NetworkBuffers
-from lockstep.collectives.plan import HostPlan, ReducePlan
+from lockstep.collectives.plan import ReducePlan
 from lockstep.collectives.shared.buffers import Buffers
 from lockstep.collectives.shared.communicator import SharedCommunicator
 from lockstep.collectives.shared.control_segment import ControlSegment
@@ -34,8 +29,10 @@ from lockstep.topology import View, place, place_on_hosts
 from lockstep.transport.state_transport import StateTransport
 from lockstep.worker.agent_client import AgentClient
 from lockstep.worker.job import GRACE_FOR_AGENT, Place
-from lockstep.worker.lanes import LaneConnector
 from lockstep.worker.script import summarize_own
+
+if TYPE_CHECKING:
+    from lockstep.worker.network_entrance import NetworkEntrance
 
 _REPORT_EVERY = 0.5
 """Seconds between two reports of a wait to the agent."""
@@ -78,12 +75,10 @@ class AgentMembership:
             raise PeerLostError(welcome.reason)
         if not isinstance(welcome, Welcome):
             raise _unexpected(welcome)
-        pool = SharedPool.attach(welcome.pool.take())
+        self._pool = SharedPool.attach(welcome.pool.take())
+        self._buffers = Buffers(self._pool)
         self._job, self._credentials = welcome.job, welcome.credentials
-        self._buffers, self._network_buffers = Buffers(pool), NetworkBuffers(pool)
-        self._last = LastCall()
-        if not config.joins:
-            self._last.number = 0
+        self._entrance: NetworkEntrance | None = None
         self._view = place(1, (config.worker,))
 
     def first_place(self) -> Place:
@@ -192,43 +187,19 @@ class AgentMembership:
         return view, self._communicator
 
     def _enter_network(self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment) -> Place:
-        plan = HostPlan.of(view, endpoint.here)
-        position = plan.own.index(self._config.worker)
-        links: Mapping[int, Link] | AgentMessage = {}
-        if position < plan.lanes:
+        if self._entrance is None:
+            # Most jobs have one host, and need none of this.
+            from lockstep.worker.network_entrance import NetworkEntrance
+
             assert self._credentials is not None
-            links = LaneConnector(
-                self._job,
-                self._credentials,
-                endpoint,
-                view.number,
-                position,
-                self._client.connections(view.number),
-                self._client.receive_any,
-                self._client.waiting,
-                self._policy.timeout,
-            ).connect()
-        if not isinstance(links, Mapping):
-            return self._enter_announced(links)
-        of_job = ViewOfJob(
-            self._job,
-            endpoint.term,
-            view.number,
-            tuple(host.incarnation for host in endpoint.hosts),
-            tuple(host.name for host in endpoint.hosts),
-        )
-        self._communicator = NetworkCommunicator(
-            segment,
-            self._network_buffers,
-            self._last,
-            position,
-            plan,
-            of_job,
-            links,
-            self._policy,
-            self._observe,
-        )
-        return view, self._communicator
+            self._entrance = NetworkEntrance(
+                self._config, self._job, self._credentials, self._pool, self._client, self._policy
+            )
+        entered = self._entrance.enter(view, endpoint, segment, self._observe)
+        if isinstance(entered, AgentMessage):
+            return self._enter_announced(entered)
+        self._communicator = entered
+        return view, entered
 
     def _observe(self, wait: PeerWait) -> None:
         self._client.waiting(wait.what, wait.workers, wait.seconds)

@@ -1,4 +1,4 @@
-"""How a worker connects to the workers of its lane on the other hosts of a view."""
+"""How a worker enters the exchange of a view whose members are on several hosts."""
 
 import queue
 import socket
@@ -7,13 +7,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lockstep.collectives.contract import WaitObserver, WaitPolicy
+from lockstep.collectives.network.communicator import NetworkCommunicator, ViewOfJob
 from lockstep.collectives.network.lane import Link
+from lockstep.collectives.network.last_call import LastCall
+from lockstep.collectives.network.memory import NetworkBuffers
+from lockstep.collectives.plan import HostPlan
+from lockstep.collectives.shared.control_segment import ControlSegment
+from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import LockstepError, PeerStuckError
 from lockstep.protocol.credentials import Credentials
 from lockstep.protocol.greeting import ConnectionKind, Greeting
 from lockstep.protocol.worker import AgentMessage, HostMembers, NetworkEndpoint, PeerConnected
+from lockstep.system.environment import WorkerConfig
+from lockstep.topology import View
 from lockstep.transport.addresses import join_address
 from lockstep.transport.dial import accept, dial
+from lockstep.worker.agent_client import AgentClient
 
 _LOOK_EVERY = 0.2
 _SAY_EVERY = 5.0
@@ -23,6 +33,79 @@ _SECOND_THOUGHTS = 15.0
 
 class _Abandoned(Exception):
     """The view has ended before the connections were complete."""
+
+
+class NetworkEntrance:
+    """Enters the exchanges of a job over hosts, one after another, and keeps what outlives them.
+
+    Args:
+        config: of this worker.
+        job: the id of the job.
+        credentials: of this worker.
+        pool: the memory that all workers on this host share.
+        client: the connection to the agent.
+        policy: how this worker waits for others.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        job: bytes,
+        credentials: Credentials,
+        pool: SharedPool,
+        client: AgentClient,
+        policy: WaitPolicy,
+    ) -> None:
+        self._config = config
+        self._job = job
+        self._credentials = credentials
+        self._client = client
+        self._policy = policy
+        self._buffers = NetworkBuffers(pool)
+        self._last = LastCall()
+        if not config.joins:
+            self._last.number = 0
+
+    def enter(
+        self, view: View, endpoint: NetworkEndpoint, segment: ControlSegment, observe: WaitObserver
+    ) -> NetworkCommunicator | AgentMessage:
+        """Return this worker's end of the exchange of `view`.
+
+        Returns:
+            Or the message with which the agent ends the view before all connections are complete.
+
+        Raises:
+            NetworkError: another host cannot be reached.
+            PeerStuckError: a worker on another host has not connected in time.
+        """
+        plan = HostPlan.of(view, endpoint.here)
+        position = plan.own.index(self._config.worker)
+        links: Mapping[int, Link] = {}
+        if position < plan.lanes:
+            connected = LaneConnector(
+                self._job,
+                self._credentials,
+                endpoint,
+                view.number,
+                position,
+                self._client.connections(view.number),
+                self._client.receive_any,
+                self._client.waiting,
+                self._policy.timeout,
+            ).connect()
+            if not isinstance(connected, Mapping):
+                return connected
+            links = connected
+        of_job = ViewOfJob(
+            self._job,
+            endpoint.term,
+            view.number,
+            tuple(host.incarnation for host in endpoint.hosts),
+            tuple(host.name for host in endpoint.hosts),
+        )
+        return NetworkCommunicator(
+            segment, self._buffers, self._last, position, plan, of_job, links, self._policy, observe
+        )
 
 
 @dataclass

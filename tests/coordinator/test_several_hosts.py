@@ -1,0 +1,263 @@
+"""The coordinator with the fake agents of two hosts, the second of which is another machine."""
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lockstep.coordinator import coordinator
+from lockstep.coordinator.coordinator import Coordinator
+from lockstep.coordinator.host_agent import HostAgent, PeerAddress
+from lockstep.observability.bus import Bus
+from lockstep.observability.console import Console
+from lockstep.observability.events import StrategyInstalled
+from lockstep.protocol.host import (
+    SILENCE,
+    AllReported,
+    BeginView,
+    DeliverPosition,
+    EndHost,
+    HoldState,
+    HostEnded,
+    HostReport,
+    Instruction,
+    KeepAlive,
+    OutputWritten,
+    PauseOutput,
+    ProcessExited,
+    ReportAll,
+    SignalProcess,
+    StartProcess,
+    StateHeld,
+    StatePart,
+    Stop,
+    WorkerEvidence,
+    WorkerSaid,
+)
+from lockstep.protocol.job_spec import JobHost, JobSpec
+from lockstep.protocol.worker import EventReport, Failed, Finished, HostMembers, JoinRequest
+from lockstep.supervisor.state import JobSize, State, TimeLimits
+from lockstep.system.clock import SystemClock
+from lockstep.system.event_loop import EventLoop
+from lockstep.system.output import Sink
+from lockstep.system.paths import RunPaths
+from lockstep.transport.local_channel import LocalChannel
+
+Reaction = Callable[[int, Instruction], "list[HostReport]"]
+HOSTS = (JobHost("node1", 2), JobHost("node2", 1))
+PEERS = (PeerAddress("10.0.0.1", 4001, 11), PeerAddress("10.0.0.2", 4002, 12))
+FIRST = (HostMembers(0, (0, 1), "node1", *PEERS[0]), HostMembers(1, (2,), "node2", *PEERS[1]))
+
+
+@dataclass
+class Job:
+    """A coordinator of three workers on two hosts."""
+
+    folder: Path
+    loop: EventLoop
+    reacts: Reaction
+    clock: SystemClock = field(default_factory=SystemClock)
+    instructions: list[tuple[int, Instruction]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.ends = []
+        agents = []
+        for host, peer in enumerate(PEERS):
+            own, agent = LocalChannel.pair()
+            self.ends.append(agent)
+            agents.append(HostAgent(own, HOSTS[host].name, peer, remote=host == 1))
+            self.loop.watch(agent.fileno(), lambda host=host: self._receive(host))  # type: ignore[misc]
+        self.command, command = LocalChannel.pair()
+        self.out = (self.folder / "out").open("wb", 0)
+        self.err = (self.folder / "err").open("wb", 0)
+        spec = JobSpec("a.py", False, (), 3, 4, 1, 0, 60.0, self.folder, hosts=HOSTS)
+        limits = TimeLimits(abort=0.01, term=0.01, kill=0.01)
+        self.coordinator = Coordinator(
+            spec,
+            RunPaths(self.folder),
+            os.getpid(),
+            tuple(agents),
+            command,
+            self.loop,
+            Console(Sink(self.out.fileno()), Sink(self.err.fileno()), "all", 0),
+            Bus(self.clock, complain=pytest.fail),
+            self.clock,
+            State.of(spec.view, limits, JobSize.of(3, 1, 5)),
+        )
+
+    def _receive(self, host: int) -> None:
+        while isinstance(instruction := self.ends[host].receive(), Instruction):
+            if not isinstance(instruction, KeepAlive):
+                self.instructions.append((host, instruction))
+            for report in self.reacts(host, instruction):
+                self.ends[host].send(report)
+
+    def notes(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def to(self, host: int) -> list[Instruction]:
+        return [instruction for at, instruction in self.instructions if at == host]
+
+
+def well(host: int, instruction: Instruction) -> list[HostReport]:
+    """The reports of agents whose workers train and succeed."""
+    match instruction:
+        case StartProcess(worker):
+            return [WorkerSaid(worker, Finished()), ProcessExited(worker, 0)]
+        case SignalProcess(worker, number):
+            return [ProcessExited(worker, -number)]
+        case ReportAll():
+            return [AllReported()]
+        case EndHost():
+            return [HostEnded()]
+    return []
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[[Reaction], Job]]:
+    with EventLoop() as loop:
+        made: list[Job] = []
+
+        def job(reacts: Reaction) -> Job:
+            made.append(Job(tmp_path, loop, reacts))
+            return made[-1]
+
+        yield job
+        for each in made:
+            for end in (*each.ends, each.command, each.out, each.err):
+                end.close()
+
+
+def test_each_host_starts_its_own_workers_in_one_view(make: Callable[[Reaction], Job]) -> None:
+    job = make(well)
+    assert job.coordinator.run() == 0
+    assert job.to(0) == [BeginView(1, FIRST), StartProcess(0), StartProcess(1), EndHost(0.5)]
+    assert job.to(1) == [BeginView(1, FIRST), StartProcess(2), EndHost(0.5)]
+
+
+def test_output_of_another_host_is_logged_and_shown(make: Callable[[Reaction], Job]) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if instruction == StartProcess(2):
+            failed = Failed(1, "KeyError: 'x'", "the traceback\n", False, prints=False)
+            written = [OutputWritten(2, 1, b"a\nb"), OutputWritten(2, 2, b"c\n"), OutputWritten(2, 1, b"d\n")]
+            return [*written, WorkerSaid(2, failed), ProcessExited(2, 1)]
+        if isinstance(instruction, EndHost):
+            evidence = WorkerEvidence(2, True, ("c", "d"), ())
+            return [HostEnded((), (evidence,) if host == 1 else ())]
+        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+
+    job = make(react)
+    assert job.coordinator.run() == 1
+    assert (job.folder / "worker-2.log").read_text() == "a\nbc\nd\nthe traceback\n"
+    assert (job.folder / "out").read_text() == "[worker 2] a\n[worker 2] bd\n"
+    assert "lockstep: worker 2: KeyError: 'x'" in job.notes()
+    assert f"log: {job.folder}/worker-2.log" in job.notes()
+
+
+def test_the_loss_of_a_host_ends_the_job_with_its_name(make: Callable[[Reaction], Job]) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if instruction == StartProcess(2):
+            job.loop.unwatch(job.ends[1].fileno())
+            job.ends[1].close()
+        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+
+    job = make(react)
+    assert job.coordinator.run() == 1
+    assert "host node2 was lost: the connection to its agent is closed" in job.notes()
+    assert {SignalProcess(worker, signal.SIGTERM) for worker in (0, 1)} <= set(job.to(0))
+
+
+def test_a_silent_host_ends_the_job_with_its_name(
+    make: Callable[[Reaction], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "ALIVE_EVERY", 0.001)
+    job = make(lambda host, one: [] if isinstance(one, StartProcess) or host == 1 else well(host, one))
+    monkeypatch.setattr(coordinator, "_END_PATIENCE", 0.01)
+    # Each look at the clock takes a second.
+    seconds = itertools.count()
+    monkeypatch.setattr(job.clock, "now", lambda: float(next(seconds)))
+    assert job.coordinator.run() == 1
+    assert f"host node2 has been silent for {SILENCE:g} s" in job.notes()
+
+
+def test_a_stop_waits_for_the_reports_of_all_hosts(make: Callable[[Reaction], Job]) -> None:
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        if isinstance(instruction, ReportAll):
+            ends = [WorkerSaid(2, Finished())] if host else []
+            return [*ends, AllReported()]
+        return [] if isinstance(instruction, StartProcess) else well(host, instruction)
+
+    job = make(react)
+    job.command.send(Stop(signal.SIGINT))
+    assert job.coordinator.run() == 130
+    signals = [(host, one) for host, one in job.instructions if isinstance(one, SignalProcess)]
+    assert {one.worker for _, one in signals} == {0, 1, 2}
+    assert all((one.worker == 2) == (host == 1) for host, one in signals)
+
+
+def test_a_joiner_on_another_host_gets_the_state_before_its_view(make: Callable[[Reaction], Job]) -> None:
+    said = list[object]()
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(0 | 1 as worker):
+                return [WorkerSaid(worker, EventReport(StrategyInstalled("jax")))]
+            case StartProcess(2):
+                return [ProcessExited(2, -signal.SIGKILL)]
+            case StartProcess(3):
+                said.append(host)
+                return [WorkerSaid(3, JoinRequest(whole=False))]
+            case DeliverPosition(3):
+                return [WorkerSaid(3, JoinRequest(whole=True))]
+            case BeginView(3):
+                return [
+                    report
+                    for worker in ((0, 1) if host == 0 else (3,))
+                    for report in (WorkerSaid(worker, Finished()), ProcessExited(worker, 0))
+                ]
+        notice = getattr(instruction, "notice", None)
+        if host == 0 and notice in (1, 2):
+            view = job.coordinator.state.view.number
+            parts = [StatePart(view, b"st", is_first=True), StatePart(view, b"ate", is_first=False)]
+            return [*parts, StateHeld(view, whole=notice == 2)]
+        return well(host, instruction)
+
+    job = make(react)
+    assert job.coordinator.run() == 0
+    assert said == [1]
+    kinds = [one for one in job.to(1) if isinstance(one, HoldState | BeginView | DeliverPosition)]
+    held = [HoldState(2, b"st", True, False), HoldState(2, b"ate", False, True)]
+    views = [FIRST, FIRST[:1], (FIRST[0], HostMembers(1, (3,), "node2", *PEERS[1]))]
+    assert [(one.number, one.hosts) for one in kinds if isinstance(one, BeginView)] == [
+        *zip((1, 2, 3), views, strict=True)
+    ]
+    assert [one for one in kinds if not isinstance(one, BeginView)] == [*held, DeliverPosition(3), *held]
+    assert [type(one) for one in kinds[-3:]] == [HoldState, HoldState, BeginView]
+    assert not any(isinstance(one, HoldState) for one in job.to(0))
+
+
+def test_workers_of_another_host_wait_for_a_slow_terminal(make: Callable[[Reaction], Job]) -> None:
+    reading, writing = os.pipe()
+    job = make(lambda host, one: [] if isinstance(one, StartProcess) else well(host, one))
+    job.coordinator.console.sinks = (Sink(writing), job.coordinator.console.sinks[1])
+
+    def react(host: int, instruction: Instruction) -> list[HostReport]:
+        match instruction:
+            case StartProcess(2):
+                return [OutputWritten(2, 1, b"x" * (1 << 20) + b"\n"), OutputWritten(2, 1, b"y" * (1 << 20))]
+            case PauseOutput(True):
+                os.close(reading)
+                return [WorkerSaid(2, Finished()), ProcessExited(2, 0)]
+            case StartProcess(worker):
+                return [WorkerSaid(worker, Finished()), ProcessExited(worker, 0)]
+        return well(host, instruction)
+
+    job.reacts = react
+    assert job.coordinator.run() == 0
+    os.close(writing)
+    assert PauseOutput(True) in job.to(1)
+    assert not any(isinstance(one, PauseOutput) for one in job.to(0))

@@ -1,0 +1,43 @@
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Processes on hosts import some of these modules by their plain names too.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "chaos"))
+
+from host_network import Host, HostNetwork, Unavailable
+
+PATIENCE = 60.0
+"""Seconds for processes to end that should have ended at once."""
+
+
+@pytest.fixture(scope="session")
+def host_network(shared_folder: Path) -> Iterator[HostNetwork]:
+    """Five hosts in one network, for all tests of this process."""
+    try:
+        network = HostNetwork.open(5, shared_folder)
+    except Unavailable as why:
+        pytest.skip(str(why))
+    with network:
+        yield network
+
+
+@pytest.fixture
+def hosts(host_network: HostNetwork) -> Iterator[tuple[Host, ...]]:
+    """Hosts without any process, and with empty folders; fails if the test leaves a process or a file."""
+    host_network.reset()
+    try:
+        yield host_network.hosts
+        left = host_network.left(PATIENCE)
+    finally:
+        host_network.reset()
+    assert left == {}
+
+
+@pytest.fixture
+def lean_environment(lean: Callable[..., dict[str, str]]) -> dict[str, str]:
+    """Variables for jobs whose script imports no framework."""
+    return lean(Path(__file__), "jax")

@@ -1,0 +1,61 @@
+"""A job over hosts has the bits of one machine, however its workers are spread."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from host_network import Host, Running
+from stepping_job import SteppingJob
+
+HERE = Path(__file__).parent
+TRAINING = HERE.parent / "training"
+FILES = (HERE / "many_trainings.py", TRAINING / "program.py", TRAINING / "custom_loops.py")
+
+Train = Callable[..., list[str]]
+
+
+def digests(job: Running, run: str, workers: int) -> list[str]:
+    """What the workers of a job have computed, which is equal."""
+    assert job.end() == 0, job.err
+    logs = [(job.host.work / run / f"worker-{worker}.log").read_text() for worker in range(workers)]
+    found = [[line for line in log.splitlines() if line.startswith(("result ", "digest "))] for log in logs]
+    assert found == [found[0]] * workers
+    assert found[0]
+    return found[0]
+
+
+@pytest.fixture
+def train(hosts: Sequence[Host], lean: Callable[..., dict[str, str]]) -> Train:
+    """Train on a number of workers, with options, at the command of a host; return the digests."""
+
+    def run(backend: str, workers: int, *options: str, at: int = 0) -> list[str]:
+        for host in hosts:
+            for file in FILES:
+                shutil.copy(file, host.work)
+        # By default, few workers on many hosts have more threads, which can change the bits.
+        job_options = ("--backend", backend, "--replicas", "4", "--threads-per-worker", "1")
+        folder = f"run{len(list(hosts[at].work.glob('run*')))}"
+        command = ("run", *job_options, "--run-dir", folder, *options)
+        job = hosts[at].lockstep(*command, FILES[0].name, **lean(TRAINING / "together.py", backend))
+        return digests(job, folder, workers)
+
+    return run
+
+
+@pytest.mark.parametrize("backend", ["jax", "tensorflow", "torch"])
+def test_equal_bits(train: Train, backend: str) -> None:
+    wanted = train(backend, 2, "-n", "2")
+    if backend == "jax":
+        assert train(backend, 4, "--hosts", "node1,node2:2,node3") == wanted
+        assert train(backend, 4, "--hosts", "node1,node2,node3,node4", at=4) == wanted
+    else:
+        assert train(backend, 2, "--hosts", "node1,node2") == wanted
+
+
+@pytest.mark.parametrize(
+    "options", ["--hosts node2:2", "--hosts node3:2,node2 --plain", "--hosts node4,node1,node3,node2 -n 5"]
+)
+def test_equal_sums(hosts: Sequence[Host], options: str) -> None:
+    """Any hosts, in any order, have the sums of one process, also if the command is elsewhere."""
+    SteppingJob(hosts, options, 20).finish()
