@@ -99,7 +99,7 @@ class Checkpoint(keras.callbacks.Callback):  # type: ignore[misc]
         )
 
 
-class _Found(msgspec.Struct, frozen=True):
+class _HostFinding(msgspec.Struct, frozen=True):
     """What one worker of a host has found in the folder.
 
     Attributes:
@@ -211,12 +211,12 @@ class ScriptCheckpoints:
 
     def _look(
         self, what: str, folder: Path, claim: FolderLock, own: list[tuple[Path, Contents]]
-    ) -> list[_Found]:
+    ) -> list[_HostFinding]:
         """Return what the first worker of each host finds in the folder, which the chief locks for this job.
 
         Adds to `own` the checkpoint that this worker has found.
         """
-        looked: list[_Found] = []
+        looked: list[_HostFinding] = []
 
         def look(view: View, communicator: Communicator) -> list[bytes]:
             if not looked and any(self._job.worker == host[0] for host in view.hosts):
@@ -226,19 +226,19 @@ class ScriptCheckpoints:
                 looked[0] = msgspec.structs.replace(looked[0], refusal=with_lock or looked[0].refusal)
             return communicator.gather(msgspec.json.encode(looked[0]) if looked else b"", what=what)
 
-        return [msgspec.json.decode(blob, type=_Found) for blob in self._job.exchange(look) if blob]
+        return [msgspec.json.decode(blob, type=_HostFinding) for blob in self._job.exchange(look) if blob]
 
-    def _find(self, folder: Path, own: list[tuple[Path, Contents]]) -> _Found:
+    def _find(self, folder: Path, own: list[tuple[Path, Contents]]) -> _HostFinding:
         job, notes = self._job, list[str]()
         host = (job.context.host or socket.gethostname()) if len(job.view.hosts) > 1 else ""
         try:
             newest = Store(folder).newest(notes.append)
             if newest is None:
-                return _Found(job.worker, host, notes=tuple(notes))
+                return _HostFinding(job.worker, host, notes=tuple(notes))
             own.append(newest)
-            return _Found(job.worker, host, "", str(newest[0]), held_of(newest[0]), tuple(notes))
+            return _HostFinding(job.worker, host, "", str(newest[0]), held_of(newest[0]), tuple(notes))
         except LockstepError as error:
-            return _Found(job.worker, host, refusal=str(error), notes=tuple(notes))
+            return _HostFinding(job.worker, host, refusal=str(error), notes=tuple(notes))
 
     def _lock(self, claim: FolderLock) -> str:
         """Lock the folder for this job; return why that is impossible."""
@@ -248,7 +248,9 @@ class ScriptCheckpoints:
             return str(error)
         return ""
 
-    def _hand_over(self, what: str, folder: Path, best: _Found, lacking: Sequence[_Found]) -> None:
+    def _hand_over(
+        self, what: str, folder: Path, best: _HostFinding, lacking: Sequence[_HostFinding]
+    ) -> None:
         """Copy a checkpoint from the host of the worker that has found it to those that lack it.
 
         If a worker is lost meanwhile, the copy may be missing.
