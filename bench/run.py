@@ -7,6 +7,7 @@ import budget
 import checkpoints
 import events
 import hosts_reduce
+import hosts_training
 import input as input_cost
 import joining
 import launching
@@ -24,6 +25,7 @@ def main() -> None:
     allreduce.main()
     print()
     hosts_reduce.main()
+    hosts_training.main()
     names = os.environ.get("BACKENDS") or "jax"
     backends = list(PEERS) if names == "all" else names.split()
     for backend in backends:
