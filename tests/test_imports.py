@@ -21,9 +21,9 @@ ALLOWED: dict[str, set[str]] = {
     "topology": {"errors"},
     "system": {"errors"},
     "observability": {"system"},
-    "protocol": {"errors", "observability", "system", "topology"},
-    "collectives": {"errors", "system", "topology"},
     "checkpoint": {"errors", "observability", "system"},
+    "protocol": {"checkpoint", "errors", "observability", "system", "topology"},
+    "collectives": {"errors", "system", "topology"},
     "transport": {"checkpoint", "errors", "protocol", "system"},
     "data": {"errors", "topology"},
     "cluster": {"errors", "system"},
@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
         *("system", "transport"),
     },
     "hosts": {
-        *("agent", "cluster", "collectives", "coordinator", "errors", "launcher", "local_job"),
+        *("agent", "checkpoint", "cluster", "collectives", "coordinator", "errors", "launcher", "local_job"),
         *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
     },
     "rendezvous": {
@@ -56,7 +56,7 @@ ALLOWED: dict[str, set[str]] = {
         *("supervisor", "system", "transport", "worker"),
     },
     "strategy": {"cluster", "errors", "keras", "launcher", "rendezvous", "system", "worker"},
-    "doctor": {"cluster", "errors", "launcher", "system", "worker"},
+    "doctor": {"cluster", "collectives", "errors", "hosts", "launcher", "system", "worker"},
     "cli": {
         *("agent", "checkpoint", "coordinator", "doctor", "errors", "hosts", "launcher", "local_job"),
         *("observability", "protocol", "supervisor", "system", "topology", "transport", "worker"),
@@ -75,6 +75,7 @@ KERAS_LAYERS: tuple[set[str], ...] = (
             "assignments",
             "worker_exchange",
             "devices",
+            "host_report",
             "model_digest",
             "nests",
             "numbered_calls",

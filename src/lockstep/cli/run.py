@@ -55,6 +55,8 @@ from lockstep.transport.addresses import with_port
 from lockstep.worker.script import Script, refuse_undecodable
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.held import HeldCheckpoint
+    from lockstep.hosts.job_on_hosts import Resumed
     from lockstep.protocol.channel import Channel
     from lockstep.protocol.host import Stop
 
@@ -286,6 +288,10 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
             spec = replace(spec, run_dir=options["run_dir"] or _fresh_folder(options))
             claim_folder(spec.run_dir)
             empty_folder(RunPaths(spec.run_dir).sources)
+
+    def resumed(begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
+        return _resumed(options, begun, held)
+
     several = bool(spec.hosts or options["listen"])
     if not several:
         note(spec.describe())
@@ -295,9 +301,11 @@ def run(inherited: tuple[int, ...] | None, /, **options: Any) -> None:
         from lockstep.hosts.listening_job import Listening, run_listening
 
         listening = Listening(with_port(options["listen"]), options["here"] or 1, retries=retries)
-        status = run_in_job_process(lambda command: run_listening(spec, listening, command), spec.grace)
+        status = run_in_job_process(
+            lambda command: run_listening(spec, listening, resumed, command), spec.grace
+        )
     else:
-        status = run_in_job_process(lambda command: _serve(spec, command), spec.grace)
+        status = run_in_job_process(lambda command: _serve(spec, resumed, command), spec.grace)
     leave_folder(spec.run_dir)
     if created:
         remove_unused(spec.run_dir)
@@ -397,9 +405,10 @@ def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
 
 
-def _spec(options: dict[str, Any]) -> JobSpec:
+def _spec(options: dict[str, Any], held: "HeldCheckpoint | None" = None) -> JobSpec:
+    """Return the job; it resumes from a checkpoint that another host holds, if that is given."""
     # Before the run's folder is created: a rejected command leaves nothing behind.
-    checkpoints, past = _checkpoints(options)
+    checkpoints, past = _checkpoints(options, held)
     choice = _backend(options, past.get("backend"))
     entries = parse_devices(options["devices"]) if options["devices"] is not None else None
     hosts = parse_hosts(options["hosts"], options["workers"]) if options["hosts"] is not None else ()
@@ -449,22 +458,49 @@ def _spec(options: dict[str, Any]) -> JobSpec:
     )
 
 
-def _checkpoints(options: dict[str, Any]) -> tuple[Checkpoints | None, Mapping[str, Any]]:
+def _resumed(options: dict[str, Any], begun: JobSpec, held: "HeldCheckpoint") -> JobSpec:
+    """Return the job over hosts as it resumes from the newest checkpoint of all of them."""
+    own = begun.checkpoints.resume if begun.checkpoints is not None else None
+    if own is not None:
+        from lockstep.checkpoint.hand_over import held_of
+
+        if held.is_same(held_of(own)):
+            return begun
+    spec = _spec(options, held)
+    return replace(spec, run_dir=begun.run_dir, inherited=begun.inherited, hosts=begun.hosts)
+
+
+def _checkpoints(
+    options: dict[str, Any], held: "HeldCheckpoint | None"
+) -> tuple[Checkpoints | None, Mapping[str, Any]]:
     """Return the checkpoints to save, and the facts in the checkpoint that the job resumes from."""
     if options["checkpoint"] is None:
         return None, {}
-    from lockstep.checkpoint.resume import newest, refuse_another_job
+    import msgspec
+
+    from lockstep.checkpoint.resume import newest, note_on_end, refuse_another_job
     from lockstep.checkpoint.scheduler import parse_every
+    from lockstep.checkpoint.store import Store
 
     every = parse_every(options["every"])
     folder = options["checkpoint"].absolute()
-    resume, past, finished = newest(folder, note) or (None, {}, "")
+    found: tuple[Path | None, Mapping[str, Any], str]
+    if held is None:
+        found = newest(folder, note) or (None, {}, "")
+    else:
+        found = (
+            Store(folder).path(held.step),
+            msgspec.to_builtins(held.job),
+            note_on_end(folder, held.step) if held.finished else "",
+        )
+    resume, past, finished = found
     if finished:
         note(finished)
     if resume is not None:
         asked = {name: options[name] for name in ("replicas", "seed", "threads")}
         refuse_another_job(resume, past, asked | {"input": options["reading"]})
-    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume), past
+    given = os.fspath(options["checkpoint"])
+    return Checkpoints(folder, every.steps, every.seconds, options["keep"], resume, given), past
 
 
 def _past_reading(past: Mapping[str, Any]) -> str:
@@ -481,12 +517,12 @@ def _compare(resume: Path, past: Mapping[str, Any], backend: str) -> None:
         note(text)
 
 
-def _serve(spec: JobSpec, command: "Channel[Stop, Stop]") -> int:
+def _serve(spec: JobSpec, resumed: "Resumed", command: "Channel[Stop, Stop]") -> int:
     """Run the job in the process that the command has forked for it."""
     if spec.hosts:
         from lockstep.hosts.job_on_hosts import run_over_ssh
 
-        return run_over_ssh(spec, command)
+        return run_over_ssh(spec, resumed, command)
     from lockstep.launcher.fork_server import ForkServerPlan
     from lockstep.launcher.launcher import LocalLauncher
 

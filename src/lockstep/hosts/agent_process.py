@@ -15,6 +15,7 @@ from lockstep.collectives.shared.pool import SharedPool
 from lockstep.errors import ConfigError
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.shared_checkpoints import AgentCheckpoints
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
 from lockstep.launcher.launcher import LocalLauncher
@@ -25,6 +26,7 @@ from lockstep.protocol.host import (
     ALIVE_EVERY,
     SILENCE,
     BeginJob,
+    CheckpointPart,
     HostFacts,
     HostReport,
     Instruction,
@@ -32,7 +34,9 @@ from lockstep.protocol.host import (
     Prepare,
     RemoteInstruction,
     RemoteReport,
+    SendCheckpoint,
     Stop,
+    TakeCheckpoint,
 )
 from lockstep.protocol.rendezvous import KeepWaiting, Rejected
 from lockstep.system.clock import Clock
@@ -42,7 +46,7 @@ from lockstep.system.event_loop import EventLoop
 from lockstep.system.notes import note
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
-from lockstep.system.run_folder import empty_folder
+from lockstep.system.run_folder import empty_folder, gone_if_refused
 from lockstep.transport.stream_channel import StreamChannel
 
 _BEHIND = 1 << 20
@@ -111,7 +115,8 @@ class StartedWorkers:
         if self.shows:
             output.console = console = Console(Sink(1), Sink(2), "chief" if here == 1 else "all", first)
             self.loop.before_each_wait(lambda: self._watch(console))
-        starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first)
+        name = spec.hosts[begin.host].name
+        starter = LocalStarter(spec, paths, os.getpid(), launcher, output, first, name)
         return LocalHost(output, starter, LinuxDescendants())
 
     def _watch(self, console: Console) -> None:
@@ -177,15 +182,18 @@ class AgentProcess:
         try:
             prepare = self._receive_one(Prepare)
             with contextlib.closing(self.listen(prepare)) as listener:
-                self.channel.send(self.workers.facts(prepare, *listener.place))
-                begin = self._receive_one(BeginJob)
+                facts = self.workers.facts(prepare, *listener.place)
+                checkpoints = AgentCheckpoints.of(prepare)
+                with gone_if_refused(checkpoints.folder), contextlib.closing(checkpoints):
+                    self.channel.send(checkpoints.describe(facts, prepare.job))
+                    begin = checkpoints.placed(self._receive_one(BeginJob, checkpoints))
                 self.begun = True
                 return self._serve(begin, prepare, listener)
         finally:
             self.channel.flush(1.0)
             self.channel.close()
 
-    def _receive_one(self, kind: type[Message]) -> Message:
+    def _receive_one(self, kind: type[Message], checkpoints: AgentCheckpoints | None = None) -> Message:
         """Wait for a message, until the coordinator or this process's command ends."""
         self.loop.watch(self.channel.fileno(), lambda: None)
         self.loop.watch(self.command.fileno(), lambda: None)
@@ -206,6 +214,9 @@ class AgentProcess:
                         self.waits(what)
                         continue
                     case KeepAlive():
+                        continue
+                    case SendCheckpoint() | TakeCheckpoint() | CheckpointPart() as about if checkpoints:
+                        checkpoints.serve(about, self.channel)
                         continue
                     case message if isinstance(message, kind):
                         return message

@@ -12,11 +12,13 @@ from typing import cast
 
 from lockstep.agent.starter import LocalStarter
 from lockstep.agent.worker_output import LocalOutput
+from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.coordinator.host_agent import HostAgent, PeerAddress
 from lockstep.errors import ConfigError, LockstepError, NetworkError
 from lockstep.hosts.facts import check_facts, own_facts, threads_for_all
 from lockstep.hosts.gathering import AwaitedHost, Stopped, gather_facts
 from lockstep.hosts.host_listener import HostListener
+from lockstep.hosts.shared_checkpoints import SharedCheckpoints
 from lockstep.hosts.ssh import SshAgent
 from lockstep.launcher.fork_server import ForkServerPlan
 from lockstep.launcher.gpu_assignment import spread
@@ -44,6 +46,7 @@ from lockstep.system.environment import shared_variables, visible_gpus
 from lockstep.system.event_loop import EventLoop
 from lockstep.system.output import Sink
 from lockstep.system.paths import RunPaths
+from lockstep.system.run_folder import sign_claim
 from lockstep.transport.addresses import join_address, resolve_host
 from lockstep.transport.keys import JobKey
 
@@ -51,6 +54,9 @@ _PATIENCE = 120.0
 """Seconds for the agents of all hosts to start."""
 _RESOLVE = 5.0
 _DAYS = 3650.0
+
+Resumed = Callable[[JobSpec, HeldCheckpoint], JobSpec]
+"""Returns the job as it resumes from a checkpoint of any of its hosts; raises ConfigError if it cannot."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +86,16 @@ def first_message(spec: JobSpec, *, key: str = "", encrypted: bool, folder: str 
         backend=spec.backend,
         folder=folder,
         environment=shared_variables(),
+        checkpoints=spec.checkpoints.given if spec.checkpoints is not None else "",
     )
 
 
-def run_over_ssh(spec: JobSpec, command: Channel[Stop, Stop]) -> int:
+def run_over_ssh(spec: JobSpec, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
     """Run a job on the hosts of `spec`; return its exit status.
 
     Args:
         spec: the job; its threads may be 0.
+        resumed: see `Resumed`.
         command: the channel over which the job is stopped.
 
     Raises:
@@ -118,7 +126,15 @@ def run_over_ssh(spec: JobSpec, command: Channel[Stop, Stop]) -> int:
 
         try:
             return run_on_hosts(
-                spec, prepare, command, console=console, loop=loop, here=here, others=others, workers=workers
+                spec,
+                prepare,
+                command,
+                console=console,
+                loop=loop,
+                here=here,
+                others=others,
+                workers=workers,
+                resumed=resumed,
             )
         except Stopped as stopped:
             return 128 + stopped.signal
@@ -136,6 +152,7 @@ def run_on_hosts(
     workers: Callable[[JobSpec, int], LocalHost],
     notifies: bool = False,
     by_hand: bool = False,
+    resumed: Resumed | None = None,
 ) -> int:
     """Run a job whose agents are connected; return its exit status.
 
@@ -151,12 +168,15 @@ def run_on_hosts(
             host.
         notifies: whether the agents of other hosts show the notes of this process.
         by_hand: whether a user starts the workers.
+        resumed: see `Resumed`; needed by a job with checkpoints.
 
     Raises:
         ConfigError: the hosts do not fit together, or one cannot run the script.
         UnfitError: a host was lost.
         Stopped: the user has stopped the job before all hosts have answered.
     """
+    if spec.checkpoints is not None:
+        sign_claim(spec.checkpoints.folder, prepare.job.hex())
     try:
         facts = gather_facts(
             others, prepare, command, loop=loop, clock=SystemClock(), patience=_PATIENCE, say=console.say
@@ -165,6 +185,14 @@ def run_on_hosts(
             facts[here.host] = here.facts
         all_facts = [facts[host] for host in range(len(spec.hosts))]
         check_facts(spec.hosts, all_facts, spec.target)
+        if spec.checkpoints is not None:
+            assert resumed is not None
+            shared = SharedCheckpoints(
+                spec.checkpoints, here is not None, others, facts, command, loop, SystemClock(), console.say
+            )
+            if (newest := shared.choose()) is not None:
+                spec = resumed(spec, newest)
+                shared.hand_over(newest)
     except LockstepError as error:
         for agent in others.values() if notifies else ():
             agent.channel.send(Rejected(str(error)))
@@ -214,7 +242,8 @@ def started_here(
     launcher = LocalLauncher(ForkServerPlan.of(own))
     launcher.prepare()
     output = LocalOutput(console, paths)
-    starter = LocalStarter(own, paths, os.getpid(), launcher, output, first)
+    name = spec.hosts[host].name
+    starter = LocalStarter(own, paths, os.getpid(), launcher, output, first, name)
     return LocalHost(output, starter, LinuxDescendants(spare))
 
 

@@ -11,7 +11,14 @@ from lockstep.hosts.agent_server import AgentServer, JoiningAgent
 from lockstep.hosts.facts import own_facts
 from lockstep.hosts.gathering import SAY_EVERY, AwaitedHost, Stopped
 from lockstep.hosts.host_listener import HostListener, own_credentials
-from lockstep.hosts.job_on_hosts import ThisHost, first_message, run_on_hosts, started_here, terminal_of
+from lockstep.hosts.job_on_hosts import (
+    Resumed,
+    ThisHost,
+    first_message,
+    run_on_hosts,
+    started_here,
+    terminal_of,
+)
 from lockstep.local_job.composition import LocalHost
 from lockstep.observability.console import Console
 from lockstep.protocol.channel import Channel, PeerGone
@@ -47,12 +54,13 @@ class Listening:
     retries: bool = False
 
 
-def run_listening(spec: JobSpec, listening: Listening, command: Channel[Stop, Stop]) -> int:
+def run_listening(spec: JobSpec, listening: Listening, resumed: Resumed, command: Channel[Stop, Stop]) -> int:
     """Run a job on this host and on those whose agents join it; return its exit status.
 
     Args:
         spec: the job, with the number of all workers and without hosts; its threads may be 0.
         listening: where it waits.
+        resumed: see `Resumed`.
         command: the channel over which the job is stopped.
 
     Raises:
@@ -89,6 +97,7 @@ def run_listening(spec: JobSpec, listening: Listening, command: Channel[Stop, St
                 others=others,
                 workers=workers,
                 notifies=True,
+                resumed=resumed,
             )
     except Stopped as stopped:
         return 128 + stopped.signal

@@ -6,6 +6,7 @@ there. They work in the same way in one process and on different hosts.
 
 import msgspec
 
+from lockstep.checkpoint.held import HeldCheckpoint
 from lockstep.protocol.job_spec import JobSpec
 from lockstep.protocol.rendezvous import Arrival, KeepWaiting, Rejected
 from lockstep.protocol.worker import HostMembers, Notice, RelayedMessage
@@ -56,6 +57,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
         backend: the Keras backend.
         folder: the current folder of the job; empty to stay in that of the agent.
         environment: variables that the workers have on all hosts.
+        checkpoints: the folder of checkpoints, as the user wrote it; empty for none.
     """
 
     job: bytes
@@ -67,6 +69,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare"):
     backend: str | None
     folder: str
     environment: dict[str, str]
+    checkpoints: str = ""
 
     def __repr__(self) -> str:
         return f"Prepare({self.target!r})"
@@ -86,6 +89,8 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
         port: its port.
         incarnation: a random number of this agent.
         problem: why the host cannot run the job; empty if it can.
+        checkpoint: the newest complete checkpoint there; None if there is none.
+        damaged: a message for each newer checkpoint that is damaged.
     """
 
     name: str
@@ -98,6 +103,42 @@ class HostFacts(msgspec.Struct, frozen=True, tag="facts"):
     port: int
     incarnation: int
     problem: str = ""
+    checkpoint: HeldCheckpoint | None = None
+    damaged: tuple[str, ...] = ()
+
+
+class SendCheckpoint(msgspec.Struct, frozen=True, tag="send checkpoint"):
+    """Send the checkpoint in `HostFacts`, which other hosts lack, in messages `CheckpointPart`."""
+
+
+class TakeCheckpoint(msgspec.Struct, frozen=True, tag="take checkpoint"):
+    """Write a checkpoint, whose parts follow; the answer is `CheckpointTaken`.
+
+    Attributes:
+        held: what its host has told of it.
+        keep: the number of checkpoints to keep.
+    """
+
+    held: HeldCheckpoint
+    keep: int
+
+
+class CheckpointPart(msgspec.Struct, frozen=True, tag="checkpoint part"):
+    """A part of a checkpoint, in both directions.
+
+    Attributes:
+        file: the number of its file.
+        part: the bytes that follow those of the part before; empty after the last one.
+    """
+
+    file: int
+    part: bytes
+
+
+class CheckpointTaken(msgspec.Struct, frozen=True, tag="checkpoint taken"):
+    """A checkpoint has been written, or cannot be read or written for the reason `failure`."""
+
+    failure: str = ""
 
 
 class BeginJob(msgspec.Struct, frozen=True, tag="begin job"):
@@ -421,8 +462,17 @@ HostReport = (
     | HostEnded
 )
 
-RemoteInstruction = KeepWaiting | Rejected | Prepare | BeginJob | Instruction
+RemoteInstruction = (
+    KeepWaiting
+    | Rejected
+    | Prepare
+    | SendCheckpoint
+    | TakeCheckpoint
+    | CheckpointPart
+    | BeginJob
+    | Instruction
+)
 """What an agent on another host receives."""
 
-RemoteReport = HostOffer | HostFacts | HostReport
+RemoteReport = HostOffer | HostFacts | CheckpointPart | CheckpointTaken | HostReport
 """What an agent on another host sends."""

@@ -104,6 +104,7 @@ class JobContext:
         folder: of the run, where workers share files; None without one.
         began_with: the number of workers with which the job began; None if no worker can join.
         joint_input: whether each worker reads everything of a dataset, also where reading could be divided.
+        host: the name of its host, as the user wrote it; empty if that is not known.
     """
 
     worker: int
@@ -113,6 +114,7 @@ class JobContext:
     folder: Path | None = None
     began_with: int | None = None
     joint_input: bool = False
+    host: str = ""
 
 
 class Job:
