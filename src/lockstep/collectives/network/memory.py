@@ -1,7 +1,7 @@
 """The memory of a member: shared with the other workers of its host, or its own if there are none.
 
-The totals of successive calls alternate between two regions. So the total of a call stays until the next call
-is complete, and a host that has not completed the call can still receive it.
+In shared memory, the totals of successive calls alternate between two regions. So the total of a call stays
+until the next call is complete, and a host that has not completed the call can still receive it.
 """
 
 import enum

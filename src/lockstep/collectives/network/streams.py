@@ -110,9 +110,9 @@ class Outgoing:
         else:
             stream.settimeout(None)
             stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(MAX_BLOCK_SECONDS))
-            size = max(SEND_BUFFERS // members, _SMALLEST_SEND_BUFFER)
-            if _allows_send_buffer(size):
-                stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
+        size = max(SEND_BUFFERS // members, _SMALLEST_SEND_BUFFER)
+        if _allows_send_buffer(size):
+            stream.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, size)
         self._jobs: deque[Iterator[Buffer]] = deque()
         self._changed = threading.Condition()
         self._unfinished = 0
