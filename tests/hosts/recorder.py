@@ -1,4 +1,4 @@
-"""Writes greetings of a job to files: the first that this host gets to `received`, its own first to `sent`."""
+"""Writes greetings of a job to files: the first that this host gets to `received`, its own to `sent`."""
 
 import socket
 from pathlib import Path
